@@ -32,9 +32,9 @@ class StopAgreement:
     """
 
     def __init__(
-        self, signals: StopFlag, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
+        self, stop_flag: StopFlag, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
     ):
-        self._signals, self._group, self._take_save = signals, group, take_save
+        self._stop_flag, self._group, self._take_save = stop_flag, group, take_save
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
 
@@ -47,7 +47,7 @@ class StopAgreement:
             give_up: this rank cannot usefully go on.
         """
         wanted = save is not None and (self._take_save() or save)
-        self._flags[0], self._flags[1], self._flags[2] = self._signals.requested, wanted, give_up
+        self._flags[0], self._flags[1], self._flags[2] = self._stop_flag.requested, wanted, give_up
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -58,5 +58,5 @@ class StopAgreement:
             self._work = None
         stop, save, give_up = self._flags.tolist()
         if stop:
-            self._signals.request(StopCause.OTHER_RANK)
+            self._stop_flag.request(StopCause.OTHER_RANK)
         return AgreedDecision(bool(stop), bool(save), bool(give_up))

@@ -122,7 +122,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     """
     if session.distributed is not None:
         raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
-    stop = signals.install_signal_handlers()
+    stop_flag = signals.install_signal_handlers()
     logs.set_up(leave_to_others=True)
     from slurmtrain.runtime.agreement import StopAgreement  # torch, which takes seconds
     from slurmtrain.runtime.distributed_context import init_distributed
@@ -140,8 +140,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
-    session.distributed = init_distributed(cluster, device, environment, meeting, stop)
-    session.agreement = StopAgreement(stop, session.distributed.control_group)
+    session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
+    session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)

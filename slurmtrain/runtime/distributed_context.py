@@ -58,7 +58,7 @@ class DistributedContext:
 
 
 def init_distributed(
-    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop: StopFlag
+    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop_flag: StopFlag
 ) -> DistributedContext:
     """Find the device, meet the other ranks, and make the process groups.
 
@@ -81,7 +81,7 @@ def init_distributed(
         environment,
         directory or Path("."),
         timeout_s=cluster.rendezvous_timeout_s,
-        stop_requested=lambda: stop.requested,
+        stop_requested=lambda: stop_flag.requested,
         interface=cluster.network_interface,
     )
     if own.type == "cuda":

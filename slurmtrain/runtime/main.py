@@ -79,11 +79,11 @@ def _run(
         find: reads the config, and returns it with the function that rank 0 calls for the run directory.
         given: the attempt that a batch script has named; None: the ranks find out together.
     """
-    stop = signals.install_signal_handlers()
+    stop_flag = signals.install_signal_handlers()
     timeline = Timeline()
     environment: Environment | None = None
     context = given
-    watch: StopWatcher | None = None
+    stop_watcher: StopWatcher | None = None
     try:
         environment = Environment.detect()
         logs.set_up(environment.rank)
@@ -93,25 +93,25 @@ def _run(
             check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
         if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
-            watch = _begin(context, environment, config, stop) if environment.rank == 0 else None
-            code = _program(config.job.kind)(config, environment, context, stop, watch)
+            stop_watcher = _begin(context, environment, config, stop_flag) if environment.rank == 0 else None
+            code = _program(config.job.kind)(config, environment, context, stop_flag, stop_watcher)
             _finish_by_hand(config, environment, context, code)
             leave(code)
         timeline.aloud = environment.rank == 0
         timeline.begin("loading PyTorch")
         if given is not None and environment.rank == 0:
-            watch = _begin(given, environment, config, stop)
-        distributed, context = _join(config, environment, given, find_or_create, stop, timeline)
+            stop_watcher = _begin(given, environment, config, stop_flag)
+        distributed, context = _join(config, environment, given, find_or_create, stop_flag, timeline)
         if given is None and environment.rank == 0:
-            watch = _begin(context, environment, config, stop)
-        code = _train(config, distributed, context, stop, timeline, watch)
-        if watch is not None and code == EXIT_REQUEUE:
-            watch.wait_for_record()
+            stop_watcher = _begin(context, environment, config, stop_flag)
+        code = _train(config, distributed, context, stop_flag, timeline, stop_watcher)
+        if stop_watcher is not None and code == EXIT_REQUEUE:
+            stop_watcher.wait_for_record()
         _finish_by_hand(config, environment, context, code)
         leave(code)
     except _stop_during_start():
-        if watch is not None:
-            watch.wait_for_record()
+        if stop_watcher is not None:
+            stop_watcher.wait_for_record()
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
         show_error(error)
@@ -141,13 +141,17 @@ def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signal
     return run_prepare
 
 
-def _begin(context: AttemptContext, environment: Environment, config: Config, stop: signals.StopFlag) -> StopWatcher:
+def _begin(
+    context: AttemptContext, environment: Environment, config: Config, stop_flag: signals.StopFlag
+) -> StopWatcher:
     """Open the attempt's record on rank 0, and start to watch the clock and SLURM."""
     attempt_context.open_attempt(context, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
-    return StopWatcher(stop, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
+    return StopWatcher(
+        stop_flag, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir
+    )
 
 
 def _join(
@@ -155,7 +159,7 @@ def _join(
     environment: Environment,
     given: AttemptContext | None,
     find_or_create: Callable[[], RunDir],
-    stop: signals.StopFlag,
+    stop_flag: signals.StopFlag,
     timeline: Timeline,
 ) -> tuple[DistributedContext, AttemptContext]:
     """Meet the other ranks, and return what connects this rank with them, and its run and attempt."""
@@ -168,7 +172,7 @@ def _join(
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))
     directory = given.attempt_dir.path if given else meeting
-    distributed = init_distributed(config.cluster, config.train.device, environment, directory, stop)
+    distributed = init_distributed(config.cluster, config.train.device, environment, directory, stop_flag)
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given
@@ -181,18 +185,20 @@ def _train(
     config: Config,
     distributed: DistributedContext,
     context: AttemptContext,
-    stop: signals.StopFlag,
+    stop_flag: signals.StopFlag,
     timeline: Timeline,
-    watch: StopWatcher | None,
+    stop_watcher: StopWatcher | None,
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.jobs.train import build_trainer
 
-    agreement = StopAgreement(stop, distributed.control_group, watch.take_save if watch is not None else lambda: False)
+    agreement = StopAgreement(
+        stop_flag, distributed.control_group, stop_watcher.take_save if stop_watcher is not None else lambda: False
+    )
     if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
-    trainer = build_trainer(config, distributed, context, agreement, timeline, watch)
+    trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher)
     try:
         outcome = trainer.fit()
     except BaseException:
@@ -212,7 +218,7 @@ def _train(
             save_s=outcome.saved.seconds if outcome.saved else None,
         )
     if not outcome.finished:
-        first = stop.first
+        first = stop_flag.first
         cause = first.cause if first else StopCause.OTHER_RANK
         log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
     distributed.leave_together()
@@ -220,12 +226,16 @@ def _train(
 
 
 def _evaluate(
-    config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    stop_agreement: StopAgreement,
+    timeline: Timeline,
 ) -> int:
     """Measure a checkpoint, and return the exit code of this rank."""
     from slurmtrain.runtime.jobs.evaluate import evaluate_checkpoint
 
-    done = evaluate_checkpoint(config, distributed, context, stop, timeline)
+    done = evaluate_checkpoint(config, distributed, context, stop_agreement, timeline)
     if distributed.environment.rank == 0:
         attempt_context.update_attempt(context, said=LastWord.FINISHED if done else LastWord.STOPPED)
     distributed.leave_together()

@@ -29,26 +29,30 @@ LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system h
 
 
 class StopWatcher:
-    """The watch of rank 0 until a stop is requested, which it then records.
+    """Watches the clock, SLURM's record and the switches until a stop is requested, which it then records. On rank 0.
 
     A signal that came before Python had handlers was ignored. SLURM still has its reason on record, so SLURM is asked
     once at the start; and if the early warning never comes, the clock gives it. Somebody may have changed the time
     limit by then: SLURM is asked again before the clock is believed, and at intervals.
 
     Args:
+        stop_flag: the flag of this rank, which a stop sets.
+        attempt_dir: where the stop is recorded.
+        client: asks SLURM; None: there is none to ask.
+        signal_lead_s: seconds by which the early warning comes before the time limit; 0: there is none.
         run_dir: the run whose switches are watched; None: no switches.
     """
 
     def __init__(
         self,
-        signals: StopFlag,
+        stop_flag: StopFlag,
         attempt_dir: AttemptDir,
         client: SlurmClient | None,
         *,
         signal_lead_s: float,
         run_dir: RunDir | None = None,
     ):
-        self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
+        self._stop_flag, self._attempt_dir, self._client = stop_flag, attempt_dir, client
         self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
         self._save_asked = threading.Event()
         # The plan, which training, the watch and the timer replace: only with the lock, or a timer would stay with an old plan.
@@ -91,7 +95,7 @@ class StopWatcher:
 
     def _time_is_up(self) -> None:
         if not self._limit_has_moved():
-            self._signals.request(StopCause.DEADLINE)
+            self._stop_flag.request(StopCause.DEADLINE)
 
     def _limit_has_moved(self) -> bool:
         """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
@@ -142,14 +146,14 @@ class StopWatcher:
         self._set_end_time(self._ask_once())
         asked = time.monotonic()
         self._look_at_switches()
-        while not self._signals.wait(self._pause(asked)):
+        while not self._stop_flag.wait(self._pause(asked)):
             due = self._deadline is not None and time.time() >= self._deadline
             if due or time.monotonic() >= asked + ASK_EVERY_S:
                 asked = time.monotonic()
                 if not self._limit_has_moved() and due:
-                    self._signals.request(StopCause.DEADLINE)
+                    self._stop_flag.request(StopCause.DEADLINE)
             self._look_at_switches()
-        first = self._signals.first
+        first = self._stop_flag.first
         assert first is not None
         end_time = self._end_time
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
@@ -188,7 +192,7 @@ class StopWatcher:
         if self._take(self._run_dir.stop_switch, Event.STOP_FILE_FOUND):
             with contextlib.suppress(OSError):  # a full disk; it stops all the same
                 attempts.write_request(self._run_dir, RunAction.STOP)
-            self._signals.request(StopCause.STOP_FILE)
+            self._stop_flag.request(StopCause.STOP_FILE)
 
     def _take(self, switch: Path, event: Event) -> bool:
         """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
@@ -208,9 +212,9 @@ class StopWatcher:
             return None
         facts = self._client.job(own_job_id() or "")
         if facts is not None and facts.preempted:
-            self._signals.request(StopCause.PREEMPTED)
+            self._stop_flag.request(StopCause.PREEMPTED)
         elif facts is not None and facts.state == "COMPLETING":
-            self._signals.request(StopCause.ENDED)
+            self._stop_flag.request(StopCause.ENDED)
         return _end_time(facts)
 
 

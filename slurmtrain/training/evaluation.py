@@ -26,12 +26,15 @@ from slurmtrain.training.stopping import StopCheck
 
 
 class Evaluator:
-    """An evaluation of a distributed model on named sets.
+    """Evaluates a distributed model on named sets.
 
     Args:
+        distributed_model: the model on this rank.
+        forward_backward: runs batches through the model.
         sets: data sets by name; a metric of a set is called <set>_<metric>. May be empty.
+        measures: the metrics, and the sums that they need.
         control_group: a gloo group of all ranks; None for a single one.
-        stop: asked in every round whether to stop.
+        stop_check: asked in every round whether to stop.
 
     Raises:
         ConfigError: a set is empty.
@@ -45,11 +48,11 @@ class Evaluator:
         measures: MetricSums,
         *,
         control_group: dist.ProcessGroup | None,
-        stop: StopCheck,
+        stop_check: StopCheck,
     ):
         self._distributed_model, self._forward_backward = distributed_model, forward_backward
         self.sets = {name: inspect_dataset(dataset, f"the evaluation set {name!r}") for name, dataset in sets.items()}
-        self._measures, self._control_group, self._stop = measures, control_group, stop
+        self._measures, self._control_group, self._stop_check = measures, control_group, stop_check
         for name, dataset in self.sets.items():
             if not len(dataset):
                 raise ConfigError(
@@ -63,7 +66,7 @@ class Evaluator:
             ConfigError: sequences are too long for this layout.
         """
         if self.sets:
-            self._forward_backward.expect(max(map(_longest, self.sets.values())))
+            self._forward_backward.prepare_evaluation(max(map(_longest, self.sets.values())))
 
     def check_best_metric(self, metric: str) -> None:
         """Check, before anything is computed, that an evaluation can give this metric.
@@ -93,21 +96,21 @@ class Evaluator:
 
     def _total(self, dataset: DatasetSpec) -> Tensor | None:
         """Return all sums of a set, over all ranks; None when a stop was requested."""
-        rows, dims = self._forward_backward.rows, self._distributed_model.dims
+        batch_size, dims = self._forward_backward.eval_batch_size, self._distributed_model.dims
         share = -(-len(dataset) // dims.dp)
-        batches = eval_batches(dataset, rows, dims.dp_rank(self._distributed_model.rank), dims.dp)
+        batches = eval_batches(dataset, batch_size, dims.dp_rank(self._distributed_model.rank), dims.dp)
         own: Tensor | None = None
         # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
         # shared needs all ranks for a forward pass.
-        for _ in range(-(-share // rows)):
-            self._stop.begin()
+        for _ in range(-(-share // batch_size)):
+            self._stop_check.begin()
             batch = next(batches, None)
             sums = self._forward_backward.evaluate(
                 batch or blank(fetch(dataset, np.zeros(1, dtype=np.int64))), self._measures
             )
             if sums is not None:
                 own = sums.cpu() if own is None else own + sums.cpu()
-            if self._stop.finish().stop:
+            if self._stop_check.finish().stop:
                 return None
         return self._summed(own)
 

@@ -34,30 +34,30 @@ class ForwardBackward(Protocol):
     """The forward and backward passes of a model.
 
     Attributes:
-        rows: number of sequences of a batch to evaluate.
+        eval_batch_size: number of sequences of a batch to evaluate.
     """
 
-    rows: int
+    eval_batch_size: int
 
-    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+    def train(self, micro_batches: list[Batch], global_tokens: Callable[[], int]) -> Tensor:
         """Run forward and backward of a step.
 
         Args:
-            count: returns the number of tokens of the step over all ranks.
+            global_tokens: returns the number of tokens of the step over all ranks.
 
         Returns:
             The sum of this rank's losses, in nats; over all ranks they add up to that of the step.
         """
 
-    def expect(self, length: int) -> None:
-        """Prepare for sequences to evaluate of up to `length` tokens.
+    def prepare_evaluation(self, max_length: int) -> None:
+        """Prepare for sequences to evaluate of up to `max_length` tokens.
 
         Raises:
             ConfigError: they are longer than what this model has been set up for.
         """
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
-        """Return what `measure` returns for a batch of up to `rows` sequences; None if another rank measures it."""
+        """Return what `measure` returns for a batch of up to `eval_batch_size` sequences; None if another rank measures it."""
 
 
 def build_forward_backward(
@@ -79,23 +79,23 @@ class _SequentialSchedule:
 
     def __init__(self, distributed_model: DistributedModel, micro_batch_size: int):
         self._distributed_model, self._model = distributed_model, distributed_model.model
-        self.rows = micro_batch_size
+        self.eval_batch_size = micro_batch_size
 
-    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+    def train(self, micro_batches: list[Batch], global_tokens: Callable[[], int]) -> Tensor:
         for batch in micro_batches:
             check_for_model(batch)
         total = torch.zeros((), device=self._distributed_model.device)
         for index, batch in enumerate(micro_batches):
             if index == len(micro_batches) - 1:
                 self._communicate(True)
-                total += self._backward(batch, count)
+                total += self._backward(batch, global_tokens)
             else:
                 self._communicate(False)
                 with no_sync(self._model):
-                    total += self._backward(batch, count)
+                    total += self._backward(batch, global_tokens)
         return total * _is_own(self._distributed_model)
 
-    def expect(self, length: int) -> None:
+    def prepare_evaluation(self, max_length: int) -> None:
         """Accept any length."""
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
@@ -104,9 +104,9 @@ class _SequentialSchedule:
         sums = measure(self._logits(own), own["targets"], own)
         return sums if _is_own(self._distributed_model) else None
 
-    def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
+    def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
-        (loss_sum * _loss_scale(self._distributed_model, count)).backward()
+        (loss_sum * _per_token_weight(self._distributed_model, global_tokens)).backward()
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -141,9 +141,9 @@ class _Pipelined:
 
         self._distributed_model = distributed_model
         self._micro_batch_size = micro_batch_size
-        self.rows = micro_batches * micro_batch_size
+        self.eval_batch_size = micro_batches * micro_batch_size
         self._length: int | None = None  # tokens of a sequence: stages are set up for one shape
-        self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
+        self._last_stage_fn: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
             distributed_model.stages,
             distributed_model.stage_indices,
@@ -153,55 +153,55 @@ class _Pipelined:
             device=distributed_model.device,
             group=distributed_model.group("pp"),
             tied_parameters=distributed_model.tied_parameters,
-            loss=lambda logits, targets: self._at_the_end(logits, targets),
+            loss=lambda logits, targets: self._last_stage_fn(logits, targets),
         )
 
-    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+    def train(self, micro_batches: list[Batch], global_tokens: Callable[[], int]) -> Tensor:
         for batch in micro_batches:
             check_for_model(batch)
         whole = concatenate(micro_batches)
-        scale = _loss_scale(self._distributed_model, count)
+        scale = _per_token_weight(self._distributed_model, global_tokens)
         self._length = tokens_per_row(whole)
-        self._at_the_end = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale
-        return self._sum(self._go(self._pipeline.train, _own(whole, self._distributed_model))) / scale
+        self._last_stage_fn = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale
+        return self._sum(self._run_pipeline(self._pipeline.train, _own(whole, self._distributed_model))) / scale
 
-    def expect(self, length: int) -> None:
+    def prepare_evaluation(self, max_length: int) -> None:
         if self._length is None:
-            self._length = _even(self._distributed_model, length)
-        elif length > self._length:
+            self._length = _even(self._distributed_model, max_length)
+        elif max_length > self._length:
             raise ConfigError(
-                f"a set to evaluate has sequences of {length} tokens, but the stages of the pipeline are set up for the "
+                f"a set to evaluate has sequences of {max_length} tokens, but the stages of the pipeline are set up for the "
                 f"{self._length} that they train on",
                 hint="cut it into shorter ones, or evaluate in jobs: eval.mode=job eval.parallel.pp=1",
             )
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
-        assert self._length is not None, "expect() has not been called"
+        assert self._length is not None, "prepare_evaluation() has not been called"
         check_for_model(batch)
-        own = _own(filled(padded(batch, self._length), self.rows), self._distributed_model)
+        own = _own(filled(padded(batch, self._length), self.eval_batch_size), self._distributed_model)
         parts = self._micro_batches(own)
         # The last stage gets the micro batches in their order.
-        self._at_the_end = lambda logits, targets: measure(logits, targets, next(parts))
-        sums = self._go(self._pipeline.evaluate, own)
+        self._last_stage_fn = lambda logits, targets: measure(logits, targets, next(parts))
+        sums = self._run_pipeline(self._pipeline.evaluate, own)
         return torch.stack(sums).sum(dim=0) if sums and _is_own(self._distributed_model) else None
 
-    def _go(self, way: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
-        return way(own["inputs"], own["targets"], **_further_arguments(own, self._distributed_model.stages[0]))
+    def _run_pipeline(self, run: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
+        return run(own["inputs"], own["targets"], **_further_arguments(own, self._distributed_model.stages[0]))
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        for first in range(0, self.rows, self._micro_batch_size):
+        for first in range(0, self.eval_batch_size, self._micro_batch_size):
             yield {name: tensor[first : first + self._micro_batch_size] for name, tensor in batch.items()}
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum(losses, torch.zeros((), device=self._distributed_model.device)) * _is_own(self._distributed_model)
 
 
-def _loss_scale(distributed_model: DistributedModel, count: Callable[[], int]) -> float:
-    """Return the factor of the loss.
+def _per_token_weight(distributed_model: DistributedModel, global_tokens: Callable[[], int]) -> float:
+    """Return the weight of a token in the loss.
 
     Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
     """
-    return distributed_model.dims.dp * distributed_model.dims.cp / count()
+    return distributed_model.dims.dp * distributed_model.dims.cp / global_tokens()
 
 
 def _is_own(distributed_model: DistributedModel) -> bool:
@@ -266,6 +266,6 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _even(distributed_model: DistributedModel, length: int) -> int:
-    """Return the least length from `length` on that the ranks of a sequence can share evenly."""
+    """Return `length`, rounded up so that the ranks of a sequence can share it evenly."""
     sharing = distributed_model.dims.sequence_ranks(distributed_model.parallel)
     return -(-length // sharing) * sharing

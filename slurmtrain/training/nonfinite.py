@@ -43,7 +43,7 @@ class _Noted:
 
 
 class NonfiniteSteps:
-    """A count of the consecutive steps whose loss or gradient norm is not finite, as this rank sees them.
+    """Counts the consecutive steps whose loss or gradient norm is not finite, as this rank sees them.
 
     Args:
         limit: this many consecutive steps are too many; 0: any number is allowed.
@@ -71,8 +71,8 @@ class NonfiniteSteps:
             copied.record()
         self._noted = _Noted(step, values, tokens, copied)
 
-    def look(self) -> bool:
-        """Return whether there are too many consecutive steps, the one noted last included.
+    def update(self) -> bool:
+        """Count the step noted last, and return whether there are too many consecutive steps.
 
         It is called while the device works on the next step, so that the device has something to do while this function
         waits.

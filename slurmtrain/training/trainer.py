@@ -66,13 +66,16 @@ class StepSums(NamedTuple):
 
 
 class Trainer:
-    """The training of one model on one data source with one optimiser, from the newest checkpoint to the last step.
+    """Trains one model on one data source with one optimiser, from the newest checkpoint to the last step.
 
     Args:
-        distributed_model: the model on this rank; called with tokens [B, S], it returns logits [B, S, V].
+        train: steps and batches.
+        optim: the optimiser and its learning rate.
+        distributed_model: this rank's part of the model, whose `model` takes tokens [B, S] and returns logits [B, S, V].
         loader: this rank's micro batches.
         forward_backward: runs micro batches through the model.
-        stop: asked once a step whether to stop.
+        ranks: this rank, and its process groups.
+        stop_check: asked once a step whether to stop.
         hooks: what happens besides the steps, in this order.
         data_hash: name of the data, with which the digest of the samples begins.
     """
@@ -86,13 +89,13 @@ class Trainer:
         forward_backward: ForwardBackward,
         *,
         ranks: TrainingRanks,
-        stop: StopCheck,
+        stop_check: StopCheck,
         hooks: Sequence[TrainingHook] = (),
         data_hash: str = "",
     ):
         self._train, self._optim = train, optim
         self._distributed_model, self._loader, self._forward_backward = distributed_model, loader, forward_backward
-        self._ranks, self._stop = ranks, stop
+        self._ranks, self._stop_check = ranks, stop_check
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._parameters = [parameter for parameter in distributed_model.model.parameters() if parameter.requires_grad]
         self.state = TrainingState(
@@ -174,12 +177,12 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        self._stop.begin(save=hooks.wants_save(state), give_up=hooks.gives_up(state))
+        self._stop_check.begin(save=hooks.wants_save(state), give_up=hooks.gives_up(state))
         norm = self._clip()
         hooks.before_optimizer_step(state, norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        decision = self._stop.finish()
+        decision = self._stop_check.finish()
 
         state.advance(digest)
         state.longest_step_s = max(state.longest_step_s, state.throughput.step(tokens, data_wait_s))
@@ -228,7 +231,7 @@ class Trainer:
         model = self._distributed_model.model
 
         def backward(micro_batches: int) -> None:
-            self._forward_backward.train([self._loader.example()] * micro_batches, count=lambda: 1)
+            self._forward_backward.train([self._loader.example()] * micro_batches, global_tokens=lambda: 1)
 
         if self._distributed_model.dims.pp > 1:
             without_trace(model, lambda: backward(self._loader.accumulation_steps))
@@ -236,8 +239,8 @@ class Trainer:
 
     def _is_told_to_stop(self) -> bool:
         """Return whether all ranks agree to stop before the first step. No checkpoint can be written at this moment."""
-        self._stop.begin()
-        return self._stop.finish().stop
+        self._stop_check.begin()
+        return self._stop_check.finish().stop
 
 
 @contextmanager

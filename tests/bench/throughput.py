@@ -336,7 +336,7 @@ class Bench:
             loader,
             forward_backward,
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),
-            stop=self.stop,
+            stop_check=self.stop,
             hooks=[StepReports(train), NonfiniteGuard(train.max_nonfinite, None), *hooks],
             data_hash=data_hash,
         )

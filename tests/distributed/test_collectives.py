@@ -49,7 +49,7 @@ def counts(
     forward_backward = build_forward_backward(distributed_model, micro_batches, 1)
     for _ in range(2):
         with Collectives() as seen:
-            forward_backward.train([{"inputs": tokens, "targets": tokens}] * micro_batches, count=lambda: 1)
+            forward_backward.train([{"inputs": tokens, "targets": tokens}] * micro_batches, global_tokens=lambda: 1)
     return dict(seen.found)
 
 

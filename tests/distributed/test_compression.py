@@ -50,7 +50,7 @@ def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options:
     dist.all_reduce = counting
     for _ in range(3):
         sent = 0
-        forward_backward.train([{"inputs": tokens, "targets": tokens}] * 2, count=lambda: 1)
+        forward_backward.train([{"inputs": tokens, "targets": tokens}] * 2, global_tokens=lambda: 1)
     dist.all_reduce = all_reduce
     return sent
 

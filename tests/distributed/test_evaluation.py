@@ -212,9 +212,9 @@ def test_the_numbers_are_those_of_one_process(
 def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
     forward_backward = object.__new__(_Pipelined)
     forward_backward._length = 64
-    forward_backward.expect(64)
+    forward_backward.prepare_evaluation(64)
     with pytest.raises(ConfigError, match="sequences of 65 tokens"):
-        forward_backward.expect(65)
+        forward_backward.prepare_evaluation(65)
 
 
 def test_an_empty_set_is_refused() -> None:

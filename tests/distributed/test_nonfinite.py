@@ -122,10 +122,10 @@ def test_a_finite_step_begins_the_count_anew() -> None:
     answers = []
     for number, (loss, norm) in enumerate([(one, nothing), (one, one), (nothing, one), (nothing, one)], start=1):
         steps.note(number, loss, norm, 4)
-        answers.append(steps.look())
+        answers.append(steps.update())
     assert answers == [False, False, False, True]
     assert (steps.first, steps.last, steps.in_a_row) == (3, 4, 2)
-    assert steps.look() and steps.in_a_row == 2  # nothing new
+    assert steps.update() and steps.in_a_row == 2  # nothing new
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,11 @@ MARGIN_S = 2.0  # before that end: what the way out takes
 
 
 def run_command(
-    config: Config, environment: Environment, context: AttemptContext, stop: StopFlag, watch: StopWatcher | None
+    config: Config,
+    environment: Environment,
+    context: AttemptContext,
+    stop_flag: StopFlag,
+    stop_watcher: StopWatcher | None,
 ) -> int:
     """Run job.command as this rank's program, and return the exit code for this rank.
 
@@ -64,7 +68,7 @@ def run_command(
     other ranks have ended.
 
     Args:
-        watch: rank 0's; None on the others.
+        stop_watcher: rank 0's; None on the others.
 
     Raises:
         ConfigError: there is no such program.
@@ -90,14 +94,14 @@ def run_command(
             f"job.command: cannot start {words[0]!r}: {error.strerror}",
             hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
         ) from None
-    threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
+    threading.Thread(target=_pass_on, args=(stop_flag, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()
     Published(context.attempt_dir.master_file, environment).forget()
     if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
-        stop.wait(SIGNAL_LAG_S)
-    _wait_for_descendants(config, code, context, environment, stop)
-    told, rule = stop.requested, FinishedWhen.of(config.job.finished_when)
+        stop_flag.wait(SIGNAL_LAG_S)
+    _wait_for_descendants(config, code, context, environment, stop_flag)
+    told, rule = stop_flag.requested, FinishedWhen.of(config.job.finished_when)
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
         _wait_for_ranks(context.attempt_dir, environment)
     # Looked for after the wait: the file may be that of another rank.
@@ -108,8 +112,8 @@ def run_command(
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
         sentence = f"{words[0]} ended with {_described(code)}"
         attempts.record_failure(context.attempt_dir, environment.rank, exit_code=code, sentence=sentence)
-    if watch is not None and stop.requested:
-        watch.wait_for_record()
+    if stop_watcher is not None and stop_flag.requested:
+        stop_watcher.wait_for_record()
     if environment.rank == 0:
         said = {0: LastWord.FINISHED, EXIT_REQUEUE: LastWord.STOPPED}.get(left_with)
         attempt_context.update_attempt(context, said=said, program_code=code)
@@ -160,14 +164,14 @@ def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bo
 
 
 def _wait_for_descendants(
-    config: Config, code: int, context: AttemptContext, environment: Environment, stop: StopFlag
+    config: Config, code: int, context: AttemptContext, environment: Environment, stop_flag: StopFlag
 ) -> None:
     """Wait until no process that the program has started is left; end and name those that stay too long."""
     ended = time.time()
 
     def until() -> float:
-        if stop.requested:
-            return max(ended, _end_of_grace(context, stop))
+        if stop_flag.requested:
+            return max(ended, _end_of_grace(context, stop_flag))
         return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
 
     left = descendants.wait_until_gone(until)
@@ -178,10 +182,10 @@ def _wait_for_descendants(
             context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
 
-def _end_of_grace(context: AttemptContext, stop: StopFlag) -> float:
+def _end_of_grace(context: AttemptContext, stop_flag: StopFlag) -> float:
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
-    assert stop.first is not None
-    told = stop.first.time + SAVING_S
+    assert stop_flag.first is not None
+    told = stop_flag.first.time + SAVING_S
     facts = (read_json(context.attempt_dir.stop_file) or {}).get("facts") or {}
     end = facts.get("end_time")
     return min(told, float(end) - MARGIN_S) if end is not None else told
@@ -294,20 +298,20 @@ def _default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
 
 
-def _pass_on(stop: StopFlag, source: str) -> None:
+def _pass_on(stop_flag: StopFlag, source: str) -> None:
     """Tell the program of a stop if nothing else does.
 
     srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would mean
     "now, at once" to some programs. Ctrl-C and signals that somebody sends to this process by hand reach it alone, and
     a stop by the clock or by SLURM's answer is no signal at all.
     """
-    stop.wait()
-    assert stop.first is not None
-    sent_by_signal = stop.first.cause.is_signal
+    stop_flag.wait()
+    assert stop_flag.first is not None
+    sent_by_signal = stop_flag.first.cause.is_signal
     if source == "slurm" and sent_by_signal:
         return
     below = list(descendants.alive())
-    if source == "local" and sent_by_signal and stop.first.cause != StopCause.SIGINT:
+    if source == "local" and sent_by_signal and stop_flag.first.cause != StopCause.SIGINT:
         below = [pid for pid in below if _group(pid) != os.getpgrp()]
     descendants.send(signal.SIGTERM, below)
 

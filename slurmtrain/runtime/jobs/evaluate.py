@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_checkpoint(
-    config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    stop_agreement: StopAgreement,
+    timeline: Timeline,
 ) -> bool:
     """Evaluate checkpoint.restore_from, and return False if a stop was requested before it was done.
 
@@ -40,7 +44,7 @@ def evaluate_checkpoint(
     """
     rank, run_dir = distributed.environment.rank, context.run_dir
     if distributed.broadcast_text("done" if rank == 0 and run_dir.result_file.exists() else "") == "":
-        measured = _measure(config, distributed, context, stop, timeline)
+        measured = _measure(config, distributed, context, stop_agreement, timeline)
         if measured is None:
             return False
         if rank == 0:
@@ -51,7 +55,11 @@ def evaluate_checkpoint(
 
 
 def _measure(
-    config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    stop_agreement: StopAgreement,
+    timeline: Timeline,
 ) -> dict[str, float] | None:
     dims = parallel_dims_of(config)
     distributed_model, _, _ = distribute_model(config, dims, distributed)
@@ -62,7 +70,7 @@ def _measure(
         dims.micro_batches(config.train),
         dims.micro_batch_size(config.train),
     )
-    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     if not evaluator.sets:
         raise ConfigError(
             "there is nothing to evaluate: the data source has no `valid`", hint="eval.sets.NAME._target_=..."

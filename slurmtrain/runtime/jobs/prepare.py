@@ -38,18 +38,22 @@ LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file
 
 
 def run_prepare(
-    config: Config, environment: Environment, context: AttemptContext, stop: StopFlag, watch: StopWatcher | None
+    config: Config,
+    environment: Environment,
+    context: AttemptContext,
+    stop_flag: StopFlag,
+    stop_watcher: StopWatcher | None,
 ) -> int:
     """Do this task's share, and return its exit code, 0 or 75.
 
     Args:
-        watch: rank 0's; None on the others.
+        stop_watcher: rank 0's; None on the others.
 
     Raises:
         ConfigError: an input, the tokenizer or the output is wrong, or too many records are bad.
         DataError: an error that a retry may mend.
     """
-    stop_together(stop, context.attempt_dir)
+    stop_together(stop_flag, context.attempt_dir)
     plan = make_plan(config.prepare)
     agree_on(plan)
     progress = Preparing()
@@ -62,19 +66,19 @@ def run_prepare(
 
     units = share_of(plan, config, environment)
     finished = work(
-        plan, units, workers_of(config, environment), stop, show, max_bad_share=config.prepare.max_bad_share
+        plan, units, workers_of(config, environment), stop_flag, show, max_bad_share=config.prepare.max_bad_share
     )
     if report is None:
-        finished = finished and _wait_for(context.attempt_dir.prepared_file, stop)
-    elif finished and (finished := report.wait_for_all(stop)):
+        finished = finished and _wait_for(context.attempt_dir.prepared_file, stop_flag)
+    elif finished and (finished := report.wait_for_all(stop_flag)):
         manifest = finish(plan, config.prepare.max_bad_share)
         log.info(summary(plan, manifest))
         context.attempt_dir.prepared_file.touch()
     progress.close()
     if not finished:
         context.attempt_dir.stopping_file.touch()
-    if watch is not None and stop.requested:
-        watch.wait_for_record()
+    if stop_watcher is not None and stop_flag.requested:
+        stop_watcher.wait_for_record()
     if report is not None:
         report.close()
         attempt_context.update_attempt(
@@ -134,11 +138,11 @@ class _Report:
             self._due = time.monotonic() + LINE_EVERY_S
             self._write()
 
-    def wait_for_all(self, stop: StopFlag) -> bool:
+    def wait_for_all(self, stop_flag: StopFlag) -> bool:
         """Wait until all tasks have done their share; return False when a stop was requested before."""
         while self._count() < len(self._names):
             self.update()
-            if stop.wait(LOOK_EVERY_S):
+            if stop_flag.wait(LOOK_EVERY_S):
                 return False
         return True
 
@@ -156,10 +160,10 @@ class _Report:
         return len(self._names & recorded(self._task))
 
 
-def _wait_for(path: Path, stop: StopFlag) -> bool:
+def _wait_for(path: Path, stop_flag: StopFlag) -> bool:
     """Wait until a file exists, by listing its folder; return False when a stop was requested before."""
     while not _is_listed(path):
-        if stop.wait(LOOK_EVERY_S):
+        if stop_flag.wait(LOOK_EVERY_S):
             return False
     return True
 
@@ -169,13 +173,13 @@ def _is_listed(path: Path) -> bool:
     return path.name in os.listdir(path.parent)
 
 
-def stop_together(stop: StopFlag, attempt_dir: AttemptDir) -> None:
+def stop_together(stop_flag: StopFlag, attempt_dir: AttemptDir) -> None:
     """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:
-        while not stop.wait(LOOK_EVERY_S):
+        while not stop_flag.wait(LOOK_EVERY_S):
             if _is_listed(attempt_dir.stopping_file):
-                stop.request(StopCause.OTHER_RANK)
+                stop_flag.request(StopCause.OTHER_RANK)
         attempt_dir.stopping_file.touch()
 
     threading.Thread(target=tell_and_hear, name="stop-together", daemon=True).start()

@@ -16,9 +16,11 @@ from slurmtrain.training.state import TrainingState
 
 
 class RunRecord(TrainingHook):
-    """The events of a run and the record of its attempt, on rank 0.
+    """Writes the events of a run and the record of its attempt, on rank 0.
 
     Args:
+        context: the run and its attempt.
+        timeline: how long the start took.
         jobs: evaluates checkpoints; None: no other job does.
     """
 

@@ -58,15 +58,15 @@ def build_trainer(
     config: Config,
     distributed: DistributedContext,
     context: AttemptContext,
-    stop: StopAgreement,
+    stop_agreement: StopAgreement,
     timeline: Timeline,
-    watch: StopPlanner | None = None,
+    stop_watcher: StopPlanner | None = None,
     hooks: Sequence[TrainingHook] = (),
 ) -> Trainer:
     """Build everything that `fit` needs.
 
     Args:
-        watch: rank 0's; None on the others.
+        stop_watcher: rank 0's; None on the others.
         hooks: further ones, called like those of train.hooks and after them.
 
     Raises:
@@ -79,7 +79,7 @@ def build_trainer(
     source = _build_source(config, vocabulary)
     loader = _build_loader(config, dims, source, distributed)
     forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
-    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
     record = RunRecord(context, timeline, jobs) if rank == 0 else None
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
@@ -93,7 +93,7 @@ def build_trainer(
         loader,
         forward_backward,
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
-        stop=stop,
+        stop_check=stop_agreement,
         hooks=[
             *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
             StepReports(config.train),
@@ -102,7 +102,7 @@ def build_trainer(
             *_configured_hooks(config),
             *hooks,
             # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
-            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=watch),
+            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=stop_watcher),
         ],
         data_hash=source.fingerprint,
     )
@@ -309,7 +309,7 @@ def build_evaluator(
     forward_backward: ForwardBackward,
     source: SourceSpec,
     distributed: DistributedContext,
-    stop: StopAgreement,
+    stop_agreement: StopAgreement,
 ) -> Evaluator:
     """Build the evaluator.
 
@@ -325,7 +325,7 @@ def build_evaluator(
         _evaluation_sets(config, source),
         measures,
         control_group=distributed.control_group,
-        stop=stop,
+        stop_check=stop_agreement,
     )
 
 

@@ -22,11 +22,13 @@ LAST_SAVES = ("both", "new", "in flight")
 
 
 class Checkpointing(TrainingHook):
-    """The restore before the first step, saves when they are due, and a last one. On all ranks.
+    """Restores before the first step, saves when it is due, and a last time before the process ends. On all ranks.
 
     It comes after the hooks that may ask for a save, and after evaluation, whose metrics a checkpoint has.
 
     Args:
+        checkpointer: writes and reads the checkpoints of the run.
+        config: when to save, and what to begin from.
         mtbf_s: for checkpoint.auto, mean seconds between failures of the whole job.
         planner: rank 0's, who knows when the job is killed; None: nobody knows.
     """

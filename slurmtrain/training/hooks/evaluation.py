@@ -21,7 +21,7 @@ class EvaluationJobs(Protocol):
 
 
 class _Evaluation(TrainingHook):
-    """An evaluation, when it is due. On all ranks."""
+    """Evaluates when it is due. On all ranks."""
 
     def __init__(self, evaluator: Evaluator, train: TrainConfig, checkpoint: CheckpointConfig):
         self._evaluator, self._every = evaluator, train.eval_every
@@ -48,7 +48,7 @@ class _Evaluation(TrainingHook):
 
 
 class InlineEvaluation(_Evaluation):
-    """An evaluation for which training waits (eval.mode=inline).
+    """Evaluates while training waits (eval.mode=inline).
 
     Args:
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
@@ -87,7 +87,7 @@ class InlineEvaluation(_Evaluation):
 
 
 class EvaluationByJobs(_Evaluation):
-    """An evaluation of the step's checkpoint by another job (eval.mode=job).
+    """Has the step's checkpoint evaluated by another job (eval.mode=job).
 
     Args:
         jobs: rank 0's; None on the others.

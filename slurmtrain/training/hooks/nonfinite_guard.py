@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.training.hooks.base import TrainingHook
@@ -11,7 +12,7 @@ from slurmtrain.training.state import StepResult, TrainingState
 
 
 class NonfiniteGuard(TrainingHook):
-    """The end of an attempt after too many steps in a row without a finite loss and gradient norm.
+    """Ends the attempt after too many steps in a row without a finite loss and gradient norm.
 
     Args:
         limit: this many consecutive steps are too many; 0: any number is allowed.
@@ -22,14 +23,15 @@ class NonfiniteGuard(TrainingHook):
         self._steps, self._checkpointer = NonfiniteSteps(limit), checkpointer
 
     def gives_up(self, state: TrainingState) -> bool:
+        return self._steps.update()
+
+    def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         steps = self._steps
-        too_many = steps.look()
         if steps.in_a_row == 1:
             state.hooks.message(
                 f"step {steps.last}: loss or gradient norm are not finite"
                 + (f"; {steps.limit} such steps in a row end the run" if steps.limit else "")
             )
-        return too_many
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if result.decision.give_up:  # by what the step before this one was
@@ -38,7 +40,7 @@ class NonfiniteGuard(TrainingHook):
 
     def finish(self, state: TrainingState) -> None:
         if not state.stopping and not state.is_finite():
-            self._steps.look()
+            self._steps.update()
             raise self._diverged(state)
 
     def _diverged(self, state: TrainingState) -> DivergedError:

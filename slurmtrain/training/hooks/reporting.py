@@ -14,7 +14,7 @@ WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class StepReports(TrainingHook):
-    """The numbers of every train.log_every-th step and of the last one. On all ranks, since they sum up their losses."""
+    """Reports every train.log_every-th step and the last one. On all ranks, since they sum up their losses."""
 
     def __init__(self, train: TrainConfig):
         self._train = train
@@ -44,9 +44,10 @@ class StepReports(TrainingHook):
 
 
 class RunReporter(TrainingHook):
-    """The metrics file, the curves and the progress line of a run, on rank 0.
+    """Writes the metrics file, the curves and the progress line of a run, on rank 0.
 
     Args:
+        metrics_file: the file to append the numbers of steps and evaluations to.
         tensorboard: folder for the curves; None: there are none.
         heading: what is shown first.
     """

@@ -135,7 +135,7 @@ BATCH = {"inputs": TOKENS, "targets": TARGETS, "documents": DOCUMENTS}
 def test_training_and_evaluation_tell_the_model_of_documents() -> None:
     model = decoder()
     expected = loss(model(TOKENS, documents=DOCUMENTS), TARGETS).detach()
-    assert torch.equal(straight(model).train([BATCH], count=lambda: 1), expected)
+    assert torch.equal(straight(model).train([BATCH], global_tokens=lambda: 1), expected)
     measured = straight(model).evaluate(BATCH, lambda logits, targets, batch: loss(logits, targets))
     assert measured is not None and torch.equal(measured, expected)
 
@@ -157,5 +157,5 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(kind: type[nn.Modul
     model = kind.__new__(kind)  # of transformers, which may not be installed, no more than this is needed
     nn.Module.__init__(model)
     with pytest.raises(ConfigError, match="rows of the data hold several documents") as error:
-        straight(model).train([BATCH], count=lambda: 1)
+        straight(model).train([BATCH], global_tokens=lambda: 1)
     assert "data.document_mask=false" in (error.value.hint or "")
