@@ -32,6 +32,7 @@ from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Staging
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import CheckpointError, nearest
+from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
@@ -274,4 +275,4 @@ def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:
             checkpointer.close()
         except CheckpointError as error:
             checkpointer.lost = error
-            log.error("%s", error)
+            show_error(error)

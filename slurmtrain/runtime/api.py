@@ -45,6 +45,7 @@ from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
+from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     """Record an uncaught error in the attempt, and show ours as one sentence, the user's with its traceback."""
     expected = isinstance(error, SlurmtrainError)
     if expected:
-        log.error("%s", error)
+        show_error(error)
     else:
         traceback.print_exception(kind, error, trace)
     for checkpointer in list(session.checkpointers):

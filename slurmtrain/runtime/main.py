@@ -41,6 +41,7 @@ from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
 from slurmtrain.system import logs, signals
+from slurmtrain.system.logs import show_error
 from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _run(
             stop_watcher.wait_for_record()
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
-        log.error("%s", error)
+        show_error(error)
         _fail(
             context,
             environment,

@@ -32,7 +32,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             _redact(record)
-            if not (self._leave_to_others and _has_other_handlers()):
+            if not (self._leave_to_others and _has_other_handlers(record.levelno)):
                 record.__dict__["kind"] = _LEVELS.get(record.levelno, "")
                 sys.stderr.write(f"{redact(self.format(record))}\n")  # at once: ranks and data workers share the file
                 sys.stderr.flush()
@@ -55,14 +55,21 @@ def set_up(rank: int | None = None, *, leave_to_others: bool = False) -> None:
     ]  # first, so that others get it redacted
     if not leave_to_others:  # whatever a model's or a data set's code does with the root logger
         package.propagate = False
-    if package.level == logging.NOTSET and not (leave_to_others and _has_other_handlers()):
+    if package.level == logging.NOTSET and not (leave_to_others and _has_other_handlers(logging.CRITICAL)):
         package.setLevel(logging.INFO)
 
 
-def _has_other_handlers() -> bool:
+def show_error(error: object) -> None:
+    """Print the error that ends this process on stderr, whatever the program has made of logging."""
+    print(f"{PACKAGE}: error: {redact(str(error))}", file=sys.stderr, flush=True)
+
+
+def _has_other_handlers(level: int) -> bool:
+    """Return whether another handler writes messages of this level."""
     package = logging.getLogger(PACKAGE)
     root = logging.getLogger().handlers if package.propagate else []
-    return any(not isinstance(each, LogHandler) for each in [*package.handlers, *root])
+    others = (each for each in [*package.handlers, *root] if not isinstance(each, (LogHandler, logging.NullHandler)))
+    return any(each.level <= level for each in others)
 
 
 def _redact(record: logging.LogRecord) -> None:

@@ -32,21 +32,21 @@ class CompactRows(NamedTuple):
     Attributes:
         tokens: unsigned [B, S + 1]; the first S tokens of each row are its inputs, the last S its targets.
         num_targets: number of targets that are not ignored.
-        row_length: tokens of a row of the batch; rows are padded to it if S is less.
         lengths: int64 [B], length of each row without its padding; None: no row is padded.
-        positions: int64 [K], positions (row * S + column) of targets that differ from the next token; none lies in the
+        places: int64 [K], positions (row * S + column) of targets that differ from the next token; none lies in the
             padding. None: there are no such targets.
-        values: int64 [K], the targets at `positions`; None: they are ignored.
+        values: int64 [K], the targets at `places`; None: they are ignored.
         documents: int32 [B, S], as in a batch; None: documents are not masked.
+        row_length: tokens of a row of the batch; rows are padded to it if S is less.
     """
 
     tokens: Tensor
     num_targets: int
-    row_length: int = 0
     lengths: Tensor | None = None
-    positions: Tensor | None = None
+    places: Tensor | None = None
     values: Tensor | None = None
     documents: Tensor | None = None
+    row_length: int = 0
 
     def batch(self) -> Batch:
         """Return the batch on the device of its tensors, without waiting for that device.
@@ -54,11 +54,11 @@ class CompactRows(NamedTuple):
         Inputs and targets are new tensors.
         """
         inputs, targets = _int64(self.tokens[:, :-1]), _int64(self.tokens[:, 1:])
-        if self.positions is not None:
+        if self.places is not None:
             if self.values is None:
-                targets.view(-1).index_fill_(0, self.positions, IGNORED_TARGET)
+                targets.view(-1).index_fill_(0, self.places, IGNORED_TARGET)
             else:
-                targets.view(-1).index_copy_(0, self.positions, self.values)
+                targets.view(-1).index_copy_(0, self.places, self.values)
         if self.lengths is not None:
             padding = torch.arange(targets.shape[1], device=targets.device) >= self.lengths[:, None]
             inputs.masked_fill_(padding, 0)
@@ -81,10 +81,10 @@ class RowGroup(NamedTuple):
         tokens: unsigned [M * B, S + 1], as in `CompactRows`.
         num_targets: number of targets that are not ignored, of each batch.
         is_padded: whether a row of the batch is padded, of each batch.
-        ends: where the batch's own `positions` end, of each batch.
+        ends: where the batch's own `places` end, of each batch.
         row_length, values: as in `CompactRows`, of all batches.
         lengths: int64 [M * B], length of each row without its padding; None: no row is padded.
-        positions: int64 [K], in each batch as in `CompactRows`; None: there are none.
+        places: int64 [K], in each batch as in `CompactRows`; None: there are none.
         documents: int32 [M * B, S], as in a batch; None: documents are not masked.
     """
 
@@ -94,7 +94,7 @@ class RowGroup(NamedTuple):
     ends: list[int]
     row_length: int
     lengths: Tensor | None
-    positions: Tensor | None
+    places: Tensor | None
     values: Tensor | None
     documents: Tensor | None
 
@@ -115,11 +115,11 @@ class RowGroup(NamedTuple):
                 CompactRows(
                     self.tokens[rows],
                     self.num_targets[number],
-                    self.row_length,
                     lengths=self.lengths[rows] if self.lengths is not None and self.is_padded[number] else None,
-                    positions=self.positions[begin:end] if self.positions is not None and begin < end else None,
+                    places=self.places[begin:end] if self.places is not None and begin < end else None,
                     values=self.values[begin:end] if self.values is not None and begin < end else None,
                     documents=None if self.documents is None else self.documents[rows],
+                    row_length=self.row_length,
                 )
             )
         return found
@@ -128,7 +128,7 @@ class RowGroup(NamedTuple):
 def row_group(
     tokens: NDArray[Any],
     lengths: NDArray[np.int64],
-    positions: NDArray[np.int64],
+    places: NDArray[np.int64],
     values: NDArray[np.int64] | None,
     documents: NDArray[np.int32] | None,
     *,
@@ -138,14 +138,14 @@ def row_group(
 
     Args:
         tokens, lengths, documents: as in `RowGroup`.
-        positions: int64 [K], positions in all rows together of targets that differ from the next token, increasing.
-        values: int64 [K], the targets at `positions`; None: they are ignored.
+        places: int64 [K], positions in all rows together of targets that differ from the next token, increasing.
+        values: int64 [K], the targets at `places`; None: they are ignored.
         batches: number of batches, M.
     """
     width = tokens.shape[1] - 1
     of_batch = lengths.reshape(batches, -1)
     targets = of_batch.shape[1] * width  # of a batch, with those of its padding
-    bounds = positions.searchsorted(targets * np.arange(batches + 1))
+    bounds = places.searchsorted(targets * np.arange(batches + 1))
     ignored = bounds
     is_padded = of_batch.min(axis=1, initial=width) < width
     if values is not None:
@@ -157,8 +157,8 @@ def row_group(
         ends=bounds[1:].tolist(),
         row_length=width,
         lengths=torch.from_numpy(lengths) if is_padded.any() else None,
-        positions=torch.from_numpy(positions % targets) if len(positions) else None,
-        values=torch.from_numpy(values) if values is not None and len(positions) else None,
+        places=torch.from_numpy(places % targets) if len(places) else None,
+        values=torch.from_numpy(values) if values is not None and len(places) else None,
         documents=None if documents is None else torch.from_numpy(documents),
     )
 
@@ -177,24 +177,24 @@ def merge_groups(parts: Sequence[tuple[NDArray[np.int64], RowGroup]], *, batches
     dtype = max((part.tokens.numpy().dtype for _, part in parts), key=lambda dtype: dtype.itemsize)
     tokens = np.empty((samples, width + 1), dtype=dtype)
     documents = np.empty((samples, width), dtype=np.int32) if document_mask else None
-    lengths, positions, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
+    lengths, places, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
     for rows, part in parts:
         own = part.tokens_per_row
         tokens[rows, : own + 1] = part.tokens.numpy()
         tokens[rows, own + 1 :] = 0
         lengths[rows] = own if part.lengths is None else part.lengths.numpy()
-        if part.positions is not None:
-            row, column = np.divmod(part.positions.numpy(), own)
-            positions.append(rows[row] * width + column)
+        if part.places is not None:
+            row, column = np.divmod(part.places.numpy(), own)
+            places.append(rows[row] * width + column)
             values.append(np.full_like(row, IGNORED_TARGET) if part.values is None else part.values.numpy())
         if documents is not None:
             numbers = np.zeros((len(rows), own), np.int32) if part.documents is None else part.documents.numpy()
             documents[rows, :own] = numbers
             documents[rows, own:] = numbers[:, -1:] + 1  # the padding is a document of its own
-    all_positions = np.concatenate(positions)
-    order = np.argsort(all_positions)
+    all_places = np.concatenate(places)
+    order = np.argsort(all_places)
     all_values = np.concatenate(values)[order]
-    return row_group(tokens, lengths, all_positions[order], all_values, documents, batches=batches)
+    return row_group(tokens, lengths, all_places[order], all_values, documents, batches=batches)
 
 
 def _int64(tokens: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`balance_ranks`).
+or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`lengths.balance_ranks`).
 So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 
@@ -26,7 +26,7 @@ from slurmtrain.data.loading.batches import Batch, WholeBatch
 from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.order import EpochOrder, Order
-from slurmtrain.data.loading.samples import fetch, fetch_batches
+from slurmtrain.data.loading.samples import count_batches, fetch, fetch_batches
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
@@ -346,10 +346,7 @@ class _Fetch:
         digests = iter(sample_digest.digests(samples.numbers, samples.indices))
         for group in groups:
             group = group.padded(self._length_for(group.tokens_per_row))
-            count = len(group.num_targets) if isinstance(group, RowGroup) else 1
-            yield _FetchedGroup(group, list(islice(digests, count)))
-        if next(digests, None):  # otherwise the step would be smaller
-            raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
+            yield _FetchedGroup(group, list(islice(digests, count_batches(group))))
 
     def _length_for(self, tokens: int) -> int:
         """Return the length to pad rows of so many tokens to."""

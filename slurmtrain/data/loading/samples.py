@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from slurmtrain.data.loading.batches import Batch, WholeBatch, collate, num_targets
-from slurmtrain.data.loading.compact_rows import RowGroup
+from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 from slurmtrain.data.loading.order import mixed
 from slurmtrain.data.sources.protocol import DatasetSpec, FetchMethod, MapDataset, inspect_dataset
+from slurmtrain.errors import ConfigError
 
 
 def fetch(
@@ -36,6 +38,9 @@ def fetch(
 
     Args:
         numbers: the samples' numbers in the run, int64 [B]; None: their indices.
+
+    Raises:
+        ConfigError: the data set does not give exactly one batch.
     """
     numbers = indices if numbers is None else numbers
     group = next(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))
@@ -56,21 +61,67 @@ def fetch_batches(
     Args:
         indices: the samples' indices in the data set, int64 [M, B].
         numbers: the samples' numbers in the run, int64 [M, B].
+
+    Raises:
+        ConfigError: the data set does not give M batches; this is raised before the last batch is yielded.
     """
+    return _check_count(map(_as_group, _fetch_unchecked(spec, indices, numbers, seed)), len(indices), spec.method)
+
+
+def count_batches(made: object) -> int:
+    """Return how many batches one result of `get_batches` holds."""
+    return len(made.num_targets) if isinstance(made, RowGroup) else 1
+
+
+def _fetch_unchecked(
+    spec: DatasetSpec, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int
+) -> Iterator[Batch | CompactRows | RowGroup]:
     if spec.method is FetchMethod.GET_BATCHES:
         get_batches = functools.partial(spec.dataset.get_batches, seed=seed, empty=torch.empty)
-        return map(_as_group, _retry_one_by_one(get_batches, indices, numbers))
+        return _retry_one_by_one(get_batches, indices, numbers)
     fetch_one = _fetch_batch if spec.method is FetchMethod.GET_BATCH else _fetch_and_collate
-    return map(_as_group, map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers))
+    return map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers)
 
 
-def _as_group(made: Batch | RowGroup) -> RowGroup | WholeBatch:
-    return made if isinstance(made, RowGroup) else WholeBatch(made, num_targets(made))
+def _as_group(made: Batch | CompactRows | RowGroup) -> RowGroup | WholeBatch:
+    if isinstance(made, RowGroup):
+        return made
+    batch = made.batch() if isinstance(made, CompactRows) else made
+    return WholeBatch(batch, num_targets(batch))
+
+
+def _check_count(
+    groups: Iterator[RowGroup | WholeBatch], wanted: int, method: FetchMethod
+) -> Iterator[RowGroup | WholeBatch]:
+    """Yield groups that hold `wanted` batches together.
+
+    With more, batches would be taken for those of other samples; with fewer, the step would be smaller.
+    """
+    done = 0
+    for group in groups:
+        done += count_batches(group)
+        if done >= wanted:  # another one is looked for before the last one is trained on
+            done += sum(map(count_batches, islice(groups, 1)))
+        if done > wanted:
+            raise ConfigError(
+                f"get_batches has yielded more batches than were asked for: at least {done} instead of {wanted}",
+                hint="yield one batch for each row of `indices`",
+            )
+        yield group
+    if done < wanted and method is FetchMethod.GET_BATCHES:
+        raise ConfigError(
+            f"get_batches has yielded fewer batches than were asked for: {done} instead of {wanted}",
+            hint="yield one batch for each row of `indices`",
+        )
+    if done < wanted:
+        raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
 
 
 def _retry_one_by_one(
-    get_batches: Callable[..., Iterable[Batch | RowGroup]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> Iterator[Batch | RowGroup]:
+    get_batches: Callable[..., Iterable[Batch | CompactRows | RowGroup]],
+    indices: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+) -> Iterator[Batch | CompactRows | RowGroup]:
     """Yield the batches; if making them together fails, make those that are missing one by one.
 
     So all batches before the one that causes the error are yielded.
@@ -79,7 +130,7 @@ def _retry_one_by_one(
     try:
         for made in get_batches(indices, numbers=numbers):
             yield made
-            done += len(made.num_targets) if isinstance(made, RowGroup) else 1
+            done += count_batches(made)
         return
     except Exception:
         if len(indices) == 1:

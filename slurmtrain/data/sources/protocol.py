@@ -21,7 +21,7 @@ from slurmtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from slurmtrain.data.loading.batches import Batch
-    from slurmtrain.data.loading.compact_rows import RowGroup
+    from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 
 
 class MapDataset(Protocol):
@@ -64,8 +64,8 @@ class FullMapDataset(MapDataset, Protocol):
 
     def get_batches(
         self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Any]
-    ) -> Iterable[Batch | RowGroup]:
-        """Yield several batches, one by one or as groups. It seeds its random generators itself.
+    ) -> Iterable[Batch | CompactRows | RowGroup]:
+        """Yield M batches, one by one or as groups. It seeds its random generators itself.
 
         After an error, every batch that is missing is asked for by itself.
 
@@ -140,8 +140,16 @@ class DatasetSpec:
     will_need: Callable[[NDArray[np.int64]], None] | None = None
     order: Callable[[int, bool], Order] | None = None
     seq_len: int | None = None
-    num_bytes: int | None = None
-    document_mask: bool = False
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The data set's own `num_bytes`, read only where it is used: it may be costly to tell."""
+        return getattr(self.dataset, "num_bytes", None)
+
+    @property
+    def document_mask(self) -> bool:
+        """The data set's own `document_mask`, read only where it is used."""
+        return bool(getattr(self.dataset, "document_mask", False))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -165,7 +173,8 @@ class SourceSpec:
     @property
     def fingerprint(self) -> str:
         """The identifier of the content: the object's own, else its number of training samples."""
-        return f"{len(self.train or ())} samples" if self.own_fingerprint is None else self.own_fingerprint
+        samples = 0 if self.train is None else len(self.train)
+        return f"{samples} samples" if self.own_fingerprint is None else self.own_fingerprint
 
     @property
     def evaluation_sets(self) -> dict[str, MapDataset]:
@@ -215,8 +224,6 @@ def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:
         will_need=getattr(dataset, "will_need", None),
         order=getattr(dataset, "order", None),
         seq_len=getattr(dataset, "seq_len", None),
-        num_bytes=getattr(dataset, "num_bytes", None),
-        document_mask=bool(getattr(dataset, "document_mask", False)),
     )
 
 

@@ -17,7 +17,7 @@ ROWS = CompactRows(
     tokens=torch.tensor([[65535, 1, 2, 3, 4], [5, 6, 7, 0, 0]], dtype=torch.uint16),
     num_targets=6,
     lengths=torch.tensor([4, 2]),
-    positions=torch.tensor([1, 4]),
+    places=torch.tensor([1, 4]),
     values=torch.tensor([9, 40_000]),
     documents=torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]], dtype=torch.int32),
 )
@@ -64,12 +64,12 @@ def groups(draw: st.DrawFn, batches: int, size: int) -> RowGroup:
     random, width, rows = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(1, 6)), batches * size
     lengths = random.integers(1, width + 1, rows) if draw(st.booleans()) else np.full(rows, width)
     inside = np.flatnonzero(np.arange(width) < lengths[:, None])  # padding has no targets
-    positions = np.sort(random.choice(inside, random.integers(0, len(inside) + 1), replace=False))
+    places = np.sort(random.choice(inside, random.integers(0, len(inside) + 1), replace=False))
     return row_group(
         random.integers(0, 2**16, (rows, width + 1), dtype=np.uint16),
         lengths,
-        positions,
-        random.integers(0, 2**16, len(positions)) if draw(st.booleans()) else None,
+        places,
+        random.integers(0, 2**16, len(places)) if draw(st.booleans()) else None,
         np.sort(random.integers(0, 3, (rows, width)).astype(np.int32)) if draw(st.booleans()) else None,
         batches=batches,
     )
@@ -95,18 +95,16 @@ def split_by_row(group: RowGroup) -> list[CompactRows]:
     for row in range(len(group.tokens)):
         number, of_batch = divmod(row, size)
         own = np.arange(([0, *group.ends])[number], group.ends[number])
-        own = own[
-            np.array([], dtype=int) if group.positions is None else group.positions.numpy()[own] // width == of_batch
-        ]
+        own = own[np.array([], dtype=int) if group.places is None else group.places.numpy()[own] // width == of_batch]
         found.append(
             CompactRows(
                 group.tokens[row, None],
                 0,
-                7,
                 lengths=None if group.lengths is None else group.lengths[row, None],
-                positions=None if group.positions is None else group.positions[own] % width,
+                places=None if group.places is None else group.places[own] % width,
                 values=None if group.values is None else group.values[own],
                 documents=None if group.documents is None else group.documents[row, None],
+                row_length=7,
             )
         )
     return found

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from slurmtrain.data import BatchLoader, ByteWindows, eval_batches, sample_ids
+from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.loader import RowLength
 from slurmtrain.errors import ConfigError
 
 
@@ -282,6 +284,71 @@ def test_an_error_of_the_data_set_reaches_the_caller_and_the_step_does_not_count
             next(batches)
         assert batches.samples_consumed == 0
         assert multiprocessing.active_children() == []
+
+
+class Miscounted(Numbers):
+    """Gives every batch `times` times."""
+
+    def __init__(self, n: int, times: int):
+        super().__init__(n)
+        self.times = times
+
+    def get_batches(self, indices: np.ndarray[Any, Any], **unused: Any) -> Iterator[dict[str, Tensor]]:
+        for row in indices:
+            yield from [{"id": torch.from_numpy(row)}] * self.times
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (2, "more batches than were asked for: at least [23] instead of [12]"),
+        (0, "fewer batches .*: 0 instead of [12]"),
+    ],
+)
+def test_get_batches_that_yields_another_number_of_batches_trains_on_none(
+    workers: int, times: int, message: str
+) -> None:
+    with loader(Miscounted(100, times), num_workers=workers, global_batch_size=4) as batches:
+        with pytest.raises(ConfigError, match=f"get_batches has yielded {message}"):
+            next(batches)
+        assert batches.samples_consumed == 0
+
+
+@pytest.mark.parametrize(("times", "message"), [(2, "more .* at least 2 instead of 1"), (0, "fewer .* 0 instead of 1")])
+def test_get_batches_that_yields_another_number_of_batches_is_evaluated_on_none(times: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"get_batches has yielded {message}"):
+        next(eval_batches(Miscounted(8, times), 2))
+
+
+class Stopping(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise StopIteration
+
+
+def test_a_stop_iteration_of_a_sample_is_named() -> None:
+    with pytest.raises(ConfigError, match="raised StopIteration for a sample"):
+        next(eval_batches(Stopping(8), 2))
+    with loader(Stopping(8)) as batches, pytest.raises(ConfigError, match="raised StopIteration for a sample"):
+        next(batches)
+
+
+class Compact(Numbers):
+    """Gives compact rows of 4 tokens; the first target is another token than the next one."""
+
+    def get_batches(self, indices: np.ndarray[Any, Any], **unused: Any) -> Iterator[CompactRows]:
+        for row in indices:
+            tokens = torch.arange(5, dtype=torch.uint8) + torch.from_numpy(row)[:, None].to(torch.uint8)
+            yield CompactRows(tokens, 4 * len(row), None, torch.tensor([0]), torch.tensor([99]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_get_batches_may_yield_compact_rows(workers: int) -> None:
+    with loader(Compact(8), num_workers=workers, shuffle=False, row_length=RowLength(multiple=3)) as batches:
+        step = next(batches)
+    assert step.targets == 32
+    assert step.micro_batches[1]["inputs"].tolist() == [[2, 3, 4, 5, 0, 0], [3, 4, 5, 6, 0, 0]]
+    assert step.micro_batches[1]["targets"].tolist() == [[99, 4, 5, 6, -100, -100], [4, 5, 6, 7, -100, -100]]
 
 
 @pytest.mark.parametrize(("n", "batch_size", "world_size"), [(10, 3, 1), (10, 3, 4), (3, 2, 5), (64, 8, 8), (0, 4, 2)])

@@ -76,6 +76,13 @@ def test_messages_and_tracebacks_hold_no_secret_for_whichever_handler(
         ("", "logging.getLogger('slurmtrain').setLevel('WARNING')", "", ""),
         ("logging.getLogger('slurmtrain').setLevel('WARNING')", "", "", ""),
         ("", "logging.getLogger('slurmtrain').addHandler(logging.StreamHandler(sys.stdout))", "hello\n", ""),
+        ("", "logging.getLogger('slurmtrain').addHandler(logging.NullHandler())", "", "slurmtrain: hello\n"),
+        (
+            "h = logging.StreamHandler(); h.setLevel('ERROR')",
+            "logging.getLogger().addHandler(h)",
+            "",
+            "slurmtrain: hello\n",
+        ),
     ],
 )
 def test_a_program_of_the_users_own_silences_or_redirects_us_by_standard_logging(
@@ -89,6 +96,32 @@ def test_a_program_of_the_users_own_silences_or_redirects_us_by_standard_logging
         log.info("hello")
     """)
     assert (done.stdout, done.stderr) == (out, err)
+
+
+@pytest.mark.parametrize(
+    "quiet", ["logging.disable()", "import logging.config; logging.config.dictConfig({'version': 1})", "pass"]
+)
+def test_the_error_that_ends_a_program_is_shown_whatever_it_has_made_of_logging(quiet: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import logging, slurmtrain\nslurmtrain.init(device='cpu')\n{quiet}\n{FAILS}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 78
+    assert done.stderr.count("slurmtrain: error: no such data") == 1 and "Traceback" not in done.stderr
+
+
+FAILS = "from slurmtrain.errors import ConfigError\nraise ConfigError('no such data', hint='look')"
+
+
+def test_exceptions_of_an_earlier_version_are_found_by_their_names() -> None:
+    from slurmtrain import errors
+
+    assert errors.CheckpointMismatch is errors.CheckpointMismatchError
+    assert errors.NotFinite is errors.NonFiniteError
+    with pytest.raises(AttributeError, match="Unknown"):
+        _ = errors.Unknown
 
 
 def test_a_rank_says_it_once_whatever_a_model_does_with_the_root_logger() -> None:
