@@ -254,9 +254,8 @@ def freeze(config: Config) -> str:
     import yaml
 
     # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
-    dumper = getattr(
-        yaml, "CSafeDumper", yaml.SafeDumper
-    )  # libyaml's, where PyYAML was built with it: a third of the time
+    # libyaml's dumper, where PyYAML was built with it, takes a third of the time.
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(without_unused(to_values(config)), Dumper=dumper, sort_keys=False, default_flow_style=False)
     return header() + text
 

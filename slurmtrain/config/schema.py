@@ -69,15 +69,13 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # node list that the job must not get
     exclusive: bool = False  # no other job runs on the job's nodes
-    sbatch: dict[str, Any] = field(
-        default_factory=dict
-    )  # further sbatch options by their long name, which sbatch judges; true is a bare flag
+    # further sbatch options by their long name, which sbatch judges; true is a bare flag
+    sbatch: dict[str, Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
     srun_wait_s: int = 60  # after the first rank exited, srun kills ranks that are alive for longer than this
     modules: list[str] = field(default_factory=list)  # names for `module load`, which is done first
-    setup: list[str] = field(
-        default_factory=list
-    )  # bash lines after the modules; one that fails ends the job (exit 78)
+    # bash lines after the modules; one that fails ends the job (exit 78)
+    setup: list[str] = field(default_factory=list)
     venv: str | None = None  # a virtual environment to activate
     conda_env: str | None = None  # a conda environment to activate instead, by name or path
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
@@ -133,9 +131,8 @@ class ParallelConfig:
     cp_method: CpMethod = CpMethod.ALL_GATHER
     # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
     pp_schedule: PpSchedule = PpSchedule.ONE_F_ONE_B
-    units: list[str] = field(
-        default_factory=list
-    )  # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
+    # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
+    units: list[str] = field(default_factory=list)
     # Free gathered parameters between forward and backward; null: yes, except with pp. A number: groups of this many shards
     # keep them.
     reshard_after_forward: bool | int | None = None
@@ -198,17 +195,15 @@ class CheckpointConfig:
     every_steps: int = 50  # save after every step that is a multiple of this; 0: not by steps
     every_minutes: float = 0.0  # save when this much time has passed since the last save; 0: not by time
     auto: bool = False  # save at the interval that loses the least time (Daly 2006), by measured stall and failures
-    mtbf_hours: float | None = (
-        None  # for auto: mean time between failures of this job; null: by nodes and observed failures
-    )
+    # for auto: mean time between failures of this job; null: by nodes and observed failures
+    mtbf_hours: float | None = None
     keep_last: int = 2  # number of the newest complete checkpoints to keep; at least 2
     keep_every: int = 0  # also keep those whose step is a multiple of this; 0: none for that reason
     keep_best: int = 0  # also keep this many of the best by best_metric; 0: none for that reason
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
     best_mode: BestMode = BestMode.MIN  # which values of best_metric are good: "min" or "max"
-    asynchronous: bool = (
-        True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
-    )
+    # write while training goes on; false: wait for each commit, the first failure ends the attempt
+    asynchronous: bool = True
     max_failures: int = 3  # this many failed saves in a row end the attempt; 0: train on without
     # what a save does when ranks differ that should hold the same (as on GPUs of several models): "refuse": it fails and names
     # them; "warn": it reports this once and saves what the lowest rank holds, which then writes all of it
@@ -257,15 +252,13 @@ class RequeueConfig:
 
     mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
-    max_attempts_without_progress: int = (
-        3  # the run ends after this many crashes or time limits in a row without progress
-    )
+    # the run ends after this many crashes or time limits in a row without progress
+    max_attempts_without_progress: int = 3
     # If no progress is visible (a job.command that reports none): an attempt that lasted this long, or half the time limit if
     # that is less, may have made progress, and restarts the count of max_attempts_without_progress.
     long_attempt_min: int = 60
-    max_unseen_attempts: int = (
-        10  # the run ends after this many such attempts that crash or reach the time limit, without visible progress
-    )
+    # the run ends after this many such attempts that crash or reach the time limit, without visible progress
+    max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
 
 
@@ -298,20 +291,16 @@ class PrepareConfig:
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
     tiktoken_pattern: str | None = None  # name of an encoding, or a regular expression; null: by the file's name
     bos: str | None = None  # token before each document: its id or text; null: none
-    eos: str | None = (
-        None  # token after each document, or "none"; null: the one that the tokenizer's file has (for bytes: 0)
-    )
-    unit_mb: float = (
-        128.0  # size of input per shard; a kill costs a process at most that much. Compressed files stay whole
-    )
-    valid_fraction: float = (
-        0.0  # share of the documents that become the split "valid", chosen by a digest of their text
-    )
+    # token after each document, or "none"; null: the one that the tokenizer's file has (for bytes: 0)
+    eos: str | None = None
+    # size of input per shard; a kill costs a process at most that much. Compressed files stay whole
+    unit_mb: float = 128.0
+    # share of the documents that become the split "valid", chosen by a digest of their text
+    valid_fraction: float = 0.0
     max_bad_share: float = 0.0  # share of the records that may be bad (left out, and listed in bad.jsonl)
     workers: int = 0  # processes of each task; 0: one for each CPU of the task
-    part: int = (
-        0  # index of this part among `parts`: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
-    )
+    # index of this part among `parts`: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
+    part: int = 0
     parts: int = 1  # number of parts that share the work
 
 

@@ -30,10 +30,8 @@ from slurmtrain.slurm.nodelist import expand_nodelist
 
 log = logging.getLogger(__name__)
 
-TRIES_S = (
-    1.0,
-    4.0,
-)  # pauses between tries to submit; SLURM may kill the batch shell KillWait, 30 s, after its first TERM
+# Pauses between tries to submit. SLURM may kill the batch shell KillWait, 30 s, after its first TERM.
+TRIES_S = (1.0, 4.0)
 # While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0

@@ -49,10 +49,8 @@ def set_up(rank: int | None = None, *, leave_to_others: bool = False) -> None:
     """
     package = logging.getLogger(PACKAGE)
     own = [each for each in package.handlers if not isinstance(each, LogHandler)]
-    package.handlers = [
-        LogHandler(rank, leave_to_others=leave_to_others),
-        *own,
-    ]  # first, so that others get it redacted
+    # First, so that the others get messages redacted.
+    package.handlers = [LogHandler(rank, leave_to_others=leave_to_others), *own]
     if not leave_to_others:  # whatever a model's or a data set's code does with the root logger
         package.propagate = False
     if package.level == logging.NOTSET and not (leave_to_others and _has_other_handlers(logging.CRITICAL)):
