@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import restorable, state
-from slurmtrain.checkpoint.save_plan import dtype_name
+from slurmtrain.checkpoint.dtypes import dtype_name
 from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.choices import Allow
 from slurmtrain.earlier_names import is_our_decoder, name_of_today, with_names_of_today

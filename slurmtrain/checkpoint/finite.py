@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.save_plan import local
+from slurmtrain.checkpoint.local_tensors import local
 
 CHUNK_BYTES = 256 << 10  # stays in a core's cache, with what is worked out from it
 # What numpy has no type for, or is slow in: the exponent's bits, all of which are set in infinity and NaN.

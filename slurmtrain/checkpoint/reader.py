@@ -24,10 +24,12 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.dtypes import check_types, dtype_of
 from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.rank_files import file_name
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save_plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
 from slurmtrain.choices import Verify

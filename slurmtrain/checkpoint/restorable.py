@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint.save_plan import is_dtensor, local
+from slurmtrain.checkpoint.local_tensors import is_dtensor, local
 from slurmtrain.errors import CheckpointError
 
 # Modules.

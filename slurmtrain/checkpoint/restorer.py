@@ -19,12 +19,13 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import blocks, compatibility, retention, state
 from slurmtrain.checkpoint.directory import INDEX, committed, damaged, newer_without_complete, set_aside
+from slurmtrain.checkpoint.dtypes import check_types
 from slurmtrain.checkpoint.fencing import wait_until_visible
 from slurmtrain.checkpoint.index_file import damage_of, read_index, read_whole_index
 from slurmtrain.checkpoint.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.rank_files import file_name
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.reader import read_tensors
-from slurmtrain.checkpoint.save_plan import check_types, file_name
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensor_index import Index
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError

@@ -36,8 +36,9 @@ from slurmtrain.checkpoint.fingerprints import (
 )
 from slurmtrain.checkpoint.finite import bytes_are_finite
 from slurmtrain.checkpoint.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.rank_files import file_name
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
+from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage

@@ -19,98 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
 from slurmtrain.checkpoint.fingerprints import Replica, group_number
+from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
+from slurmtrain.checkpoint.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensor_index import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
 from slurmtrain.errors import CheckpointError
 
-OWN = "own/"  # begins the names of what each rank has for itself
-OWN_STATE = "own.json"
 PAGE_BYTES = 4096
-
-# https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file in a checkpoint."""
-    return f"rank{rank:05d}.safetensors"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
-
-    Raises:
-        CheckpointError: this torch has no dtype of that name.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantised tensors have no plain bytes
-        raise CheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}")
-    return dtype
-
-
-def check_types(catalogues: Sequence[Catalogue]) -> None:
-    """Raise CheckpointError if a tensor's element type is unknown, or has another size here."""
-    for catalogue in catalogues:
-        for name, fact in catalogue.items():
-            if dtype_of(fact.dtype).itemsize != fact.itemsize:
-                raise CheckpointError(f"{name} is {fact.dtype} with {fact.itemsize} bytes an element")
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without importing torch.distributed.tensor, which costs most of a second."""
-    return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, sharing memory with `tensor`."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def box_of(name: str, tensor: Tensor) -> Box:
-    """Return the part of the global tensor that this rank holds.
-
-    Raises:
-        CheckpointError: the tensor's layout has no box: partial sums, or no data at all.
-    """
-    if not is_dtensor(tensor):
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            kind = (
-                "a meta tensor" if tensor.is_meta else str(tensor.layout if not tensor.is_quantized else tensor.dtype)
-            )
-            raise CheckpointError(f"{name} is {kind}; only dense tensors with data can be saved")
-        return Box.whole(tensor.shape)
-    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
-        raise CheckpointError(
-            f"{name} is a partial sum over ranks, which has no value yet", hint="redistribute() it first"
-        )
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.size != tuple(local(tensor).shape) and box.numel != 0:
-        raise CheckpointError(f"{name}: {list(box.size)} of it should lie here, but {list(local(tensor).shape)} do")
-    return box
-
 
 Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
 

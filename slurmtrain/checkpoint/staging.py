@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.fingerprints import TURNS_ON_CPU, Key, fingerprint
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages, available_memory
-from slurmtrain.checkpoint.save_plan import PAGE_BYTES, SavePlan, local
+from slurmtrain.checkpoint.local_tensors import local
+from slurmtrain.checkpoint.save_plan import PAGE_BYTES, SavePlan
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow

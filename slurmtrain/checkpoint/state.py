@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import restorable
+from slurmtrain.checkpoint.dtypes import dtype_of
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
+from slurmtrain.checkpoint.local_tensors import local
+from slurmtrain.checkpoint.rank_files import OWN
 from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
-from slurmtrain.checkpoint.save_plan import OWN, dtype_of, local
 from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint.save_plan import box_of, local
+from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.tensor_index import Box
 from slurmtrain.errors import ConfigError
 

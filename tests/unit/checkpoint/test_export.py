@@ -20,10 +20,10 @@ from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.directory import INDEX, committed
+from slurmtrain.checkpoint.dtypes import dtype_name
 from slurmtrain.checkpoint.export import export, runs
 from slurmtrain.checkpoint.fencing import Incarnation, claim
 from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest
-from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import Box, Index, TensorFacts, table_of
 from slurmtrain.errors import CheckpointError, UsageError
 
