@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.retention import Keep as Keep
+    from slurmtrain.checkpoint.store.retention import Keep as Keep
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
@@ -26,7 +26,7 @@ _PUBLIC = {
     "should_stop": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.own_checkpointer",
-    "Keep": "slurmtrain.checkpoint.retention",
+    "Keep": "slurmtrain.checkpoint.store.retention",
     "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",
     "ignore_stop_signals": "slurmtrain.data.loading.workers",
 }

@@ -17,9 +17,9 @@ record of a checkpoint is a pickle, and loading one runs what it says. Here:
 
 The price is that other programs do not read these checkpoints as they are: `checkpoints RUN export` writes one file.
 
-`checkpointer` is the way in: `save_pipeline` is the way of a save, `restorer` that of a restore, and `commit` the
-protocol that both rest on.
+`checkpointer` is the way in: `save.pipeline` is the way of a save, `restore.restorer` that of a restore, and
+`store.commit` the protocol that both rest on.
 
-Nothing is imported here: `commit` needs no torch, and programs that only look at checkpoints (status, finish-attempt)
+Nothing is imported here: `store` needs no torch, and programs that only look at checkpoints (status, finish-attempt)
 must not load it.
 """

@@ -1,10 +1,11 @@
 """Save and restore of a whole training state by all ranks, under the commit protocol. It knows nothing of the trainer.
 
-`Checkpointer` is what users hold. To save (`save_pipeline`): objects -> tensors by name and plain JSON (`state`) -> which
-rank writes what (`save_plan`) -> a copy in host memory (`staging`) -> training goes on, while a thread does the rest
-(`save_job`): write and digest (`blocks`), check that nothing is missing (`tensor_index`), commit (`commit`), read back,
-and remove checkpoints that are no longer kept (`retention`). To restore (`restorer`): differences are refused
-(`compatibility`), and everything is verified before it is loaded (`reader`).
+`Checkpointer` is what users hold. To save (`save.pipeline`): objects -> tensors by name and plain JSON (`state`) -> which
+rank writes what (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest
+(`save.job`): write and digest (`format.blocks`), check that nothing is missing (`format.tensor_index`), commit
+(`store.commit`), read back, and remove checkpoints that are no longer kept (`store.retention`). To restore
+(`restore.restorer`): differences are refused (`restore.compatibility`), and everything is verified before it is loaded
+(`restore.reader`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint import compatibility, shared_directory, state
-from slurmtrain.checkpoint.fencing import Incarnation
-from slurmtrain.checkpoint.finite import not_finite
-from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
-from slurmtrain.checkpoint.restorer import Restored, Restorer, RestoreRequest
-from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.save_pipeline import SavePipeline, SaveSettings
-from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
-from slurmtrain.checkpoint.staging import Staging
+from slurmtrain.checkpoint.restore import compatibility
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
+from slurmtrain.checkpoint.save.finite import not_finite
+from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.save.pipeline import SavePipeline, SaveSettings
+from slurmtrain.checkpoint.save.staging import Staging
+from slurmtrain.checkpoint.store import shared_directory
+from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import CheckpointError, nearest
 from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+    from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +106,7 @@ class Checkpointer:
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         uploader: MirrorUploader | None = None
         if mirror:
-            from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+            from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 
             uploader = MirrorUploader(mirror, ranks, identity, keep)
         shared_directory.check_is_shared(ranks, self.directory, claimed)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.index_file import read_whole_index
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
+from slurmtrain.checkpoint.format.index_file import read_whole_index
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index, TensorFacts
+from slurmtrain.checkpoint.store import retention
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 

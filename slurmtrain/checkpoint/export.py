@@ -23,15 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, retention
-from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
-from slurmtrain.checkpoint.directory import INDEX
-from slurmtrain.checkpoint.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
+from slurmtrain.checkpoint.format.directory import INDEX
+from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
+from slurmtrain.checkpoint.format.index_file import read_whole_index
+from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index, TensorFacts
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.checkpoint.index_file import read_whole_index
-from slurmtrain.checkpoint.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.reader import need_of
-from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
+from slurmtrain.checkpoint.restore.reader import need_of
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import CheckpointError, UsageError, nearest
 from slurmtrain.system.files import fsync_directory
 

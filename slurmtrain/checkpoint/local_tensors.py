@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.tensor_index import Box
+from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.errors import CheckpointError
 
 

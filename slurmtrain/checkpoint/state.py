@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import restorable
-from slurmtrain.checkpoint.dtypes import dtype_of
+from slurmtrain.checkpoint import state_checks
+from slurmtrain.checkpoint.format.dtypes import dtype_of
+from slurmtrain.checkpoint.format.rank_files import OWN
+from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.local_tensors import local
-from slurmtrain.checkpoint.rank_files import OWN
-from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
-from slurmtrain.checkpoint.tensor_index import TensorFacts
+from slurmtrain.checkpoint.state_checks import Names, entries, extra_owners, plain_optimizer, unwrap
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -54,12 +54,12 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
                 if isinstance(entry, Tensor):
                     tensors[f"{key}.{name}"] = entry
                 else:
-                    plain[f"{EXTRA}{key}.{name}"] = _encode(entry, restorable.name_within(f"{key}.{name}"), tensors)
+                    plain[f"{EXTRA}{key}.{name}"] = _encode(entry, state_checks.name_within(f"{key}.{name}"), tensors)
     names = parameter_names(objects)
     for key, value in objects.items():
         if isinstance(value, Optimizer):
             value = plain_optimizer(value)
-            given = restorable.own_state_dict(key, value)
+            given = state_checks.own_state_dict(key, value)
             if given is not None:
                 plain[key] = {OWN_WAY: _encode(given, key, tensors)}
                 continue
@@ -83,9 +83,9 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     for key, value in everything.items():
         if isinstance(value, nn.Module):
-            restorable.check_module(key, value, entries(value), trained)
+            state_checks.check_module(key, value, entries(value), trained)
         elif isinstance(value, Optimizer):
-            restorable.check_optimizer(key, plain_optimizer(value), handed_in)
+            state_checks.check_optimizer(key, plain_optimizer(value), handed_in)
 
 
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
@@ -200,7 +200,7 @@ def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
 def waiting_optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
     """Return the given optimisers whose steps can be made to wait."""
     found = [plain_optimizer(value) for value in objects.values() if isinstance(value, Optimizer)]
-    return [optimizer for optimizer in found if restorable.waits_before_steps(optimizer)]
+    return [optimizer for optimizer in found if state_checks.waits_before_steps(optimizer)]
 
 
 def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
@@ -208,7 +208,7 @@ def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
     names = parameter_names(objects)
     found = set()
     for key, value in objects.items():
-        if isinstance(value, Optimizer) and restorable.waits_before_steps(value := plain_optimizer(value)):
+        if isinstance(value, Optimizer) and state_checks.waits_before_steps(value := plain_optimizer(value)):
             for group in value.param_groups:
                 for parameter in group["params"]:
                     name = names.get(id(parameter))
@@ -268,7 +268,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
         if name in targets or not owners:
             continue
         value = objects[key := max(owners, key=len)]
-        if isinstance(value, nn.Module) and not restorable.is_extra(name):
+        if isinstance(value, nn.Module) and not state_checks.is_extra(name):
             continue
         if key not in live:
             live[key] = _live(key, value)
@@ -320,11 +320,11 @@ def load_objects(
         lenient: state that the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
-    groups = restorable.Groups(value for value in objects.values() if isinstance(value, Optimizer))
+    groups = state_checks.Groups(value for value in objects.values() if isinstance(value, Optimizer))
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            if restorable.loads_by_itself(value) or restorable.copies(value, entries(value)):
-                restorable.load(key, value, _of_module(key, value, tensors, plain))
+            if state_checks.loads_by_itself(value) or state_checks.copies(value, entries(value)):
+                state_checks.load(key, value, _of_module(key, value, tensors, plain))
                 continue
             for name, submodule in extra_owners(value).items():
                 full = f"{key}.{name}"

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurmtrain.checkpoint.directory import step_of
+from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config

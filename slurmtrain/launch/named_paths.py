@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.directory import FINAL_NAME, MANIFEST, committed, step_of
+from slurmtrain.checkpoint.format.directory import FINAL_NAME, MANIFEST, committed, step_of
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data.sources import config_check

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
-from slurmtrain.checkpoint.tensor_index import Box
 from slurmtrain.errors import ConfigError
 
 # A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe import read_metrics

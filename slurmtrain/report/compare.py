@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecordError
 from slurmtrain.observe import read_metrics

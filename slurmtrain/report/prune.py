@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.directory import newest_committed_step
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event

@@ -208,7 +208,7 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     else:
         traceback.print_exception(kind, error, trace)
     for checkpointer in list(session.checkpointers):
-        from slurmtrain.checkpoint.pending_save import DRAIN_S  # with a Checkpointer it is loaded already
+        from slurmtrain.checkpoint.save.pending_save import DRAIN_S  # with a Checkpointer it is loaded already
 
         with suppress(CheckpointError):
             checkpointer.close(DRAIN_S)

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.system.files import read_json

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import step_of
+from slurmtrain.checkpoint.format.directory import step_of
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError

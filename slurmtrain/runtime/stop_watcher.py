@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from slurmtrain.checkpoint.interval import latest_stop
+from slurmtrain.checkpoint.save.schedule import latest_stop
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event

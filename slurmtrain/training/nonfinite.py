@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.finite import not_finite
+from slurmtrain.checkpoint.save.finite import not_finite
 from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
 
 

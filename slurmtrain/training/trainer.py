@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace

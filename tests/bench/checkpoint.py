@@ -50,11 +50,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint import blocks, staging
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.fingerprints import fingerprint
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.save import staging
+from slurmtrain.checkpoint.save.fingerprints import fingerprint
 from tests.bench import checkpoint_planning
 from tests.bench.checkpoint_reference import (
     Action,

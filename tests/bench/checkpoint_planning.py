@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
-from slurmtrain.checkpoint.directory import INDEX
-from slurmtrain.checkpoint.fencing import Incarnation, claim
-from slurmtrain.checkpoint.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.format.directory import INDEX
+from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.format.tensor_index import FileTable, Index, check_coverage
 from slurmtrain.checkpoint.messages import decode, encode
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save_job import RankContribution
-from slurmtrain.checkpoint.save_plan import SavePlan, make_plan
-from slurmtrain.checkpoint.tensor_index import FileTable, Index, check_coverage
+from slurmtrain.checkpoint.save.job import RankContribution
+from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 
 T = TypeVar("T")
 RANKS, TENSORS, BLOCKS = 4096, 1000, 100

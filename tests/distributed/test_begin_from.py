@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmtrain.checkpoint.directory import checkpoint_name
+from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import RunDir
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.reader import load
+from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks.base import TrainingHook

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed, step_of
-from slurmtrain.checkpoint.fencing import Incarnation, claim
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config

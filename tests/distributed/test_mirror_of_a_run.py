@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.mirror_upload import MirrorUploader
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.errors import EXIT_CONFIG
 from slurmtrain.models import Decoder
 from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps, all_finite

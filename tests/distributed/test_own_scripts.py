@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment

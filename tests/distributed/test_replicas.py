@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext

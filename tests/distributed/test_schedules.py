@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.directory import INDEX, committed
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import INDEX, committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import AgreedDecision, StopAgreement

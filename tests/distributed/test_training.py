@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET, eval_batches

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.directory import committed, step_of
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.distributed.test_own_scripts import TORCHRUN, Program, folder_with_jobs
 from tests.support.children import children
 from tests.support.gloo import wait_until

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp

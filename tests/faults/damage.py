@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint.directory import checkpoint_name
+from slurmtrain.checkpoint.format.directory import checkpoint_name
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane

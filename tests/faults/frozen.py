@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.process import stat
 from tests.faults.disks import LATER, attempt, calls_of_a_save, look

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import slurmtrain
-from slurmtrain.checkpoint.fencing import wait_until_visible
+from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.errors import CheckpointError
 from tests.faults.disks import LATER, attempt, look, mounted
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts

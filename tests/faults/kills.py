@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint.directory import checkpoint_name
+from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.errors import CheckpointError
 from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial

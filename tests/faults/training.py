@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.fencing import Incarnation
+from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.errors import CheckpointError
 from tests.faults.outcome import Outcome, Trial
 from tests.support.logs import collect_messages

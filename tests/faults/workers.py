@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, UnexplainedError
 from tests.faults.rows import row

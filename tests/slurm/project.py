@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
 from tests.slurm.project import Project, Run, make_project
 from tests.support.slurm_cluster import Cluster
 

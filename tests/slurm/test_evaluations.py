@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from tests.slurm.project import Project, Run, events, make_project

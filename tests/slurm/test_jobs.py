@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.runs.lookup import all_runs

@@ -128,7 +128,7 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
     (project.path / "holding.py").write_text(
         "import os, pathlib, time\n"
         "from paced import Paced\n"
-        "from slurmtrain.checkpoint import commit\n"
+        "from slurmtrain.checkpoint.store import commit\n"
         "original = commit.commit\n"
         f"held = pathlib.Path({str(held)!r})\n"
         "def hold(temporary, manifest, incarnation):\n"

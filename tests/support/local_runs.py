@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from slurmtrain.checkpoint.directory import committed
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.reader import load
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.reader import load
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.cli.checkpoints.progress_bar import progress_bar
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step
 from slurmtrain.cli.columns import format_size

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name
+from slurmtrain.checkpoint.format.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, has_final_name, inspect, of_step, step_of
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import COMPLETE, damaged, remove
-from slurmtrain.checkpoint.fencing import CLAIMS
-from slurmtrain.checkpoint.retention import Keep, Kept
+from slurmtrain.checkpoint.format.directory import COMPLETE, damaged, remove
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.store.fencing import CLAIMS
+from slurmtrain.checkpoint.store.retention import Keep, Kept
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, inspect, step_of
 from slurmtrain.cli.checkpoints.verify import compare_with_digests
 from slurmtrain.cli.columns import format_size

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.directory import COMPLETE, FINAL_NAME, MANIFEST, committed
-from slurmtrain.checkpoint.fencing import CLAIMS
-from slurmtrain.checkpoint.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, committed
+from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.store.fencing import CLAIMS
 from slurmtrain.errors import CheckpointError, UnreadableError, UsageError
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import blocks, retention
-from slurmtrain.checkpoint.directory import damaged
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import damaged
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.cli.checkpoints.progress_bar import progress_bar
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step, step_of
 from slurmtrain.cli.columns import format_size
@@ -69,7 +70,7 @@ def compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
     with progress_bar(path.name, manifest.size) as progress:
         damage = blocks.find_damage(path, files, mapped=True, progress=progress)
     if not damage:
-        from slurmtrain.checkpoint.index_file import find_disagreement  # numpy, which other actions do not need
+        from slurmtrain.checkpoint.format.index_file import find_disagreement  # numpy, which other actions do not need
 
         damage = find_disagreement(path, manifest)
     return manifest.size, len(manifest.files), damage

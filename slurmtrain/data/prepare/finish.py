@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from slurmtrain.checkpoint.blocks import refresh
+from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.file_errors import file_errors_reported

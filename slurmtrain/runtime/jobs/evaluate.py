@@ -7,9 +7,9 @@ import logging
 import time
 from pathlib import Path
 
-from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import step_of
+from slurmtrain.checkpoint.format.directory import step_of
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.protocol import inspect_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.errors import CheckpointError
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt

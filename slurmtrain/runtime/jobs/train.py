@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.compatibility import FINGERPRINT
-from slurmtrain.checkpoint.fencing import Incarnation
-from slurmtrain.checkpoint.interval import mean_time_between_failures
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
+from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig

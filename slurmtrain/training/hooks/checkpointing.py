@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
-from slurmtrain.checkpoint.pending_save import DRAIN_S, PendingSave, SaveResult
-from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.checkpoint.restore.restorer import Restored
+from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, choose_last_save
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import CheckpointError, ConfigError

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
 from tests.support.descriptors import open_below
 
 SMALL_BLOCK, SMALL_PIECE = 4096, 1000  # a piece does not divide the block

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint import blocks, commit, retention
-from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.directory import committed, set_aside, step_of
-from slurmtrain.checkpoint.fencing import Incarnation, check_fence, claim
-from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
+from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
+from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence, claim
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import CheckpointError
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
@@ -80,7 +81,8 @@ KILLED_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from tests.unit.checkpoint import test_commit as t
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.store import commit
 
 def kill_at(name, number):
     original, calls = getattr(commit, name), []

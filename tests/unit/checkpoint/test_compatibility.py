@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import compatibility
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UsageError
 
 

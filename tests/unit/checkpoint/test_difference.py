@@ -9,7 +9,7 @@ import torch
 
 from slurmtrain.checkpoint import difference
 from slurmtrain.checkpoint.difference import differing_tensors, size_of
-from slurmtrain.checkpoint.tensor_index import Box
+from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.errors import CheckpointError
 from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
 

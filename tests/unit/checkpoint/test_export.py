@@ -16,15 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import INDEX, committed
-from slurmtrain.checkpoint.dtypes import dtype_name
 from slurmtrain.checkpoint.export import export, runs
-from slurmtrain.checkpoint.fencing import Incarnation, claim
-from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest
-from slurmtrain.checkpoint.tensor_index import Box, Index, TensorFacts, table_of
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.directory import INDEX, committed
+from slurmtrain.checkpoint.format.dtypes import dtype_name
+from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
+from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts, table_of
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.errors import CheckpointError, UsageError
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.fingerprints import (
+from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.save.fingerprints import (
     BUFFER,
     WHOLE,
     Bundles,
@@ -24,7 +25,6 @@ from slurmtrain.checkpoint.fingerprints import (
     group_number,
     name_differing,
 )
-from slurmtrain.checkpoint.tensor_index import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -28,11 +28,11 @@ import numpy as np
 import pytest
 import torch
 
-from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.index_file import find_disagreement
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.reader import load
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.index_file import find_disagreement
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
 from tests.support.pickles import Evil

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.interval import (
+from slurmtrain.checkpoint.save.schedule import (
     Interval,
     SaveSchedule,
     choose_last_save,

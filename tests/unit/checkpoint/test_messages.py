@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import slurmtrain
 from slurmtrain.checkpoint.messages import FAILURES, decode, decode_failure, encode, encode_failure
-from slurmtrain.checkpoint.mirror import MissingError
+from slurmtrain.checkpoint.store.mirror import MissingError
 from slurmtrain.errors import CheckpointError
 from tests.support.pickles import Evil
 

@@ -20,11 +20,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from slurmtrain.checkpoint import blocks, commit, mirror
-from slurmtrain.checkpoint.fencing import Incarnation, claim
-from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.mirror import Mirror, MissingError, copy_name, share
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.store import commit, mirror
+from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.mirror import Mirror, MissingError, copy_name, share
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import CheckpointError
 
 DAY = 86400.0
@@ -280,7 +281,7 @@ def test_a_rank_killed_in_the_middle_of_a_file_leaves_no_copy(tmp_path: Path, di
     script = """
 import os, signal, sys
 from pathlib import Path
-from slurmtrain.checkpoint import mirror
+from slurmtrain.checkpoint.store import mirror
 mirror.BLOCK_BYTES = 100
 seen = 0
 def check():
@@ -753,7 +754,7 @@ def test_the_last_copy_stays_after_a_step_back(store: Mirror, directory: Path) -
 
 
 def test_it_needs_no_torch() -> None:
-    script = "import sys; import slurmtrain.checkpoint.mirror; sys.exit('torch' in sys.modules)"
+    script = "import sys; import slurmtrain.checkpoint.store.mirror; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 
@@ -765,7 +766,7 @@ def test_an_upload_holds_no_more_than_blocks_of_a_file(tmp_path: Path, directory
     script = """
 import resource, sys
 from pathlib import Path
-from slurmtrain.checkpoint.mirror import Mirror, copy_name
+from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 store, path, back = Mirror(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store.upload(path, ["index.bin"], 1)

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slurmtrain.checkpoint import blocks, reader
-from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.reader import Files, Need, Span, need_of, share_out
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.restore import reader
+from slurmtrain.checkpoint.restore.reader import Files, Need, Span, need_of, share_out
 from slurmtrain.errors import CheckpointError
 
 SMALL_BLOCK = 1000

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint import directory as checkpoint_directory
-from slurmtrain.checkpoint.directory import remove
-from slurmtrain.checkpoint.retention import Keep, Kept, in_use, leftovers, reading, surplus
+from slurmtrain.checkpoint.format import directory as checkpoint_directory
+from slurmtrain.checkpoint.format.directory import remove
+from slurmtrain.checkpoint.store.retention import Keep, Kept, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
 
 HOUR = 3600.0
@@ -229,7 +229,7 @@ def test_the_marker_lies_beside_the_checkpoint_also_when_it_is_reached_by_a_link
 
 def test_a_marker_that_a_killed_reader_left_is_removed(checkpoint: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from slurmtrain.checkpoint.retention import reading\n"
+        "import os, signal, sys; from pathlib import Path; from slurmtrain.checkpoint.store.retention import reading\n"
         "with reading(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program, checkpoint], check=False)

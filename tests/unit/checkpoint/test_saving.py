@@ -21,18 +21,18 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed, step_of
-from slurmtrain.checkpoint.fencing import Incarnation
-from slurmtrain.checkpoint.fingerprints import fingerprint
-from slurmtrain.checkpoint.finite import bytes_are_finite
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.save_plan import make_plan
-from slurmtrain.checkpoint.staging import Staging
+from slurmtrain.checkpoint.save.fingerprints import fingerprint
+from slurmtrain.checkpoint.save.finite import bytes_are_finite
+from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.save.plan import make_plan
+from slurmtrain.checkpoint.save.staging import Staging
+from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NonFiniteError
 
 PATIENCE_S = 60.0  # for what must happen

@@ -15,7 +15,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.restorable import unwrap
+from slurmtrain.checkpoint.state_checks import unwrap
 from slurmtrain.errors import CheckpointError
 
 

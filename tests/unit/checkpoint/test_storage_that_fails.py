@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed, step_of
-from slurmtrain.checkpoint.restorer import Restored
-from slurmtrain.checkpoint.retention import Keep, prune
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.restore.restorer import Restored
+from slurmtrain.checkpoint.store.retention import Keep, prune
 from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableError
 

@@ -14,8 +14,7 @@ import torch
 from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.reader import spans_of
-from slurmtrain.checkpoint.tensor_index import (
+from slurmtrain.checkpoint.format.tensor_index import (
     SPLIT_BYTES,
     Box,
     Catalogue,
@@ -26,6 +25,7 @@ from slurmtrain.checkpoint.tensor_index import (
     share,
     table_of,
 )
+from slurmtrain.checkpoint.restore.reader import spans_of
 from slurmtrain.errors import CheckpointError
 
 ITEMSIZE = 4

@@ -15,11 +15,12 @@ import pytest
 import torch
 import yaml
 
-from slurmtrain.checkpoint import blocks, retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import committed, set_aside
-from slurmtrain.checkpoint.fencing import Incarnation, claim
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed, set_aside
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.directory import COMPLETE, checkpoint_name
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import compare, prune

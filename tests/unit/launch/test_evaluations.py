@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.directory import COMPLETE, checkpoint_name
-from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.cli.arguments import normalise
 from slurmtrain.config.compose import compose, load_frozen

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.directory import newest_committed_step
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.cli import main
 from slurmtrain.cli.verbs import VERBS
 

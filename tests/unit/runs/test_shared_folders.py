@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.fencing import claim
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.fencing import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.report import status

@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import commit, retention
-from slurmtrain.checkpoint.background_thread import BackgroundThread
-from slurmtrain.checkpoint.fencing import wait_until_visible
-from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
+from slurmtrain.checkpoint.save.background_thread import BackgroundThread
+from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store.fencing import wait_until_visible
+from slurmtrain.checkpoint.store.mirror import Mirror, copy_name, share
+from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)

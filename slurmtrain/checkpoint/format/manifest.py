@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 FORMAT = 2

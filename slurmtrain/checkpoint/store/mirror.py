@@ -38,11 +38,17 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.directory import COMPLETE, MANIFEST, checkpoint_name, step_of
-from slurmtrain.checkpoint.manifest import FILE_NAME, MANIFEST_BYTES, Manifest, parse_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.retention import Keep, Kept, surplus
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, step_of
+from slurmtrain.checkpoint.format.manifest import (
+    FILE_NAME,
+    MANIFEST_BYTES,
+    Manifest,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from slurmtrain.checkpoint.store.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import file_mode

@@ -17,21 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, compatibility, retention, state
-from slurmtrain.checkpoint.directory import INDEX, committed, damaged, newer_without_complete, set_aside
-from slurmtrain.checkpoint.dtypes import check_types
-from slurmtrain.checkpoint.fencing import wait_until_visible
-from slurmtrain.checkpoint.index_file import damage_of, read_index, read_whole_index
-from slurmtrain.checkpoint.manifest import Manifest, parse_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.rank_files import file_name
+from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import INDEX, committed, damaged, newer_without_complete, set_aside
+from slurmtrain.checkpoint.format.dtypes import check_types
+from slurmtrain.checkpoint.format.index_file import damage_of, read_index, read_whole_index
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.rank_files import file_name
+from slurmtrain.checkpoint.format.tensor_index import Index
 from slurmtrain.checkpoint.ranks import RankGroups
-from slurmtrain.checkpoint.reader import read_tensors
-from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
-from slurmtrain.checkpoint.tensor_index import Index
+from slurmtrain.checkpoint.restore import compatibility
+from slurmtrain.checkpoint.restore.reader import read_tensors
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.store.fencing import wait_until_visible
+from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+    from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 
 log = logging.getLogger(__name__)
 

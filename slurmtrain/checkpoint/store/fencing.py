@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.blocks import refresh
-from slurmtrain.checkpoint.directory import TEMPORARY_NAME, remove
+from slurmtrain.checkpoint.format.blocks import refresh
+from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, remove
 from slurmtrain.errors import CheckpointError, SupersededError
 from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode

@@ -19,12 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.fingerprints import Replica, group_number
+from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
+from slurmtrain.checkpoint.format.rank_files import OWN, OWN_STATE
+from slurmtrain.checkpoint.format.tensor_index import (
+    Box,
+    Catalogue,
+    FileTable,
+    TensorFacts,
+    piece_name,
+    share,
+    table_of,
+)
 from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
-from slurmtrain.checkpoint.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.tensor_index import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
+from slurmtrain.checkpoint.save.fingerprints import Replica, group_number
 from slurmtrain.errors import CheckpointError
 
 PAGE_BYTES = 4096

@@ -35,9 +35,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from slurmtrain.checkpoint.directory import COMPLETE, MANIFEST, checkpoint_name
-from slurmtrain.checkpoint.fencing import Incarnation, check_fence
-from slurmtrain.checkpoint.manifest import Manifest
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name
+from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory, write_synced
 from slurmtrain.system.modes import folder_mode

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.tensor_index import Box, Ints, share
+from slurmtrain.checkpoint.format.tensor_index import Box, Ints, share
 
 WORD_BYTES = 8
 # A save compares one of this many parts of a large tensor in host memory, and each save another one: reading all of it

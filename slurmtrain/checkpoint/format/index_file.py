@@ -6,10 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.directory import INDEX
-from slurmtrain.checkpoint.manifest import Manifest
-from slurmtrain.checkpoint.tensor_index import DTYPE_BYTES, Index, check_coverage
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import INDEX
+from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.format.tensor_index import DTYPE_BYTES, Index, check_coverage
 from slurmtrain.errors import CheckpointError, UnreadableError
 
 HEADER_BYTES = 1 << 30  # more than that of a million tensors

@@ -19,20 +19,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import commit, retention, state
-from slurmtrain.checkpoint.background_thread import BackgroundThread
-from slurmtrain.checkpoint.fencing import check_fence
-from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.ranks import RankGroups
-from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.save_job import SaveJob, StagedState
-from slurmtrain.checkpoint.save_plan import SavePlan, make_plan
-from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
-from slurmtrain.checkpoint.staging import Image, Staging
+from slurmtrain.checkpoint.save.background_thread import BackgroundThread
+from slurmtrain.checkpoint.save.job import SaveJob, StagedState
+from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
+from slurmtrain.checkpoint.save.staging import Image, Staging
+from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store.fencing import check_fence
+from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, DiscardedError, LostPeersError, NonFiniteError, SupersededError
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+    from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 
 log = logging.getLogger(__name__)
 

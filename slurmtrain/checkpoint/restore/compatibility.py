@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import restorable, state
-from slurmtrain.checkpoint.dtypes import dtype_name
-from slurmtrain.checkpoint.tensor_index import TensorFacts
+from slurmtrain.checkpoint import state, state_checks
+from slurmtrain.checkpoint.format.dtypes import dtype_name
+from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.choices import Allow
 from slurmtrain.earlier_names import is_our_decoder, name_of_today, with_names_of_today
 from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
@@ -88,7 +88,7 @@ def names_of(objects: Mapping[str, Any]) -> set[str]:
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
     """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    return {name for name in saved if prefixes and name.startswith(prefixes) and not restorable.is_extra(name)}
+    return {name for name in saved if prefixes and name.startswith(prefixes) and not state_checks.is_extra(name)}
 
 
 def check_names(

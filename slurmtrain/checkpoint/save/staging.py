@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from slurmtrain.checkpoint.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.fingerprints import TURNS_ON_CPU, Key, fingerprint
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages, available_memory
 from slurmtrain.checkpoint.local_tensors import local
-from slurmtrain.checkpoint.save_plan import PAGE_BYTES, SavePlan
+from slurmtrain.checkpoint.save.fingerprints import TURNS_ON_CPU, Key, fingerprint
+from slurmtrain.checkpoint.save.plan import PAGE_BYTES, SavePlan
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow

@@ -19,11 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurmtrain.checkpoint import blocks, commit, state
-from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.directory import INDEX, set_aside
-from slurmtrain.checkpoint.fencing import check_fence, wait_until_visible
-from slurmtrain.checkpoint.fingerprints import (
+from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.directory import INDEX, set_aside
+from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.format.rank_files import file_name
+from slurmtrain.checkpoint.format.tensor_index import Index, Ints, check_coverage
+from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save.fingerprints import (
     BUFFER,
     BUNDLES_ASKED,
     Bundle,
@@ -34,14 +38,12 @@ from slurmtrain.checkpoint.fingerprints import (
     find_differing,
     name_differing,
 )
-from slurmtrain.checkpoint.finite import bytes_are_finite
-from slurmtrain.checkpoint.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.rank_files import file_name
-from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece
-from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
-from slurmtrain.checkpoint.staging import Image
-from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
+from slurmtrain.checkpoint.save.finite import bytes_are_finite
+from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
+from slurmtrain.checkpoint.save.staging import Image
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.fencing import check_fence, wait_until_visible
+from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.system.files import fsync_directory
 

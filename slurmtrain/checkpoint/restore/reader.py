@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
-from slurmtrain.checkpoint.dtypes import check_types, dtype_of
-from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.format.dtypes import check_types, dtype_of
+from slurmtrain.checkpoint.format.index_file import read_index
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.rank_files import file_name
+from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index
 from slurmtrain.checkpoint.local_tensors import box_of, local
-from slurmtrain.checkpoint.manifest import read_manifest
-from slurmtrain.checkpoint.rank_files import file_name
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.state import parse
-from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
 from slurmtrain.choices import Verify
 from slurmtrain.errors import CheckpointError
 

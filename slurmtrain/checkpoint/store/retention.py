@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.checkpoint.blocks import refresh
-from slurmtrain.checkpoint.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
-from slurmtrain.checkpoint.manifest import read_manifest
+from slurmtrain.checkpoint.format.blocks import refresh
+from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process

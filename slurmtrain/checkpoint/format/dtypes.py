@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slurmtrain.checkpoint.tensor_index import Catalogue
+from slurmtrain.checkpoint.format.tensor_index import Catalogue
 from slurmtrain.errors import CheckpointError
 
 # https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
