@@ -92,7 +92,7 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
     process = start(
         """
         import sys
-        from slurmtrain.system.signals import install_signal_handlers
+        from slurmtrain.system.signals import StopCause, install_signal_handlers
         stop = install_signal_handlers()
         assert install_signal_handlers() is stop and not stop.requested
         print("ready")
