@@ -197,7 +197,7 @@ class _Pipelined:
 
 
 def _per_token_weight(distributed_model: DistributedModel, global_tokens: Callable[[], int]) -> float:
-    """Return the weight of a token in the loss.
+    """Return the weight of a token in the loss: here the sum of the losses is divided by the number of tokens.
 
     Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
     """

@@ -29,7 +29,12 @@ class Manifest:
     """The description of a checkpoint: its contents, and what it belongs to.
 
     Attributes:
+        format: version of the format.
+        run_id: the run that has saved it; empty without one.
         step: optimiser steps done.
+        incarnation, incarnation_label: the incarnation of the run that has saved it; see `store.fencing`.
+        world_size: number of ranks that have saved it.
+        torch_version: of those ranks.
         files: record of every file except manifest.json and COMPLETE.
         tensors: global shape and dtype by name.
         state: everything that is not a tensor and the same on all ranks.
