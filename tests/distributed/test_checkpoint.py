@@ -328,12 +328,12 @@ def die_in_second_save(
 
 
 STAGES = {
-    "while a rank writes": ("blocks", "write_all", 1, 1),
-    "before a rank hands in": ("save_job", "fsync_directory", 1, 1),
-    "before the index": ("tensor_index", "_merge", 1, 0),
-    "before the manifest": ("commit", "write_synced", 1, 0),
-    "before COMPLETE": ("commit", "write_synced", 2, 0),
-    "before the rename": ("commit", "check_fence", 2, 0),
+    "while a rank writes": ("format.blocks", "write_all", 1, 1),
+    "before a rank hands in": ("save.job", "fsync_directory", 1, 1),
+    "before the index": ("format.tensor_index", "_merge", 1, 0),
+    "before the manifest": ("store.commit", "write_synced", 1, 0),
+    "before COMPLETE": ("store.commit", "write_synced", 2, 0),
+    "before the rename": ("store.commit", "check_fence", 2, 0),
 }
 
 
