@@ -15,6 +15,7 @@ from pathlib import Path
 from slurmtrain import __version__
 from slurmtrain.choices import ContainerKind, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
@@ -114,6 +115,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
         threads=max(1, config.cluster.cpus_per_task // paths.pack),
         workdir=folders[0],
         pythonpath=":".join(folders),
+        sizes=usable_sizes(config)[::-1] if config.cluster.node_range.elastic else [],
+        tasks_per_node=config.cluster.tasks_per_node,
         srun=srun_words(config.cluster, paths, [*OF_RANKS, *config.cluster.env, *config.secrets]),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
@@ -148,7 +151,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("partition", cluster.partition),
         ("account", cluster.account),
         ("qos", cluster.qos),
-        ("nodes", cluster.nodes),
+        ("nodes", cluster.node_range),
         ("ntasks-per-node", cluster.tasks_per_node),
         ("cpus-per-task", cluster.cpus_per_task),
         ("gpus-per-node", gpus or None),
@@ -287,6 +290,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         "--kill-on-bad-exit=1",
         f"--wait={cluster.srun_wait_s}",
         *(["--overlap"] if paths.pack > 1 else []),
+        *(['"${nodes_of_ranks[@]}"'] if cluster.node_range.elastic else []),
         "--unbuffered",
         f'--output="{logs}/{rank_log_name("%t")}"',
     ]
