@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, WatchdogConfig
 from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
@@ -24,7 +24,7 @@ CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
-ADDED: dict[str, Any] = {"train.hooks": []}
+ADDED: dict[str, Any] = {"train.hooks": [], "watchdog": dataclasses.asdict(WatchdogConfig())}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 

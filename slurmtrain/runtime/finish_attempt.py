@@ -243,7 +243,10 @@ def _evidence(
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
+    hang = attempts.found_hang(attempt_dir)
     node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
+    if hang is not None:
+        node = hang.node
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -260,6 +263,7 @@ def _evidence(
         ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
+        hang=hang.sentence if hang is not None else None,
         killed=killed,
         request=request,
         facts=facts,
