@@ -85,9 +85,12 @@ def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
 def without_unused(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields that were added later and are not used, in place, and return the values."""
     for field, unused in ADDED.items():
-        found, value = _take(values, field)
-        if found and value != unused:
-            _put(values, field, value)
+        *path, last = field.split(".")
+        node: Any = values
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node and node[last] == unused:
+            del node[last]
     return values
 
 
