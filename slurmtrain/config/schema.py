@@ -52,6 +52,8 @@ class ClusterConfig:
     # "slurm", or "local": the same job as processes of this machine, in the foreground
     backend: Backend = Backend.SLURM
     nodes: int = 1
+    # Nodes that the job has besides, on which no rank runs until one of the others fails: see requeue.in_place.
+    spare_nodes: int = 0
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
     gpus_per_node: int = 0
@@ -211,6 +213,12 @@ class CheckpointConfig:
     # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     verify: Verify = Verify.FULL
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
+    # A folder that each node has for itself, /dev/shm or a local disk's: every save is copied there, too, and to the next node,
+    # so that a restart on the same nodes restores in seconds. In /dev/shm it takes the job's memory. null: no such copies.
+    local: str | None = None
+    local_every_steps: int = (
+        0  # with local: also copy after every step that is a multiple of this; 0: only with each save
+    )
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
     restore_only: RestoreOnly | None = None
@@ -251,6 +259,9 @@ class RequeueConfig:
     """
 
     mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
+    # After a crash, a hang or the loss of a node, start the ranks again in the same job, which keeps its nodes. A node that has
+    # failed is left out if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
+    in_place: bool | None = None
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     # the run ends after this many crashes or time limits in a row without progress
     max_attempts_without_progress: int = 3
@@ -260,6 +271,11 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+
+    @property
+    def starts_in_place(self) -> bool:
+        """Whether the ranks may start again in the same job."""
+        return self.mode != RequeueMode.OFF if self.in_place is None else self.in_place
 
 
 @dataclass
