@@ -10,6 +10,7 @@ BENCHMARKS = (
     "quickstart",
     "throughput",
     "stop",
+    "recovery",
     "checkpoint",
     "collect",
     "status",
