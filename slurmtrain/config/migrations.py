@@ -24,7 +24,7 @@ CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
-ADDED: dict[str, Any] = {"train.hooks": []}
+ADDED: dict[str, Any] = {"train.hooks": [], "requeue.blame_threshold": 2, "requeue.blame_expiry_h": 24.0}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 
