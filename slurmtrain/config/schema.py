@@ -211,6 +211,12 @@ class CheckpointConfig:
     # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     verify: Verify = Verify.FULL
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
+    # A folder that each node has for itself, /dev/shm or a local disk's: every save is copied there, too, and to the next node,
+    # so that a restart on the same nodes restores in seconds. In /dev/shm it takes the job's memory. null: no such copies.
+    local: str | None = None
+    local_every_steps: int = (
+        0  # with local: also copy after every step that is a multiple of this; 0: only with each save
+    )
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
     restore_only: RestoreOnly | None = None

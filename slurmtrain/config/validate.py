@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from pathlib import PurePosixPath
 
 from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
@@ -369,8 +370,18 @@ def _check_ranges(config: Config) -> None:
         2,
         why="one good checkpoint must be left while the next is checked",
     )
-    for name in ("every_minutes", "keep_every", "keep_best", "max_failures"):
+    for name in ("every_minutes", "keep_every", "keep_best", "max_failures", "local_every_steps"):
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
+    if config.checkpoint.local is not None and not PurePosixPath(config.checkpoint.local).is_absolute():
+        raise ConfigError(
+            f"checkpoint.local={config.checkpoint.local} is no absolute path",
+            hint="name a folder that each node has for itself, as in checkpoint.local=/dev/shm",
+        )
+    if config.checkpoint.local_every_steps and config.checkpoint.local is None:
+        raise ConfigError(
+            f"checkpoint.local_every_steps={config.checkpoint.local_every_steps} without a folder on the nodes to copy to",
+            hint="checkpoint.local=/dev/shm, or a local disk's folder",
+        )
     if config.checkpoint.restore_only is not None and config.checkpoint.restore_from is None:
         raise ConfigError(
             "checkpoint.restore_only=model, but there is no checkpoint to take the model from",

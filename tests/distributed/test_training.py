@@ -384,6 +384,30 @@ def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_b
     assert_same_bits(run, undisturbed(2))
 
 
+def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
+    project: Project, undisturbed: Callable[[int], LocalRun]
+) -> None:
+    node = project.path / "node"
+    node.mkdir()
+    copies = [f"checkpoint.local={node}", "checkpoint.local_every_steps=3", "checkpoint.every_steps=0"]
+    pause(project)
+    run = project.submit(*LONG, *copies, "cluster.tasks_per_node=2")
+    wait_until(
+        lambda: [path for path in node.glob("*/*/*/checkpoint_*/COMPLETE") if "tmp" not in path.parent.name], "copied"
+    )
+    os.kill(run.rank_pid(1), signal.SIGKILL)
+    wait_for_attempt(run, 2)
+    go_on(project)
+    run.finish()
+    second = run.attempts()[1]
+    assert second.first_step
+    assert second.first_step % 3 == 0
+    assert "the copy on" in run.events("restored")[0]["origin"]
+    assert [path.name for path in committed(run.run_dir.checkpoints)] == ["checkpoint_0000030"]
+    assert_same_bits(run, undisturbed(2))
+    assert list(node.iterdir()) == []
+
+
 CRASHING_MODEL = """
 import json, pathlib
 from slurmtrain.models import Decoder

@@ -166,6 +166,8 @@ def _build_checkpointer(
         max_failures=keeping.max_failures,
         on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
+        local=keeping.local,
+        node=distributed.environment.node,
         on_ending=record.on_ending if record else lambda ending: None,
     )
 
