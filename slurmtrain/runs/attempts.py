@@ -77,6 +77,7 @@ class Attempt:
         stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
+        failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
         fault: what it says against a node: the values of a `NodeRecord`; None if it says nothing.
         said: rank 0's last word, a `LastWord`.
@@ -120,6 +121,7 @@ class Attempt:
     stalled: bool = False
     bad_nodes: list[str] = field(default_factory=list)
     fault: dict[str, Any] | None = None
+    failed_on: str | None = None
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -243,6 +245,17 @@ def unseen_before(attempts: list[Attempt], number: int) -> int:
             break
         count += attempt.unseen
     return count
+
+
+def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
+    found: dict[str, None] = {}
+    for each in reversed([each for each in attempts if each.number < attempt.number]):
+        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
+            break
+        if each.failed_on is not None:
+            found[each.failed_on] = None
+    return tuple(found)
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
@@ -433,7 +446,7 @@ def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
     """Return the nodes of the tasks that have ended in a way that srun reports, in its order.
 
     Args:
-        how: a regular expression for srun's words: "Exited with exit code 1", "Bus error".
+        how: a regular expression for srun's words: "Exited with exit code 1".
     """
     try:
         text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
@@ -446,14 +459,29 @@ def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
     return list(nodes)
 
 
+def node_of_killed_tasks(killed: str) -> str | None:
+    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if they name none."""
+    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed) or re.search(r"missing step on node ([^\s,]+)", killed)
+    return match.group(1) if match else None
+
+
+def node_without_tasks(attempt_dir: AttemptDir) -> str | None:
+    """Return the node on which srun could not start its tasks, by its own words; None if it started them on all."""
+    return _named_by_srun(attempt_dir, r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):")
+
+
 def lost_node(attempt_dir: AttemptDir) -> str | None:
     """Return the node whose failure srun has reported; None if it has reported none."""
+    return _named_by_srun(attempt_dir, r"^srun: error: Node failure on ([A-Za-z0-9_.-]+)$")
+
+
+def _named_by_srun(attempt_dir: AttemptDir, words: str) -> str | None:
     try:
         text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
     except UnreadableRecordError:
         return None
-    found = re.search(r"^srun: error: Node failure on ([A-Za-z0-9_.-]+)$", text, re.MULTILINE)
-    return found.group(1) if found else None
+    match = re.search(words, text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:
