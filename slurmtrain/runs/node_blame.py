@@ -28,7 +28,7 @@ from slurmtrain.slurm.node_ledger import (
 from slurmtrain.system import records
 
 # An attempt that ended so says nothing for its nodes unless it made progress.
-FAILED = (Reason.CRASH, Reason.NODE_FAILURE, Reason.BAD_NODE, Reason.CONFIG)
+FAILED = (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE, Reason.BAD_NODE, Reason.CONFIG)
 
 
 def cluster_of_this_job() -> str | None:

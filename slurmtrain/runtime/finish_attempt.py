@@ -311,6 +311,7 @@ def _evidence(
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
+    hang = attempts.found_hang(attempt_dir)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -319,7 +320,9 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
-        failed_on=_node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code),
+        failed_on=hang.node
+        if hang is not None
+        else _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code),
         failed_nodes=attempts.failed_nodes(attempt_dir),
         lost_node=attempts.lost_node(attempt_dir),
         failed_before=attempts.failed_before(tries, attempt),
@@ -331,6 +334,7 @@ def _evidence(
         ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
+        hang=hang.sentence if hang is not None else None,
         killed=killed,
         request=request,
         facts=facts,

@@ -67,6 +67,7 @@ RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "fai
             NodeEvent.CRASH,
         ),
         ("a start that fails", {**FAST, "set_up": "set-up failed: module"}, Reason.BAD_NODE, NodeEvent.BAD_START),
+        ("a rank that hangs", {**FAST, "hang": "rank 3 did not come", "lasted_s": 900.0}, Reason.HANG, NodeEvent.HANG),
         ("a node that failed", {**FAST, "lost_node": "n3"}, Reason.NODE_FAILURE, NodeEvent.LOST),
         ("a node that failed, nobody knows which", FAST, Reason.NODE_FAILURE, None),
         ("a preemption", FAST, Reason.PREEMPTED, None),
