@@ -18,6 +18,7 @@ from pathlib import Path
 from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind, RequeueMode
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain, node_blame
@@ -81,6 +82,8 @@ def finish_attempt(
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
+    # A change for the next attempt needs a new job: the batch script of this one is that of before.
+    can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
     evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
     if client is not None:
@@ -271,7 +274,7 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         signal_lead_s=config.cluster.signal_lead_s,
         blame=blame_policy(config),
         in_place=can_start_again and config.requeue.starts_in_place,
-        node_counts=(config.cluster.nodes,),
+        node_counts=tuple(reversed(usable_sizes(config))),
     )
 
 
