@@ -67,7 +67,11 @@ def _job(config: Config, dims: ParallelDims) -> dict[str, Any]:
         n for n in range(1, cluster.nodes + 1) if n * cluster.tasks_per_node % ranks == 0 or n == cluster.nodes
     )
     tasks = ranks if nodes == 1 else cluster.tasks_per_node
-    values = dataclasses.asdict(cluster) | {"nodes": nodes, "tasks_per_node": min(tasks, cluster.tasks_per_node)}
+    values = dataclasses.asdict(cluster) | {
+        "nodes": nodes,
+        "tasks_per_node": min(tasks, cluster.tasks_per_node),
+        "spare_nodes": 0,
+    }
     # These name the training's own nodes, and what it waited for.
     values["sbatch"] = {name: value for name, value in cluster.sbatch.items() if name not in ("nodelist", "dependency")}
     return values

@@ -52,6 +52,8 @@ class ClusterConfig:
     # "slurm", or "local": the same job as processes of this machine, in the foreground
     backend: Backend = Backend.SLURM
     nodes: int = 1
+    # Nodes that the job has besides, on which no rank runs until one of the others fails: see requeue.in_place.
+    spare_nodes: int = 0
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
     gpus_per_node: int = 0
@@ -257,6 +259,9 @@ class RequeueConfig:
     """
 
     mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
+    # After a crash, a hang or the loss of a node, start the ranks again in the same job, which keeps its nodes. A node that has
+    # failed is left out if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
+    in_place: bool | None = None
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     # the run ends after this many crashes or time limits in a row without progress
     max_attempts_without_progress: int = 3
@@ -266,6 +271,11 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+
+    @property
+    def starts_in_place(self) -> bool:
+        """Whether the ranks may start again in the same job."""
+        return self.mode != RequeueMode.OFF if self.in_place is None else self.in_place
 
 
 @dataclass

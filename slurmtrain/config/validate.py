@@ -192,7 +192,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         "collective_timeout_s",
     ):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
-    for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
+    for name in ("gpus_per_node", "signal_lead_s", "spare_nodes", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
 
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
@@ -220,6 +220,11 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             f"cluster.tasks_per_node={cluster.tasks_per_node} ranks would share cluster.gpus_per_node="
             f"{cluster.gpus_per_node} GPUs",
             hint=f"one rank drives one GPU: set cluster.tasks_per_node={cluster.gpus_per_node}",
+        )
+    if cluster.spare_nodes and cluster.backend == Backend.LOCAL:
+        raise ConfigError(
+            f"cluster.spare_nodes={cluster.spare_nodes}, but cluster.backend=local has this machine only",
+            hint="cluster.spare_nodes=0",
         )
     if cluster.backend == Backend.LOCAL and cluster.nodes != 1:
         raise ConfigError(
@@ -395,6 +400,18 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
             hint="give hours above 0, or null to go by the number of nodes",
+        )
+    if config.cluster.spare_nodes and not config.requeue.starts_in_place:
+        raise ConfigError(
+            f"cluster.spare_nodes={config.cluster.spare_nodes}, but ranks start again in the same job only with "
+            "requeue.in_place=true",
+            hint="requeue.in_place=true, or cluster.spare_nodes=0",
+        )
+    if config.cluster.spare_nodes and config.sweep.pack > 1:
+        raise ConfigError(
+            f"cluster.spare_nodes={config.cluster.spare_nodes} with sweep.pack={config.sweep.pack}: runs that share a job "
+            "would disagree on its nodes",
+            hint="sweep.pack=1, or cluster.spare_nodes=0",
         )
     if config.requeue.mode == RequeueMode.CHAIN:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")

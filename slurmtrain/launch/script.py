@@ -119,6 +119,9 @@ def render_script(config: Config, paths: JobPaths) -> str:
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
         hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
         mode=config.requeue.mode,
+        in_place=config.requeue.starts_in_place,
+        spare_nodes=config.cluster.spare_nodes,
+        first_nodes=" ".join(srun_node_options(config.cluster)),
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
@@ -148,7 +151,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("partition", cluster.partition),
         ("account", cluster.account),
         ("qos", cluster.qos),
-        ("nodes", cluster.nodes),
+        ("nodes", cluster.nodes + cluster.spare_nodes),
         ("ntasks-per-node", cluster.tasks_per_node),
         ("cpus-per-task", cluster.cpus_per_task),
         ("gpus-per-node", gpus or None),
@@ -163,6 +166,8 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("exclusive", cluster.exclusive),
         ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
+        # A dead node leaves the job its others.
+        ("no-kill", cluster.spare_nodes > 0 or None),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
         ("requeue" if config.requeue.mode == RequeueMode.REQUEUE else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
@@ -287,6 +292,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         "--kill-on-bad-exit=1",
         f"--wait={cluster.srun_wait_s}",
         *(["--overlap"] if paths.pack > 1 else []),
+        *(['"${nodes_of_ranks[@]}"'] if cluster.spare_nodes else []),
         "--unbuffered",
         f'--output="{logs}/{rank_log_name("%t")}"',
     ]
@@ -307,6 +313,17 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         words += [*(shlex.quote(word) for word in container.args), shlex.quote(str(container.image))]
     words.append(f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"')
     return words
+
+
+def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list[str]:
+    """Return the options by which srun starts ranks on some of the job's nodes.
+
+    Args:
+        nodes: these nodes; (): as many as the config says, of srun's choice.
+    """
+    count = len(nodes) or cluster.nodes
+    named = [f"--nodelist={','.join(nodes)}"] if nodes else []
+    return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *named]
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:

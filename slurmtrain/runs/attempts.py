@@ -76,6 +76,7 @@ class Attempt:
         stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
+        failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
         said: rank 0's last word, a `LastWord`.
         program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
@@ -117,6 +118,7 @@ class Attempt:
     verdict: str | None = None
     stalled: bool = False
     bad_nodes: list[str] = field(default_factory=list)
+    failed_on: str | None = None
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -244,6 +246,17 @@ def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
             break
         found |= dict.fromkeys(attempt.bad_nodes)
     return list(found)
+
+
+def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
+    found: dict[str, None] = {}
+    for each in reversed([each for each in attempts if each.number < attempt.number]):
+        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
+            break
+        if each.failed_on is not None:
+            found[each.failed_on] = None
+    return tuple(found)
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
@@ -421,6 +434,22 @@ def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
         match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
     return match.group(1).strip() if match else None
+
+
+def node_of_killed_tasks(killed: str) -> str | None:
+    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if they name none."""
+    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed) or re.search(r"missing step on node ([^\s,]+)", killed)
+    return match.group(1) if match else None
+
+
+def node_without_tasks(attempt_dir: AttemptDir) -> str | None:
+    """Return the node on which srun could not start its tasks, by its own words; None if it started them on all."""
+    try:
+        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return None
+    match = re.search(r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):", text)
+    return match.group(1) if match else None
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:
