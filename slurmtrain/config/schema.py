@@ -279,6 +279,25 @@ class RequeueConfig:
 
 
 @dataclass
+class WatchdogConfig:
+    """When a rank that does not get on counts as hung: the attempt is ended, and the rank that is at fault is named.
+
+    The time without progress counts: without a step, or a batch of an evaluation. Time in which the process was
+    stopped does not count, nor that in a debugger.
+    """
+
+    enabled: bool = True
+    first_step_s: int = 1800  # until the first step is done (model, data, restore), and for each compilation
+    factor: float = 10.0  # a step may take this many times the longest of the last 100 steps ...
+    min_s: int = 600  # ... but always this long
+    evaluation_s: int = 1800  # for a batch of an evaluation
+    save_s: int = 1800  # for a save or restore, as long as training waits for it
+    # With job.command: a file or pattern (as for job.progress_file) that the command changes as long as it gets on; $RANK in it
+    # is each rank's own. The command hangs when it has not changed for min_s, and before the first change for first_step_s.
+    heartbeat_file: str | None = None
+
+
+@dataclass
 class HooksConfig:
     """Commands for bash: at most one after each attempt, on its first node, when all ranks have exited."""
 
@@ -335,6 +354,7 @@ class Config:
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables that the ranks get and that are never written to disk: NAME -> "env" (of the shell that submits) or
     # "file:PATH".

@@ -72,6 +72,7 @@ def validate(config: Config) -> ParallelDims:
     dims = parallel_dims_of(config)
     _check_compression(config.parallel, dims)
     _check_ranges(config)
+    _check_watchdog(config)
     _check_hooks(config.hooks)
     for index, values in enumerate(config.train.hooks):
         _check_target(f"train.hooks[{index}]", values, hint="train.hooks=[{_target_: my_package.MyHook}]")
@@ -446,6 +447,17 @@ def _check_prepare(prepare: PrepareConfig) -> None:
         raise ConfigError(
             f"prepare.part={prepare.part} with prepare.parts={prepare.parts}: parts are counted from 0",
             hint=f"-m 'prepare.part=range(0,{prepare.parts})'",
+        )
+
+
+def _check_watchdog(config: Config) -> None:
+    limits = config.watchdog
+    for name in ("first_step_s", "factor", "min_s", "evaluation_s", "save_s"):
+        _at_least(f"watchdog.{name}", getattr(limits, name), 1, why="watchdog.enabled=false watches nothing")
+    if limits.heartbeat_file is not None and config.job.kind != JobKind.COMMAND:
+        raise ConfigError(
+            f"watchdog.heartbeat_file={limits.heartbeat_file!r} is for job=command; the trainer's steps are seen without",
+            hint="watchdog.heartbeat_file=null",
         )
 
 

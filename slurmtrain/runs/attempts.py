@@ -387,6 +387,32 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
     )
 
 
+def record_hang(attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int]) -> None:
+    """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other."""
+    write_json(attempt_dir.hang_file, {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()})
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang that ended an attempt.
+
+    Attributes:
+        node: that of the first rank that did not come; None if all waited for each other.
+    """
+
+    sentence: str
+    node: str | None = None
+
+
+def found_hang(attempt_dir: AttemptDir) -> Hang | None:
+    """Return the hang that the watchdog has found in an attempt; None if it has found none."""
+    found = read_json(attempt_dir.hang_file) or {}
+    if not isinstance(found.get("sentence"), str):
+        return None
+    nodes = found.get("nodes") or [None]
+    return Hang(found["sentence"], nodes[0])
+
+
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:
     """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
     SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
     CRASH = "crash"
+    HANG = "hang"  # the watchdog has ended it; a crash in every other respect
 
 
 class Verdict(StrEnum):
@@ -81,7 +82,7 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
     if reason == Reason.CONFIG:
         return EXIT_CONFIG
     # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
-    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason not in (Reason.CRASH, Reason.HANG) else 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Evidence:
         trained_before: an earlier attempt has begun to train with the same config and code.
         program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
+        hang: the watchdog's sentence on the ranks that did not come, if it has ended the attempt; `failed_on` is their node.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person requested of this attempt.
         facts: what SLURM says of the job; None outside of SLURM.
@@ -141,6 +143,7 @@ class Evidence:
     trained_before: bool = False
     program_code: int | None = None
     finished_when: str | None = None
+    hang: str | None = None
     killed: str | None = None
     request: str | None = None  # a RunAction
     facts: JobFacts | None = None
@@ -332,6 +335,7 @@ def _before_the_next_step(outcome: AttemptOutcome) -> str:
 
 FAILURES = (
     Reason.CRASH,
+    Reason.HANG,
     Reason.NODE_FAILURE,
     Reason.BAD_NODE,
 )  # may be the fault of a node, and end none of SLURM's job
@@ -382,6 +386,8 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
     if evidence.preempted_when_told:
         reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+    elif evidence.hang is not None:
+        reason, sentence = Reason.HANG, f"hung: {evidence.hang}"
     elif evidence.failure is not None or evidence.killed is not None:
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
         reason, sentence = Reason.CRASH, f"crashed: {what}"
@@ -433,7 +439,7 @@ def _own_fault(reason: Reason, evidence: Evidence) -> bool:
     A node that fails, or on which the run cannot start, counts, too: the run itself may take its nodes down.
     """
     known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
-    always = (Reason.CRASH, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
+    always = (Reason.CRASH, Reason.HANG, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
     return reason in always or (reason is Reason.ASKED and not known)
 
 
@@ -469,6 +475,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
+    if evidence.hang is not None:
+        return Reason.HANG, f"hung: {evidence.hang}"
     if wrong is not None and blame_node:
         where = evidence.failed_on or "that node"
         return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"

@@ -265,6 +265,7 @@ def _evidence(
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
+    hang = attempts.found_hang(attempt_dir)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -273,7 +274,7 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
-        failed_on=_node_at_fault(attempt_dir, failure, killed, set_up),
+        failed_on=hang.node if hang is not None else _node_at_fault(attempt_dir, failure, killed, set_up),
         failed_before=attempts.failed_before(tries, attempt),
         seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
@@ -283,6 +284,7 @@ def _evidence(
         ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
+        hang=hang.sentence if hang is not None else None,
         killed=killed,
         request=request,
         facts=facts,

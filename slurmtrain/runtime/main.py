@@ -47,6 +47,7 @@ from slurmtrain.system.signals import StopCause
 if TYPE_CHECKING:
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def _run(
     environment: Environment | None = None
     context = given
     stop_watcher: StopWatcher | None = None
+    watchdog: Watchdog | None = None
     try:
         environment = Environment.detect()
         logs.set_up(environment.rank)
@@ -104,7 +106,10 @@ def _run(
         distributed, context = _join(config, environment, given, find_or_create, stop_flag, timeline)
         if given is None and environment.rank == 0:
             stop_watcher = _begin(context, environment, config, stop_flag)
-        code = _train(config, distributed, context, stop_flag, timeline, stop_watcher)
+        watchdog = _watch(config, distributed, context)
+        code = _train(config, distributed, context, stop_flag, timeline, stop_watcher, watchdog)
+        if watchdog is not None:
+            watchdog.close()
         if stop_watcher is not None and code == EXIT_REQUEUE:
             stop_watcher.wait_for_record()
         _finish_by_hand(config, environment, context, code)
@@ -123,11 +128,13 @@ def _run(
             because_of_peer=isinstance(error, LostPeersError),
             superseded=isinstance(error, SupersededError),
             on_any_node=isinstance(error, CheckpointMismatchError),
+            watchdog=watchdog,
         )
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        _fail(context, environment, exit_code_of(error), sentence, because_of_peer=_lost_a_peer(error))
+        lost_a_peer = _lost_a_peer(error)
+        _fail(context, environment, exit_code_of(error), sentence, because_of_peer=lost_a_peer, watchdog=watchdog)
 
 
 def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
@@ -181,6 +188,15 @@ def _join(
     )
 
 
+def _watch(config: Config, distributed: DistributedContext, context: AttemptContext) -> Watchdog | None:
+    """Start the watch over this rank's main thread, unless watchdog.enabled is false."""
+    if not config.watchdog.enabled:
+        return None
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+
+    return Watchdog(config.watchdog, distributed, context.attempt_dir)
+
+
 def _train(
     config: Config,
     distributed: DistributedContext,
@@ -188,17 +204,24 @@ def _train(
     stop_flag: signals.StopFlag,
     timeline: Timeline,
     stop_watcher: StopWatcher | None,
+    watchdog: Watchdog | None,
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.jobs.train import build_trainer
+    from slurmtrain.runtime.watchdog.progress import Position
 
     agreement = StopAgreement(
         stop_flag, distributed.control_group, stop_watcher.take_save if stop_watcher is not None else lambda: False
     )
+    if watchdog is not None:
+        watchdog.follow(lambda: Position(agreement.rounds, None, False))
     if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
     trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher)
+    if watchdog is not None:
+        state = trainer.state
+        watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
     try:
         outcome = trainer.fit()
     except BaseException:
@@ -261,6 +284,7 @@ def _fail(
     because_of_peer: bool = False,
     superseded: bool = False,
     on_any_node: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> NoReturn:
     """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
     if context is not None:
@@ -279,6 +303,8 @@ def _fail(
                 _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
         except OSError as error:
             log.warning("cannot record the failure: %s", error)
+    if watchdog is not None:
+        watchdog.failed()
     leave(code)
 
 
