@@ -17,6 +17,7 @@ from pathlib import Path
 from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind, RequeueMode
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
@@ -72,6 +73,8 @@ def finish_attempt(
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
+    # A change for the next attempt needs a new job: the batch script of this one is that of before.
+    can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
     evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
     if client is not None and decides.in_place and attempt.said is None:
@@ -231,7 +234,7 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
         in_place=can_start_again and config.requeue.starts_in_place,
-        node_counts=(config.cluster.nodes,),
+        node_counts=tuple(reversed(usable_sizes(config))),
     )
 
 

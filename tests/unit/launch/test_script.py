@@ -78,12 +78,14 @@ def golden_text(name: str) -> str:
         return render_script(
             config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
         )
+    if name == "elastic":
+        return render_script(config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS)
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain"]
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic"]
 
 
 # Goldens.
