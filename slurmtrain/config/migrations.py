@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, WatchdogConfig
 from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
@@ -24,7 +24,12 @@ CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
-ADDED: dict[str, Any] = {"train.hooks": []}
+ADDED: dict[str, Any] = {
+    "train.hooks": [],
+    "requeue.blame_threshold": 2,
+    "requeue.blame_expiry_h": 24.0,
+    "watchdog": dataclasses.asdict(WatchdogConfig()),
+}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 
@@ -85,9 +90,12 @@ def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
 def without_unused(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields that were added later and are not used, in place, and return the values."""
     for field, unused in ADDED.items():
-        found, value = _take(values, field)
-        if found and value != unused:
-            _put(values, field, value)
+        *path, last = field.split(".")
+        node: Any = values
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node and node[last] == unused:
+            del node[last]
     return values
 
 

@@ -27,6 +27,9 @@ class AgreedDecision(NamedTuple):
 class StopAgreement:
     """Training's `StopCheck` over all ranks of `group` (gloo), or for a single process.
 
+    Attributes:
+        rounds: times that this rank has passed in its flags, by which others see that it gets on.
+
     Args:
         take_save: returns whether this rank was asked for a checkpoint since the last step.
     """
@@ -37,6 +40,7 @@ class StopAgreement:
         self._stop_flag, self._group, self._take_save = stop_flag, group, take_save
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
+        self.rounds = 0
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
         """Pass in this rank's flags, and return at once.
@@ -46,6 +50,7 @@ class StopAgreement:
                 for later.
             give_up: this rank cannot usefully go on.
         """
+        self.rounds += 1
         wanted = save is not None and (self._take_save() or save)
         self._flags[0], self._flags[1], self._flags[2] = self._stop_flag.requested, wanted, give_up
         if self._group is not None:
