@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.node_copies.copies import NodeCopies, node_name
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
@@ -67,6 +68,9 @@ class Checkpointer:
             save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
+        local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and to the
+            next node, and is restored from there while it is newer than the directory's.
+        node: name of this rank's node, for `local`; None: SLURM's, else the host's.
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Raises:
@@ -89,6 +93,8 @@ class Checkpointer:
         max_failures: int = 3,
         on_replica_drift: str = "refuse",
         mirror: str | None = None,
+        local: Path | str | None = None,
+        node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
         _check_is_one_of("verify", verify, VERIFY)
@@ -99,7 +105,8 @@ class Checkpointer:
         json_config = shared_directory.config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        hosts = shared_directory.agree_on_directory(ranks, self.directory)
+        host = (node or node_name()) if local else None
+        hosts = shared_directory.agree_on_directory(ranks, self.directory, host)
         groups = RankGroups.make(ranks, hosts)
         claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
         ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
@@ -111,6 +118,7 @@ class Checkpointer:
             uploader = MirrorUploader(mirror, ranks, identity, keep)
         shared_directory.check_is_shared(ranks, self.directory, claimed)
 
+        copies = self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
         staging = Staging()
         settings = SaveSettings(
             keep=keep,
@@ -120,8 +128,10 @@ class Checkpointer:
             refuse_drift=on_replica_drift == ReplicaDrift.REFUSE,
             on_ending=on_ending,
         )
-        self._saves = SavePipeline(groups, identity, staging, uploader, settings)
-        self._restorer = Restorer(groups, identity, staging.borrow, uploader, changed=frozenset(changed), verify=verify)
+        self._saves = SavePipeline(groups, identity, staging, uploader, copies, settings)
+        self._restorer = Restorer(
+            groups, identity, staging.borrow, uploader, copies, changed=frozenset(changed), verify=verify
+        )
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
@@ -161,6 +171,31 @@ class Checkpointer:
         """
         _unclosed.add(self)
         return self._saves.save(step, objects, per_rank, metrics)
+
+    def save_local(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> PendingSave:
+        """Copy `objects` to the nodes (`local`) as the state after `step` optimiser steps. All ranks call it together.
+
+        As `save`, but no checkpoint of the directory: it is lost with the nodes. A copy that fails is reported, and is
+        no failure of the run.
+
+        Raises:
+            CheckpointError: on every rank: the state cannot be saved at all, or the Checkpointer was made without `local`.
+        """
+        if self._node_copies is None:
+            raise CheckpointError("there is no folder on the nodes to save in", hint="Checkpointer(local='/dev/shm')")
+        _unclosed.add(self)
+        return self._saves.save(step, objects, per_rank, None, on_nodes_only=True)
+
+    def remove_local(self) -> None:
+        """Remove the copies on the nodes, since the run has ended or leaves them. All ranks call it together."""
+        if self._node_copies is not None:
+            self._saves.wait_idle()
+            self._node_copies.remove(self._ranks)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, so that `save_local` would not wait. Ranks may differ for a moment."""
+        return self._saves.idle
 
     def wait(self, timeout_s: float | None = None) -> SaveResult | None:
         """Wait for the commit of the save in flight, if there is one.
@@ -268,7 +303,7 @@ class Checkpointer:
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
         asked_for = Path(path) if path is not None else None
         restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
-        if restored is not None and path is None:
+        if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
             self._saves.last_committed_step = restored.step
         if restored is None or not as_start:
             self._saves.reserve(objects, per_rank, restored_size=restored.size if restored is not None else None)

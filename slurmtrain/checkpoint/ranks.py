@@ -31,7 +31,9 @@ FINE: Answer = [None, None]  # said by an empty message
 
 
 class RankGroup:
-    """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
+    """The ranks of a gloo group, or a single process (`group` None).
+
+    Every method but `send` and `receive` is called by all of them together.
 
     Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are None,
     bool, int, float, str, bytes, or lists and dicts (by str) of them: see `messages`. A value of another type is turned
@@ -171,6 +173,20 @@ class RankGroup:
         result: list[T] = []
         self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
         return result[0]
+
+    def send(self, data: Tensor, target: int) -> None:
+        """Send bytes to rank `target`, which calls `receive`; only these two call it.
+
+        Args:
+            data: uint8 [bytes], on the CPU.
+        """
+        with _lost_peers():
+            dist.send(data, group=self.group, group_dst=target)
+
+    def receive(self, into: Tensor, source: int) -> None:
+        """Receive the bytes that rank `source` sends; see `send`."""
+        with _lost_peers():
+            dist.recv(into, group=self.group, group_src=source)
 
     def broadcast(self, value: T, source: int) -> T:
         """Return the value of rank `source` on all ranks."""

@@ -305,6 +305,7 @@ def config_hash(config: Config) -> str:
     values = as_first_digested(to_values(config))
     for key in ("cluster", "eval", "hooks", "secrets"):
         del values[key]
+    values.pop("watchdog", None)
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

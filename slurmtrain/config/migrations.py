@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, WatchdogConfig
 from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
@@ -29,6 +29,7 @@ CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
 ADDED: dict[str, Any] = {
     "train.hooks": [],
+    "watchdog": dataclasses.asdict(WatchdogConfig()),
     "train.on_nonfinite": "skip",
     "train.max_rollbacks": 2,
     "train.on_spike": "tell",
@@ -98,9 +99,12 @@ def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
 def without_unused(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields that were added later and are not used, in place, and return the values."""
     for field, unused in ADDED.items():
-        found, value = _take(values, field)
-        if found and value != unused:
-            _put(values, field, value)
+        *path, last = field.split(".")
+        node: Any = values
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node and node[last] == unused:
+            del node[last]
     return values
 
 

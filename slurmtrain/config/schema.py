@@ -33,6 +33,7 @@ from slurmtrain.choices import (
     SnapshotMode,
     Verify,
 )
+from slurmtrain.config.node_range import NodeRange
 from slurmtrain.runs.lookup import runs_root
 
 
@@ -53,7 +54,11 @@ class ClusterConfig:
 
     # "slurm", or "local": the same job as processes of this machine, in the foreground
     backend: Backend = Backend.SLURM
-    nodes: int = 1
+    # A number, or a range such as 2-4: as many of them as SLURM can give. The global batch stays as it is, so sizes that cannot
+    # divide it are left out, and the ranks run on the next smaller one.
+    nodes: int | str = 1
+    # Nodes that the job has besides, on which no rank runs until one of the others fails: see requeue.in_place.
+    spare_nodes: int = 0
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
     gpus_per_node: int = 0
@@ -88,6 +93,14 @@ class ClusterConfig:
     collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
     slurm_conf: str | None = None  # a slurm.conf other than the machine's own
     sandbox: str | None = None  # the name of a running sandbox whose slurm.conf is used
+
+    def __post_init__(self) -> None:
+        self.nodes = NodeRange.parse(self.nodes).value  # a number that comes as text, from a variable, is a number
+
+    @property
+    def node_range(self) -> NodeRange:
+        """The nodes that the job may have."""
+        return NodeRange.parse(self.nodes)
 
 
 @dataclass
@@ -224,6 +237,12 @@ class CheckpointConfig:
     # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     verify: Verify = Verify.FULL
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
+    # A folder that each node has for itself, /dev/shm or a local disk's: every save is copied there, too, and to the next node,
+    # so that a restart on the same nodes restores in seconds. In /dev/shm it takes the job's memory. null: no such copies.
+    local: str | None = None
+    local_every_steps: int = (
+        0  # with local: also copy after every step that is a multiple of this; 0: only with each save
+    )
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
     restore_only: RestoreOnly | None = None
@@ -264,6 +283,9 @@ class RequeueConfig:
     """
 
     mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
+    # After a crash, a hang or the loss of a node, start the ranks again in the same job, which keeps its nodes. A node that has
+    # failed is left out if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
+    in_place: bool | None = None
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     # the run ends after this many crashes or time limits in a row without progress
     max_attempts_without_progress: int = 3
@@ -273,6 +295,30 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+
+    @property
+    def starts_in_place(self) -> bool:
+        """Whether the ranks may start again in the same job."""
+        return self.mode != RequeueMode.OFF if self.in_place is None else self.in_place
+
+
+@dataclass
+class WatchdogConfig:
+    """When a rank that does not get on counts as hung: the attempt is ended, and the rank that is at fault is named.
+
+    The time without progress counts: without a step, or a batch of an evaluation. Time in which the process was
+    stopped does not count, nor that in a debugger.
+    """
+
+    enabled: bool = True
+    first_step_s: int = 1800  # until the first step is done (model, data, restore), and for each compilation
+    factor: float = 10.0  # a step may take this many times the longest of the last 100 steps ...
+    min_s: int = 600  # ... but always this long
+    evaluation_s: int = 1800  # for a batch of an evaluation
+    save_s: int = 1800  # for a save or restore, as long as training waits for it
+    # With job.command: a file or pattern (as for job.progress_file) that the command changes as long as it gets on; $RANK in it
+    # is each rank's own. The command hangs when it has not changed for min_s, and before the first change for first_step_s.
+    heartbeat_file: str | None = None
 
 
 @dataclass
@@ -332,6 +378,7 @@ class Config:
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables that the ranks get and that are never written to disk: NAME -> "env" (of the shell that submits) or
     # "file:PATH".
@@ -340,5 +387,5 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job: nodes x tasks per node."""
-        return self.cluster.nodes * self.cluster.tasks_per_node
+        """The number of ranks of the job: nodes x tasks per node; of a range of nodes, the most."""
+        return self.cluster.node_range.most * self.cluster.tasks_per_node

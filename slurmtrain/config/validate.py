@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from pathlib import PurePosixPath
 
 from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
+from slurmtrain.config.elastic import at_most, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of, sequence_lengths
 from slurmtrain.config.schema import (
@@ -52,6 +54,7 @@ SBATCH_OPTIONS = {
 }
 SBATCH_OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+NODES_MAX = 65536  # every size of a range is tried
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
 SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -68,9 +71,11 @@ def validate(config: Config) -> ParallelDims:
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
-    dims = parallel_dims_of(config)
+    usable_sizes(config)
+    dims = parallel_dims_of(at_most(config))
     _check_compression(config.parallel, dims)
     _check_ranges(config)
+    _check_watchdog(config)
     _check_hooks(config.hooks)
     for index, values in enumerate(config.train.hooks):
         _check_target(f"train.hooks[{index}]", values, hint="train.hooks=[{_target_: my_package.MyHook}]")
@@ -182,8 +187,12 @@ def _check_finished_when(text: str) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
+    _at_least("cluster.nodes", cluster.node_range.least, 1)
+    if cluster.node_range.most > NODES_MAX:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}: no job has more than {NODES_MAX} nodes", hint="cluster.nodes=2-4"
+        )
     for name in (
-        "nodes",
         "tasks_per_node",
         "cpus_per_task",
         "time_limit_min",
@@ -191,7 +200,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         "collective_timeout_s",
     ):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
-    for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
+    for name in ("gpus_per_node", "signal_lead_s", "spare_nodes", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
 
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
@@ -219,6 +228,11 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             f"cluster.tasks_per_node={cluster.tasks_per_node} ranks would share cluster.gpus_per_node="
             f"{cluster.gpus_per_node} GPUs",
             hint=f"one rank drives one GPU: set cluster.tasks_per_node={cluster.gpus_per_node}",
+        )
+    if cluster.spare_nodes and cluster.backend == Backend.LOCAL:
+        raise ConfigError(
+            f"cluster.spare_nodes={cluster.spare_nodes}, but cluster.backend=local has this machine only",
+            hint="cluster.spare_nodes=0",
         )
     if cluster.backend == Backend.LOCAL and cluster.nodes != 1:
         raise ConfigError(
@@ -371,8 +385,18 @@ def _check_ranges(config: Config) -> None:
         2,
         why="one good checkpoint must be left while the next is checked",
     )
-    for name in ("every_minutes", "keep_every", "keep_best", "max_failures"):
+    for name in ("every_minutes", "keep_every", "keep_best", "max_failures", "local_every_steps"):
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
+    if config.checkpoint.local is not None and not PurePosixPath(config.checkpoint.local).is_absolute():
+        raise ConfigError(
+            f"checkpoint.local={config.checkpoint.local} is no absolute path",
+            hint="name a folder that each node has for itself, as in checkpoint.local=/dev/shm",
+        )
+    if config.checkpoint.local_every_steps and config.checkpoint.local is None:
+        raise ConfigError(
+            f"checkpoint.local_every_steps={config.checkpoint.local_every_steps} without a folder on the nodes to copy to",
+            hint="checkpoint.local=/dev/shm, or a local disk's folder",
+        )
     if config.checkpoint.restore_only is not None and config.checkpoint.restore_from is None:
         raise ConfigError(
             "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
@@ -386,6 +410,18 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
             hint="give hours above 0, or null to go by the number of nodes",
+        )
+    if config.cluster.spare_nodes and not config.requeue.starts_in_place:
+        raise ConfigError(
+            f"cluster.spare_nodes={config.cluster.spare_nodes}, but ranks start again in the same job only with "
+            "requeue.in_place=true",
+            hint="requeue.in_place=true, or cluster.spare_nodes=0",
+        )
+    if config.cluster.spare_nodes and config.sweep.pack > 1:
+        raise ConfigError(
+            f"cluster.spare_nodes={config.cluster.spare_nodes} with sweep.pack={config.sweep.pack}: runs that share a job "
+            "would disagree on its nodes",
+            hint="sweep.pack=1, or cluster.spare_nodes=0",
         )
     if config.requeue.mode == RequeueMode.CHAIN:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
@@ -420,6 +456,17 @@ def _check_prepare(prepare: PrepareConfig) -> None:
         raise ConfigError(
             f"prepare.part={prepare.part} with prepare.parts={prepare.parts}: parts are counted from 0",
             hint=f"-m 'prepare.part=range(0,{prepare.parts})'",
+        )
+
+
+def _check_watchdog(config: Config) -> None:
+    limits = config.watchdog
+    for name in ("first_step_s", "factor", "min_s", "evaluation_s", "save_s"):
+        _at_least(f"watchdog.{name}", getattr(limits, name), 1, why="watchdog.enabled=false watches nothing")
+    if limits.heartbeat_file is not None and config.job.kind != JobKind.COMMAND:
+        raise ConfigError(
+            f"watchdog.heartbeat_file={limits.heartbeat_file!r} is for job=command; the trainer's steps are seen without",
+            hint="watchdog.heartbeat_file=null",
         )
 
 

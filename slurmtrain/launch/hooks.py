@@ -66,7 +66,9 @@ def hook_of(attempt: Attempt) -> str | None:
     if attempt.reason == Reason.FINISHED:
         return "on_finish"
     gave_up = attempt.verdict == Verdict.END and attempt.stalled
-    failed = attempt.reason in (Reason.CRASH, Reason.CONFIG, Reason.NODE_FAILURE, Reason.BAD_NODE) or gave_up
+    failed = (
+        attempt.reason in (Reason.CRASH, Reason.HANG, Reason.CONFIG, Reason.NODE_FAILURE, Reason.BAD_NODE) or gave_up
+    )
     return "on_failure" if failed else "on_preemption"
 
 

@@ -51,6 +51,29 @@ class AttemptDir:
         """The output of the hook that ran after the attempt; it exists as soon as one was started."""
         return self.path / "hook.log"
 
+    # Files of the watchdog, when a rank hangs.
+    @property
+    def hang_page(self) -> Path:
+        """The page on a hang: which ranks did not come, where they were, and which ranks waited for them."""
+        return self.path / "hang.md"
+
+    @property
+    def hang_file(self) -> Path:
+        """The sentence and the nodes of a hang, for the outcome of the attempt."""
+        return self.path / "hang.json"
+
+    def hang_witness(self, rank: int) -> Path:
+        """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""
+        return self.path / f"hang-{rank}.json"
+
+    def hang_witnesses(self) -> list[Path]:
+        """Return those files, in no particular order."""
+        return list(self.path.glob("hang-*.json"))
+
+    def nccl_trace(self, rank: int) -> Path:
+        """Return the file of NCCL's flight record of a rank."""
+        return self.path / f"nccl-trace-{rank}.pickle"
+
     # Files of rank 0.
     @property
     def record_file(self) -> Path:

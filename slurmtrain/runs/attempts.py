@@ -76,6 +76,7 @@ class Attempt:
         stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
+        failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
         said: rank 0's last word, a `LastWord`.
         program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
@@ -117,6 +118,7 @@ class Attempt:
     verdict: str | None = None
     stalled: bool = False
     bad_nodes: list[str] = field(default_factory=list)
+    failed_on: str | None = None
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -197,12 +199,33 @@ def stalled_before(attempts: list[Attempt], number: int) -> int:
     Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
     run that had ended. An attempt that ended for another reason does not count.
     """
-    count = 0
+    count, moved_on = 0, _moved_on(attempts, number)
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if attempt.progressed or attempt.lasted or attempt.verdict in (Verdict.DONE, Verdict.END):
+        if (
+            attempt.progressed
+            or attempt.number in moved_on
+            or attempt.lasted
+            or attempt.verdict in (Verdict.DONE, Verdict.END)
+        ):
             break
         count += attempt.stalled and not attempt.unseen
     return count
+
+
+def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
+    """Return the attempts before `number` after which the next one began further on than any before it.
+
+    That is progress, too, of which the run directory has no checkpoint: it was in a copy on the nodes.
+    """
+    found: set[int] = set()
+    furthest, before = 0, None
+    for attempt in [attempt for attempt in attempts if attempt.number <= number]:
+        if (attempt.first_step or 0) > furthest:
+            furthest = attempt.first_step or 0
+            if before is not None:
+                found.add(before.number)
+        before = attempt
+    return found
 
 
 def unseen_before(attempts: list[Attempt], number: int) -> int:
@@ -223,6 +246,17 @@ def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
             break
         found |= dict.fromkeys(attempt.bad_nodes)
     return list(found)
+
+
+def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
+    found: dict[str, None] = {}
+    for each in reversed([each for each in attempts if each.number < attempt.number]):
+        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
+            break
+        if each.failed_on is not None:
+            found[each.failed_on] = None
+    return tuple(found)
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
@@ -353,6 +387,32 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
     )
 
 
+def record_hang(attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int]) -> None:
+    """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other."""
+    write_json(attempt_dir.hang_file, {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()})
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang that ended an attempt.
+
+    Attributes:
+        node: that of the first rank that did not come; None if all waited for each other.
+    """
+
+    sentence: str
+    node: str | None = None
+
+
+def found_hang(attempt_dir: AttemptDir) -> Hang | None:
+    """Return the hang that the watchdog has found in an attempt; None if it has found none."""
+    found = read_json(attempt_dir.hang_file) or {}
+    if not isinstance(found.get("sentence"), str):
+        return None
+    nodes = found.get("nodes") or [None]
+    return Hang(found["sentence"], nodes[0])
+
+
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:
     """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:
@@ -400,6 +460,22 @@ def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
         match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
     return match.group(1).strip() if match else None
+
+
+def node_of_killed_tasks(killed: str) -> str | None:
+    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if they name none."""
+    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed) or re.search(r"missing step on node ([^\s,]+)", killed)
+    return match.group(1) if match else None
+
+
+def node_without_tasks(attempt_dir: AttemptDir) -> str | None:
+    """Return the node on which srun could not start its tasks, by its own words; None if it started them on all."""
+    try:
+        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return None
+    match = re.search(r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):", text)
+    return match.group(1) if match else None
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:

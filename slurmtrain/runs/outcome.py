@@ -11,6 +11,7 @@ Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -34,12 +35,14 @@ class Reason(StrEnum):
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
     SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
     CRASH = "crash"
+    HANG = "hang"  # the watchdog has ended it; a crash in every other respect
 
 
 class Verdict(StrEnum):
     """The decision what happens next to a run."""
 
     DONE = "done"
+    IN_PLACE = "in-place"  # the ranks start again in the same job, which keeps its nodes
     REQUEUE = "requeue"  # we requeue the job
     RESUBMIT = "resubmit"  # we submit a new job
     NEXT = "next"  # the next job of the chain goes on
@@ -79,7 +82,7 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
     if reason == Reason.CONFIG:
         return EXIT_CONFIG
     # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
-    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason not in (Reason.CRASH, Reason.HANG) else 1
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,18 @@ class Evidence:
         failure: (exit code, sentence) of the first rank that failed by itself.
         set_up: message of a set-up that failed before any rank was started.
         on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
-        failed_on: the node of that failure; None if it is not known.
+        failed_on: the node of the first failure; None if it is not known.
+        dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
+        usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
+        failed_before: nodes at fault for earlier attempts in this start of the job, the newest first.
+        step_left: the processes of its ranks are not gone, so that others could not start beside them.
+        seconds_to_limit: seconds from now to the end of the job; None when there is none, or it is not known.
         superseded: if a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
         trained: this attempt has begun to train.
         trained_before: an earlier attempt has begun to train with the same config and code.
         program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
+        hang: the watchdog's sentence on the ranks that did not come, if it has ended the attempt; `failed_on` is their node.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person requested of this attempt.
         facts: what SLURM says of the job; None outside of SLURM.
@@ -124,11 +133,17 @@ class Evidence:
     set_up: str | None = None
     on_any_node: bool = False
     failed_on: str | None = None
+    dead_nodes: tuple[str, ...] = ()
+    usable_nodes: tuple[str, ...] = ()
+    failed_before: tuple[str, ...] = ()
+    step_left: bool = False
+    seconds_to_limit: float | None = None
     superseded: str | None = None
     trained: bool = False
     trained_before: bool = False
     program_code: int | None = None
     finished_when: str | None = None
+    hang: str | None = None
     killed: str | None = None
     request: str | None = None  # a RunAction
     facts: JobFacts | None = None
@@ -152,6 +167,8 @@ class Policy:
         max_unseen_attempts: requeue.max_unseen_attempts.
         long_attempt_s: seconds after which an attempt may have made progress that is not visible.
         signal_lead_s: seconds before the time limit at which the early warning was requested.
+        in_place: the ranks may start again in the same job (requeue.in_place).
+        node_counts: numbers of nodes that the ranks can run on, the best first.
     """
 
     mode: RequeueMode = RequeueMode.REQUEUE
@@ -161,6 +178,8 @@ class Policy:
     long_attempt_s: float = 3600.0
     signal_lead_s: float = 120.0
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
+    in_place: bool = False
+    node_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,8 @@ class AttemptOutcome:
         unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
         lasted: it was a long attempt of such a program, whatever the cause of its end.
         bad_node: the node on which it could not start; the next start should exclude it.
+        nodes: nodes on which the ranks start again in the same job; () otherwise.
+        wait_s: seconds before that start.
     """
 
     reason: Reason
@@ -181,6 +202,8 @@ class AttemptOutcome:
     unseen: bool = False
     lasted: bool = False
     bad_node: str | None = None
+    nodes: tuple[str, ...] = ()
+    wait_s: float = 0.0
 
 
 def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
@@ -194,18 +217,131 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence), evidence, policy)
     if _slurm_restarts(evidence):
         return replace(outcome, verdict=Verdict.RESTARTING, sentence=f"{outcome.sentence}; SLURM starts it again")
-    if policy.mode == RequeueMode.OFF:
+    nodes = _nodes_in_place(reason, evidence, policy)
+    if policy.mode == RequeueMode.OFF and nodes is None:
         return replace(outcome, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
     spent = budget_spent(outcome, evidence, policy)
     if spent is not None:
         return replace(outcome, sentence=f"{sentence}; {spent}")
+    if nodes is not None:
+        return _in_place(outcome, nodes, evidence)
+    return _in_a_later_start(outcome, evidence, policy)
+
+
+def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> AttemptOutcome:
+    """Return the outcome of an attempt whose run goes on when the job, or the next one, starts (again)."""
     if policy.mode == RequeueMode.CHAIN and policy.links_left == 0:
         return replace(
             outcome, sentence=f"{outcome.sentence}; no job of the chain is left to go on (requeue.chain_length)"
         )
     verdict, next_step = _NEXT_STEPS[policy.mode]
-    bad_node = evidence.failed_on if reason is Reason.BAD_NODE else None
+    bad_node = evidence.failed_on if outcome.reason is Reason.BAD_NODE else None
     return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_node=bad_node)
+
+
+def _nodes_in_place(reason: Reason, evidence: Evidence, policy: Policy) -> tuple[str, ...] | None:
+    """Return the nodes on which the ranks can start again in the same job; None if they cannot, or should not.
+
+    A job that SLURM is about to end, or whose time is almost over, is of no use to them. A set-up that has failed is run
+    again by a new start only.
+    """
+    facts = evidence.facts
+    if not policy.in_place or reason not in FAILURES or facts is None or facts.state != "RUNNING":
+        return None
+    if evidence.set_up is not None or evidence.step_left:
+        return None
+    needs_s = policy.signal_lead_s + policy.early_s + IN_PLACE_LEAST_S
+    if evidence.seconds_to_limit is not None and evidence.seconds_to_limit < needs_s:
+        return None
+    at_fault = (evidence.failed_on,) if evidence.failed_on is not None else ()
+    return nodes_of_next_start(
+        evidence.usable_nodes,
+        policy.node_counts,
+        refused=at_fault if reason is Reason.BAD_NODE else (),
+        avoided=(*at_fault, *evidence.failed_before),
+    )
+
+
+def nodes_of_next_start(
+    allocated: Sequence[str], counts: Sequence[int], *, refused: Collection[str] = (), avoided: Sequence[str] = ()
+) -> tuple[str, ...] | None:
+    """Choose the nodes on which the ranks start again in the same job, in SLURM's order.
+
+    Args:
+        allocated: the nodes of the job that can be used, in SLURM's order.
+        counts: the numbers of nodes that the ranks can run on, the best first.
+        refused: nodes that must not be used.
+        avoided: nodes that are left out where spare nodes can replace them; those that matter most come first.
+
+    Returns:
+        None if too few nodes are left.
+    """
+    left = [node for node in allocated if node not in refused]
+    count = next((count for count in counts if count <= len(left)), None)
+    if count is None:
+        return None
+    last = [node for node in dict.fromkeys(avoided) if node in left]
+    order = [node for node in left if node not in last] + last[::-1]
+    chosen = order[:count]
+    return tuple(node for node in left if node in chosen)
+
+
+def _in_place(outcome: AttemptOutcome, nodes: tuple[str, ...], evidence: Evidence) -> AttemptOutcome:
+    """Return the outcome of an attempt after which the ranks start again in the same job, on `nodes`.
+
+    An attempt that failed within seconds may find again what made it fail, so the pause before the next one grows.
+    """
+    quick = outcome.stalled and evidence.lasted_s < QUICK_FAILURE_S
+    wait_s = PAUSES_S[min(evidence.stalled_before, len(PAUSES_S) - 1)] if quick else 0.0
+    left_out = [node for node in evidence.usable_nodes if node not in nodes and node == evidence.failed_on]
+    how = "".join((f" without {', '.join(left_out)}" if left_out else "", f" after {wait_s:.0f} s" if wait_s else ""))
+    sentence = f"{outcome.sentence}; its ranks start again in the same job{how}"
+    return replace(outcome, verdict=Verdict.IN_PLACE, sentence=sentence, nodes=nodes, wait_s=wait_s)
+
+
+def decide_after_pause(
+    outcome: AttemptOutcome, evidence: Evidence, policy: Policy, *, request: str | None, facts: JobFacts | None
+) -> AttemptOutcome:
+    """Decide whether the ranks still start again in the same job, after the pause before that.
+
+    Args:
+        outcome: what was decided before the pause.
+        evidence: what was known then.
+        request: what a person has requested of the run meanwhile.
+        facts: what SLURM says of the job now; None if it cannot be asked.
+    """
+    ended = replace(outcome, verdict=Verdict.END, sentence=_before_the_next_step(outcome), nodes=(), wait_s=0.0)
+    if request == RunAction.STOP:
+        return replace(ended, sentence=f"{ended.sentence}; then stopped by the file `stop` in its directory")
+    if request == RunAction.CANCEL:
+        return replace(ended, sentence=f"{ended.sentence}; then cancelled by `cancel RUN`")
+    if facts is not None and facts.restarts > evidence.restart_count:
+        return replace(ended, verdict=Verdict.RESTARTING, sentence=f"{ended.sentence}; SLURM starts it again")
+    if facts is not None and is_cancelled(facts, evidence.restart_count):
+        return replace(ended, sentence=f"{ended.sentence}; then cancelled by scancel")
+    if facts is not None and facts.state == "RUNNING" and not facts.preempted:
+        return outcome
+    if facts is not None and facts.preempted:
+        ended = replace(ended, sentence=f"{ended.sentence}; then preempted")
+    if policy.mode == RequeueMode.OFF:
+        return replace(ended, sentence=f"{ended.sentence}; it is not requeued (requeue.mode=off)")
+    return _in_a_later_start(ended, evidence, policy)
+
+
+def _before_the_next_step(outcome: AttemptOutcome) -> str:
+    """Return the sentence of an outcome without its last part, which says what happens next."""
+    return outcome.sentence.rpartition("; ")[0] or outcome.sentence
+
+
+FAILURES = (
+    Reason.CRASH,
+    Reason.HANG,
+    Reason.NODE_FAILURE,
+    Reason.BAD_NODE,
+)  # may be the fault of a node, and end none of SLURM's job
+IN_PLACE_LEAST_S = 60.0  # to start up and do something useful, before the warning of the time limit
+QUICK_FAILURE_S = 60.0
+PAUSES_S = (0.0, 5.0, 20.0, 60.0)  # before a start after so many quick failures in a row, the first excepted
 
 
 def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = None) -> bool:
@@ -250,6 +386,8 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
     if evidence.preempted_when_told:
         reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+    elif evidence.hang is not None:
+        reason, sentence = Reason.HANG, f"hung: {evidence.hang}"
     elif evidence.failure is not None or evidence.killed is not None:
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
         reason, sentence = Reason.CRASH, f"crashed: {what}"
@@ -301,7 +439,7 @@ def _own_fault(reason: Reason, evidence: Evidence) -> bool:
     A node that fails, or on which the run cannot start, counts, too: the run itself may take its nodes down.
     """
     known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
-    always = (Reason.CRASH, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
+    always = (Reason.CRASH, Reason.HANG, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
     return reason in always or (reason is Reason.ASKED and not known)
 
 
@@ -337,6 +475,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
+    if evidence.hang is not None:
+        return Reason.HANG, f"hung: {evidence.hang}"
     if wrong is not None and blame_node:
         where = evidence.failed_on or "that node"
         return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
@@ -345,6 +485,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
     if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)
+    if evidence.dead_nodes:
+        return Reason.NODE_FAILURE, f"node {', '.join(evidence.dead_nodes)} failed"
     if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
     if evidence.failure is None and evidence.killed is None and evidence.exit_code == 0:

@@ -28,6 +28,9 @@ class AgreedDecision(NamedTuple):
 class StopAgreement:
     """Training's `StopCheck` over all ranks of `group` (gloo), or for a single process.
 
+    Attributes:
+        rounds: times that this rank has passed in its flags, by which others see that it gets on.
+
     Args:
         take_save: returns whether this rank was asked for a checkpoint since the last step.
     """
@@ -38,6 +41,7 @@ class StopAgreement:
         self._stop_flag, self._group, self._take_save = stop_flag, group, take_save
         self._flags = torch.zeros(4, dtype=torch.int32)
         self._work: dist.Work | None = None
+        self.rounds = 0
 
     def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
         """Pass in this rank's flags, and return at once.
@@ -48,6 +52,7 @@ class StopAgreement:
             give_up: this rank cannot usefully go on.
             roll_back: this rank wants to go back to a checkpoint from before a trouble.
         """
+        self.rounds += 1
         wanted = save is not None and (self._take_save() or save)
         flags = self._stop_flag.requested, wanted, give_up, roll_back
         for index, flag in enumerate(flags):

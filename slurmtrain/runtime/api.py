@@ -23,14 +23,14 @@ import sys
 import traceback
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
-from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
 from slurmtrain.errors import (
     EXIT_REQUEUE,
     CheckpointError,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.checkpointer import Checkpointer
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,16 @@ class Session:
         distributed: this rank and its groups; None before `init`, and when the script is at its end.
         agreement: how the ranks agree to stop; None when `distributed` is.
         checkpointers: those that the script has made and still holds.
+        watchdog: watches whether the script gets on; None: nothing does.
+        first_step: the step of the checkpoint that was restored.
     """
 
     context: AttemptContext | None = None
     distributed: DistributedContext | None = None
     agreement: StopAgreement | None = None
     checkpointers: weakref.WeakSet[Checkpointer] = field(default_factory=weakref.WeakSet)
+    watchdog: Watchdog | None = None
+    first_step: int = 0
 
     def initialised(self) -> tuple[DistributedContext, StopAgreement]:
         """Return this rank's groups and its agreement.
@@ -104,7 +109,7 @@ class Session:
 session = Session()
 
 
-def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
+def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: bool | int = False) -> Run:
     """Find this rank, meet the others, make torch's default process group (if there are several), and handle stop signals.
 
     Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
@@ -115,6 +120,9 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         device: "auto" (as the job's train.device says: a GPU if the job has asked for some or one is visible), "cpu" or
             "cuda".
         rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
+        watchdog: end the program when a rank does not get on, and name that rank: when `should_stop`, which is called once a
+            step, is not called for so many seconds, nor for watchdog.factor times the longest step. True: for
+            watchdog.min_s seconds. Choose more than an evaluation of yours takes.
 
     Raises:
         EnvironmentMismatchError, RendezvousError: shown as one sentence; the process ends with the right exit code.
@@ -129,22 +137,37 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
 
     sys.excepthook = _record_and_show
     environment = Environment.detect()
-    cluster = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s)
+    cluster, limits = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s), WatchdogConfig()
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if directory and ATTEMPT_VARIABLE in os.environ:
         session.context = AttemptContext(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
         config = load_frozen(session.context.run_dir.config_file)
         secrets.take(config.secrets)
-        cluster = config.cluster
+        cluster, limits = config.cluster, config.watchdog
         device = config.train.device if device == "auto" else device
     meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
     session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
+    if watchdog:
+        _watch(limits if watchdog is True else replace(limits, min_s=watchdog), session.distributed, session.agreement)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
+
+
+def _watch(limits: WatchdogConfig, distributed: DistributedContext, agreement: StopAgreement) -> None:
+    """Start to watch whether this rank calls `should_stop`."""
+    from slurmtrain.runtime.watchdog.progress import Position
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+
+    attempt_dir = session.context.attempt_dir if session.context is not None else None
+    # The ranks of a program may end at different times, so one that is gone has not failed.
+    session.watchdog = Watchdog(limits, distributed, attempt_dir, leaves_with_rank_0=False)
+    session.watchdog.follow(
+        lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0)
+    )
 
 
 def should_stop() -> bool:
@@ -167,6 +190,8 @@ def exit_for_requeue() -> NoReturn:
     for checkpointer in list(session.checkpointers):
         checkpointer.wait()
     distributed.leave_together()
+    if session.watchdog is not None:
+        session.watchdog.close()
     from slurmtrain.runtime.main import leave
 
     leave(EXIT_REQUEUE)
@@ -180,6 +205,8 @@ def _let_go() -> None:
     like a crash.
     """
     lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
+    if session.watchdog is not None:
+        session.watchdog.close()
     distributed, session.distributed, session.agreement = session.distributed, None, None
     if lost and distributed is not None:
         if session.context is not None:
@@ -223,6 +250,8 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
             superseded=isinstance(error, SupersededError),
             on_any_node=isinstance(error, CheckpointMismatchError),
         )
+    if session.watchdog is not None:
+        session.watchdog.failed()
     from slurmtrain.runtime.main import leave
 
     leave(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.runtime.rendezvous import meet
+from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import Environment, no_gpu
 from slurmtrain.system.signals import StopFlag
 
@@ -26,6 +27,7 @@ class DistributedContext:
         device_group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
         control_group: all ranks, gloo: flags and sums, on the CPU.
         checkpoint_group: all ranks, gloo: checkpoints only, separate from all other collectives.
+        store_address: host and port of the store in rank 0's process; None for a single rank.
     """
 
     environment: Environment
@@ -33,6 +35,20 @@ class DistributedContext:
     device_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    store_address: tuple[str, int] | None = None
+
+    def connect_to_store(self) -> dist.Store:
+        """Return a connection to the store of its own, for a thread that must not share that of the groups.
+
+        Raises:
+            ConnectionRefusedError: the process that had the store is gone.
+            OSError, dist.DistError: it does not answer within `CONNECT_S` seconds.
+        """
+        assert self.store_address is not None
+        with socket.create_connection(self.store_address, timeout=CONNECT_S):
+            pass  # torch itself would try a closed port again and again
+        store = dist.TCPStore(*self.store_address, None, False, timedelta(seconds=CONNECT_S))
+        return dist.PrefixStore(f"restart-{self.environment.restart_count}", store)
 
     def broadcast_text(self, text: str | None) -> str:
         """Return rank 0's text on all ranks."""
@@ -99,7 +115,7 @@ def init_distributed(
     assert dist.group.WORLD is not None
     control_group = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return DistributedContext(environment, own, dist.group.WORLD, control_group, checkpoint_group)
+    return DistributedContext(environment, own, dist.group.WORLD, control_group, checkpoint_group, meeting.address)
 
 
 def threads_of(setting: str, cpus: int) -> int:

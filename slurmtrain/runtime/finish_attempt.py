@@ -17,6 +17,7 @@ from pathlib import Path
 from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind, RequeueMode
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
@@ -24,6 +25,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import (
+    FAILURES,
     AttemptOutcome,
     Evidence,
     Policy,
@@ -34,6 +36,7 @@ from slurmtrain.runs.outcome import (
     decide_outcome,
 )
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
@@ -47,13 +50,20 @@ REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they 
 
 
 def finish_attempt(
-    run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None
+    run_dir: RunDir,
+    number: int,
+    exit_code: int,
+    config: Config,
+    client: SlurmClient | None,
+    *,
+    can_start_again: bool = False,
 ) -> AttemptOutcome:
     """Judge attempt `number` and complete its record.
 
     Args:
         exit_code: exit code of srun, or the highest of the local ranks.
         client: None outside of SLURM.
+        can_start_again: whoever asks can start the ranks again in the same job.
     """
     attempt = _with_its_word(run_dir, number) if exit_code == 0 else attempts.read_attempt(run_dir, number)
     job_id = attempt.job_id or own_job_id()
@@ -63,13 +73,21 @@ def finish_attempt(
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
+    # A change for the next attempt needs a new job: the batch script of this one is that of before.
+    can_start_again = can_start_again and not run_dir.next_change_file.exists()
+    decides = policy(config, links_left, can_start_again=can_start_again)
     evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
-    outcome = decide_outcome(evidence, policy(config, links_left))
+    if client is not None and decides.in_place and attempt.said is None:
+        evidence = in_place.with_allocation(evidence, attempt, client)
+    outcome = decide_outcome(evidence, decides)
     attempt.exit_code = exit_code
+    attempt.failed_on = evidence.failed_on if outcome.reason in FAILURES else None
     try:
         _record(run_dir, attempt, outcome)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
         log.warning("cannot complete the record of attempt %d: %s", number, error)
+    if outcome.verdict is Verdict.IN_PLACE and client is not None:
+        outcome = in_place.await_next_start(run_dir, attempt, outcome, evidence, decides, client)
     if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
@@ -198,8 +216,13 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
     )
 
 
-def policy(config: Config, links_left: int = 0) -> Policy:
-    """Return the part of the config that decides on an attempt."""
+def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False) -> Policy:
+    """Return the part of the config that decides on an attempt.
+
+    Args:
+        links_left: jobs of the chain that still wait for this one.
+        can_start_again: as for `finish_attempt`.
+    """
     mode = config.requeue.mode
     if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
         mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
@@ -210,6 +233,8 @@ def policy(config: Config, links_left: int = 0) -> Policy:
         max_unseen_attempts=config.requeue.max_unseen_attempts,
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
+        in_place=can_start_again and config.requeue.starts_in_place,
+        node_counts=tuple(reversed(usable_sizes(config))),
     )
 
 
@@ -243,7 +268,7 @@ def _evidence(
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
-    node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
+    hang = attempts.found_hang(attempt_dir)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -252,7 +277,9 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
-        failed_on=node,
+        failed_on=hang.node if hang is not None else _node_at_fault(attempt_dir, failure, killed, set_up),
+        failed_before=attempts.failed_before(tries, attempt),
+        seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
         trained_before=any(
@@ -260,6 +287,7 @@ def _evidence(
         ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
+        hang=hang.sentence if hang is not None else None,
         killed=killed,
         request=request,
         facts=facts,
@@ -272,6 +300,18 @@ def _evidence(
         stalled_before=attempts.stalled_before(tries, attempt.number),
         unseen_before=attempts.unseen_before(tries, attempt.number),
     )
+
+
+def _node_at_fault(
+    attempt_dir: AttemptDir, failure: Failure | None, killed: str | None, set_up: str | None
+) -> str | None:
+    """Return the node of the first failure, by SLURM's name; None if it is not known."""
+    if failure is not None and failure.node is not None:
+        return failure.node
+    if failure is None and set_up is None:
+        return attempts.node_of_killed_tasks(killed) if killed else attempts.node_without_tasks(attempt_dir)
+    # The ranks of one node, or the batch script itself, have failed.
+    return os.environ.get("SLURMD_NODENAME") if failure is not None or set_up is not None else None
 
 
 def spent_by(tries: list[Attempt], config: Config) -> str | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.elastic import on_given_nodes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import (
     EXIT_REQUEUE,
@@ -47,6 +48,7 @@ from slurmtrain.system.signals import StopCause
 if TYPE_CHECKING:
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +86,16 @@ def _run(
     environment: Environment | None = None
     context = given
     stop_watcher: StopWatcher | None = None
+    watchdog: Watchdog | None = None
     try:
         environment = Environment.detect()
         logs.set_up(environment.rank)
         config, find_or_create = find()
         secrets.take(config.secrets)
         if strict:
-            check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
+            config = on_given_nodes(config, len(environment.nodes))
+            nodes, tasks = config.cluster.node_range.most, config.cluster.tasks_per_node
+            check_world_size(environment, nodes=nodes, tasks_per_node=tasks)
         if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             stop_watcher = _begin(context, environment, config, stop_flag) if environment.rank == 0 else None
@@ -104,7 +109,10 @@ def _run(
         distributed, context = _join(config, environment, given, find_or_create, stop_flag, timeline)
         if given is None and environment.rank == 0:
             stop_watcher = _begin(context, environment, config, stop_flag)
-        code = _train(config, distributed, context, stop_flag, timeline, stop_watcher)
+        watchdog = _watch(config, distributed, context)
+        code = _train(config, distributed, context, stop_flag, timeline, stop_watcher, watchdog)
+        if watchdog is not None:
+            watchdog.close()
         if stop_watcher is not None and code == EXIT_REQUEUE:
             stop_watcher.wait_for_record()
         _finish_by_hand(config, environment, context, code)
@@ -123,11 +131,13 @@ def _run(
             because_of_peer=isinstance(error, LostPeersError),
             superseded=isinstance(error, SupersededError),
             on_any_node=isinstance(error, CheckpointMismatchError),
+            watchdog=watchdog,
         )
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        _fail(context, environment, exit_code_of(error), sentence, because_of_peer=_lost_a_peer(error))
+        lost_a_peer = _lost_a_peer(error)
+        _fail(context, environment, exit_code_of(error), sentence, because_of_peer=lost_a_peer, watchdog=watchdog)
 
 
 def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
@@ -181,6 +191,15 @@ def _join(
     )
 
 
+def _watch(config: Config, distributed: DistributedContext, context: AttemptContext) -> Watchdog | None:
+    """Start the watch over this rank's main thread, unless watchdog.enabled is false."""
+    if not config.watchdog.enabled:
+        return None
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+
+    return Watchdog(config.watchdog, distributed, context.attempt_dir)
+
+
 def _train(
     config: Config,
     distributed: DistributedContext,
@@ -188,17 +207,24 @@ def _train(
     stop_flag: signals.StopFlag,
     timeline: Timeline,
     stop_watcher: StopWatcher | None,
+    watchdog: Watchdog | None,
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.jobs.train import build_trainer
+    from slurmtrain.runtime.watchdog.progress import Position
 
     agreement = StopAgreement(
         stop_flag, distributed.control_group, stop_watcher.take_save if stop_watcher is not None else lambda: False
     )
+    if watchdog is not None:
+        watchdog.follow(lambda: Position(agreement.rounds, None, False))
     if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
     trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher)
+    if watchdog is not None:
+        state = trainer.state
+        watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
     try:
         outcome = trainer.fit()
     except BaseException:
@@ -261,6 +287,7 @@ def _fail(
     because_of_peer: bool = False,
     superseded: bool = False,
     on_any_node: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> NoReturn:
     """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
     if context is not None:
@@ -279,6 +306,8 @@ def _fail(
                 _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
         except OSError as error:
             log.warning("cannot record the failure: %s", error)
+    if watchdog is not None:
+        watchdog.failed()
     leave(code)
 
 

@@ -89,6 +89,7 @@ class Checkpointer(checkpointer.Checkpointer):
         **objects: Any,
     ) -> Restored | None:
         restored = super().restore(path=path, allow=allow, per_rank=per_rank, as_start=as_start, **objects)
+        session.first_step = restored.step if restored and not as_start else 0
         _note(first_step=restored.step if restored else 0, stepping=time.time())
         return restored
 

@@ -44,10 +44,12 @@ class Meeting:
     Attributes:
         store: the store, with keys of this attempt only.
         interface: the network interface that reaches the other ranks, or None if it is not known.
+        address: host and port of the store, for further connections to it.
     """
 
     store: dist.Store
     interface: str | None
+    address: tuple[str, int]
 
 
 def meet(
@@ -76,22 +78,25 @@ def meet(
         # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
         store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
         via = address_of(os.environ.get("MASTER_ADDR", ""))
+        host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     elif environment.rank == 0:
-        store, via = _publish(environment, directory, interface, timeout_s), ""
+        own, via = _publish(environment, directory, interface, timeout_s), ""
+        store, host, port = own, own.host, own.port
     published = Published(directory / ADDRESS_FILE, environment)
     try:
         if environment.source != "torchrun":
             if environment.rank != 0:
-                store, via = _connect(environment, published, deadline, timeout_s, stop_requested)
+                other, via = _connect(environment, published, deadline, timeout_s, stop_requested)
+                store, host, port = other, other.host, other.port
             elif environment.local_world_size > 1:
                 published.look()  # hands it on to the ranks beside this one
         _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
     finally:
         published.forget()
-    return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via))
+    return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
 
 
-def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
+def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.TCPStore:
     listens, timeout = listening_address(environment, interface), timedelta(seconds=timeout_s)
     with socket.socket() as listener:
         listener.bind((listens, 0))
@@ -112,7 +117,7 @@ def _connect(
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
-) -> tuple[dist.Store, str]:
+) -> tuple[dist.TCPStore, str]:
     pauses = Pauses()
     failures: dict[str, str] = {}
     while True:

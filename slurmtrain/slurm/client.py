@@ -67,6 +67,7 @@ class JobFacts:
 
     Attributes:
         excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
+        nodes: the nodes that it has, as SLURM writes them.
     """
 
     state: str
@@ -76,6 +77,7 @@ class JobFacts:
     end_time: float | None = None
     preempt_time: float | None = None
     excluded: str = ""
+    nodes: str = ""
 
     @property
     def preempted(self) -> bool:
@@ -161,9 +163,20 @@ class SlurmClient:
             ClusterError: SLURM cannot be asked.
         """
         answer = self._answer(["scontrol", "show", "step", "-o", step_id], before=SHIELD)
-        if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+        said = (answer.stderr + answer.stdout).lower()
+        if answer.returncode != 0 and "invalid job id" not in said and f"step {step_id} not found" not in said:
             raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
         return f"StepId={step_id} " in f"{answer.stdout} "
+
+    def node_states(self, nodes: str) -> dict[str, str]:
+        """Return sinfo's words for the states of these nodes, as in "mixed" or "down*", by name.
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        command = ["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T"]
+        lines = [line.split() for line in self._call(command, before=SHIELD).splitlines()]
+        return {words[0]: words[1] for words in lines if len(words) > 1}
 
     def requeue(self, job_id: str, *, ended: bool = False) -> None:
         """Put a running job back into the queue. One that SLURM has ended by then, for scancel, say, stays as it is.
@@ -371,6 +384,22 @@ class SlurmClient:
         shown = self._glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
 
+    def batch_script(self, job_id: str) -> str:
+        """Return the batch script of a job, as it was submitted.
+
+        Raises:
+            ClusterError: SLURM does not know it, or was not reached.
+        """
+        return self._call(["scontrol", "write", "batch_script", job_id, "-"])
+
+    def hold(self, job_id: str) -> None:
+        """Keep a pending job from starting until it is released.
+
+        Raises:
+            ClusterError: SLURM refused, as for a job that has started, or was not reached.
+        """
+        self._call(["scontrol", "hold", job_id])
+
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])
 
@@ -425,7 +454,21 @@ def parse_show_job(text: str) -> JobFacts | None:
         end_time=parse_time(fields.get("EndTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
         excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
+        nodes=fields.get("NodeList", "").replace("(null)", ""),
     )
+
+
+def is_dead(state: str) -> bool:
+    """Return whether a node that a job has is dead, by sinfo's word for its state (`man sinfo`, NODE STATE CODES).
+
+    A star says that it does not answer.
+    """
+    return "*" in state or state.startswith(("down", "error", "unknown", "no_respond", "power"))
+
+
+def is_usable(state: str) -> bool:
+    """Return whether ranks should be started on a node that a job has: it is not dead, and nobody wants it to be left alone."""
+    return not is_dead(state) and not state.startswith(("drain", "fail"))
 
 
 def parse_show_config(text: str) -> dict[str, str]:

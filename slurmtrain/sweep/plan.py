@@ -32,6 +32,7 @@ def identity_of(config: Config) -> str:
     """
     values = as_first_digested(to_values(config))
     del values["hooks"], values["secrets"]
+    values.pop("watchdog", None)
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -386,6 +386,30 @@ def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_b
     assert_same_bits(run, undisturbed(2))
 
 
+def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
+    project: Project, undisturbed: Callable[[int], LocalRun]
+) -> None:
+    node = project.path / "node"
+    node.mkdir()
+    copies = [f"checkpoint.local={node}", "checkpoint.local_every_steps=3", "checkpoint.every_steps=0"]
+    pause(project)
+    run = project.submit(*LONG, *copies, "cluster.tasks_per_node=2")
+    wait_until(
+        lambda: [path for path in node.glob("*/*/*/checkpoint_*/COMPLETE") if "tmp" not in path.parent.name], "copied"
+    )
+    os.kill(run.rank_pid(1), signal.SIGKILL)
+    wait_for_attempt(run, 2)
+    go_on(project)
+    run.finish()
+    second = run.attempts()[1]
+    assert second.first_step
+    assert second.first_step % 3 == 0
+    assert "the copy on" in run.events("restored")[0]["origin"]
+    assert [path.name for path in committed(run.run_dir.checkpoints)] == ["checkpoint_0000030"]
+    assert_same_bits(run, undisturbed(2))
+    assert list(node.iterdir()) == []
+
+
 CRASHING_MODEL = """
 import json, pathlib
 from slurmtrain.models import Decoder
@@ -460,7 +484,7 @@ def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
 
 def test_a_finished_run_that_is_given_more_steps_trains_on_to_them(project: Project) -> None:
     first = project.submit("train.steps=6", "train.eval_every=0").finish()
-    resumed = project.resume("--set", "train.steps=9").finish()
+    resumed = project.resume("train.steps=+3").finish()
     assert resumed.run_dir == first.run_dir
     assert [(attempt.first_step, attempt.last_step) for attempt in resumed.attempts()] == [(0, 6), (6, 9)]
     assert resumed.run_dir.info()["steps"] == 9 and resumed.run_dir.info()["changes"][0]["set"] == ["train.steps=9"]
@@ -482,10 +506,10 @@ def test_a_run_that_diverged_trains_on_from_its_checkpoint_with_the_smaller_lr_t
         "requeue=off",
     )
     assert first.wait() == 1
-    diverged = project.resume("--set", "optim.lr=1e30", "--set", "model.crash_at=99")
+    diverged = project.resume("optim.lr=1e30", "model.crash_at=99")
     assert diverged.wait() == 78
     assert "not finite" in (diverged.attempts()[1].sentence or "")
-    resumed = project.resume("--set", "optim.lr=1e-3").finish()
+    resumed = project.resume("optim.lr=1e-3").finish()
     assert [(attempt.reason, attempt.first_step) for attempt in resumed.attempts()] == [
         ("crash", 0),
         ("config", 5),

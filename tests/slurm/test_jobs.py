@@ -56,6 +56,42 @@ def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.M
     assert runs[0].losses() == last.losses()
 
 
+def test_between_two_attempts_in_the_same_job_a_run_can_be_ended_and_preempted(project: Project) -> None:
+    words = ["job=command", "job.command='bash -c \"exit 3\"'", "requeue.max_attempts_without_progress=9", *ONE]
+
+    def submit(node: str) -> Run:
+        return project.submit(*words, small=False, nodes=node)
+
+    def waits(run: Run) -> bool:
+        """Whether no rank is left, and none starts for 20 s or more."""
+        tries = run.attempts()
+        return len(tries) > 2 and tries[-1].verdict == "in-place"
+
+    cancelled, scancelled, stopped, preempted = submit("n0"), submit("n0"), submit("n0"), submit("n1")
+    cancelled.wait_until(lambda: waits(cancelled), "between two attempts")
+    cancelled.cli("cancel", cancelled.run_dir.id)
+    scancelled.wait_until(lambda: waits(scancelled), "between two attempts")
+    scancelled.cluster.run(["scancel", scancelled.job_id])
+    stopped.wait_until(lambda: waits(stopped), "between two attempts")
+    (stopped.run_dir.path / "stop").touch()
+    preempted.wait_until(lambda: waits(preempted), "between two attempts")
+    number = len(preempted.attempts())
+    preempted.cluster.submit_high(nodes=["n1"], seconds=0.1)
+    for run, sentence in (
+        (cancelled, "then cancelled by `cancel RUN`"),
+        (scancelled, "then cancelled by scancel"),
+        (stopped, "then stopped by the file `stop`"),
+    ):
+        last = run.wait_for_end()
+        assert (last.reason, last.verdict) == ("crash", "end"), run.logs()
+        assert sentence in (last.sentence or "") and "resume" in run.status()
+    preempted.wait_until(lambda: int(project.cluster.job(preempted.job_id)["Restarts"]) == 1, "requeued")
+    last = preempted.attempts()[number - 1]
+    assert (last.verdict, last.restart_count) == ("requeue", 0)
+    assert (last.sentence or "").endswith("; then preempted; it is requeued")
+    preempted.cli("cancel", preempted.run_dir.id)
+
+
 def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is(project: Project) -> None:
     run = project.submit("train.steps=400", "+model.pause_s=0.1", "checkpoint.every_steps=0", nodes="n0")
     waits = project.submit("+cluster.sbatch.begin=now+2hours", *ONE)

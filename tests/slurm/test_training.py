@@ -109,14 +109,17 @@ def test_one_signalled_rank_stops_all_at_the_same_step(undisturbed: Run, interru
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     undisturbed: Run, interrupted: Run
 ) -> None:
+    """And not the job: the ranks start again in it."""
     interrupted.wait_for_checkpoint()
-    os.kill(interrupted.rank_pids()[1], signal.SIGKILL)
+    os.kill(interrupted.rank_pids()[2], signal.SIGKILL)
     interrupted.wait_for_attempt(2)
     first, second = interrupted.attempts()[:2]
-    assert first.reason == "crash"
+    assert (first.reason, first.verdict, first.failed_on) == ("crash", "in-place", "n1")
     assert "Killed" in (first.sentence or "")
     assert second.first_step == first.committed_step in EVERY_TENTH
+    assert [(each.job_id, each.restart_count) for each in (first, second)] == [(interrupted.job_id, 0)] * 2
     interrupted.finish()
+    assert len(interrupted.attempts()) == 2
     assert_same_bits(interrupted, undisturbed)
 
 
@@ -138,7 +141,8 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
         "    return original(temporary, manifest, incarnation)\n"
         "commit.commit = hold\n"
     )
-    run = project.submit(f"train.steps={STEPS}", "model._target_=holding.Paced", nodes="n0,n1")
+    words = ["model._target_=holding.Paced", "requeue.in_place=false"]
+    run = project.submit(f"train.steps={STEPS}", *words, nodes="n0,n1")
     run.wait_until(held.exists, "saving")
     for pid in run.rank_pids():
         with contextlib.suppress(ProcessLookupError):  # srun was faster, after the first
@@ -146,6 +150,7 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
     run.finish()
     tries = run.attempts()
     assert (tries[0].committed_step, tries[1].first_step) == (10, 10)
+    assert [(each.verdict, each.restart_count) for each in tries] == [("requeue", 0), ("done", 1)]
     assert not Path(held.read_text()).exists()  # what the kill left behind is gone
     assert_same_bits(run, undisturbed)
 
@@ -165,6 +170,24 @@ def test_a_dead_node_is_survived_on_other_nodes(undisturbed: Run, project: Proje
         run.finish()
     finally:
         run.cluster.start_node(dead)
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_spare_node_takes_the_place_of_a_dead_one_in_the_same_job(undisturbed: Run, project: Project) -> None:
+    """Of one whose slurmd was killed: SLURM takes it for dead, and its ranks may run on for a while."""
+    run = project.submit(*LONG, "cluster.spare_nodes=1", nodes="n[0-2]")
+    run.wait_for_checkpoint()
+    run.cluster.kill_node("n1", only_daemon=True)
+    try:
+        run.wait_for_attempt(2)
+        first, second = run.attempts()[:2]
+        assert (first.reason, first.verdict, first.failed_on) == ("node failure", "in-place", "n1")
+        assert (first.nodes, second.nodes) == (["n0", "n1"], ["n0", "n2"])
+        assert second.first_step == first.committed_step in EVERY_TENTH
+        run.finish()
+    finally:
+        run.cluster.start_node("n1")
+    assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0)] * 2
     assert_same_bits(run, undisturbed)
 
 

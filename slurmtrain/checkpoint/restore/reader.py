@@ -382,6 +382,7 @@ def read_tensors(
     on_this_host: RankGroup,
     mode: str,
     buffer: Callable[[int], memoryview],
+    fetch: Callable[[Need], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
@@ -391,6 +392,8 @@ def read_tensors(
         own_file: the file that holds this rank's own tensors and state, if there is one.
         mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
         buffer: returns memory of a size, to hold this rank's share.
+        fetch: puts what this rank needs into the files, of which this host may not have all, and returns what is wrong
+            with it; called by all ranks together.
 
     Returns:
         All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
@@ -412,6 +415,9 @@ def read_tensors(
     if own_file is not None:
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
+    damage = fetch(need_of(ranges)) if fetch is not None else []
+    if damage:
+        return damage, None
     share: Blocks = {}
     if mode != Verify.OFF:
         needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))

@@ -1,8 +1,9 @@
 """The restore of a training state: rank 0 chooses the newest complete checkpoint, all ranks check it and load it.
 
 A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
-copy is fetched from the mirror. Differences between checkpoint and training are refused (`compatibility`); contents are
-verified before the first tensor is touched (`reader`).
+copy is fetched from the mirror. Copies on the nodes come first, unless the directory has a newer one
+(`node_copies.restore`). Differences between checkpoint and training are refused (`compatibility`); contents are verified
+before the first tensor is touched (`reader`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from slurmtrain.checkpoint.format.index_file import damage_of, read_index, read_
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Index
+from slurmtrain.checkpoint.node_copies.restore import NodeRestore
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.restore import compatibility
-from slurmtrain.checkpoint.restore.reader import read_tensors
+from slurmtrain.checkpoint.restore.reader import Need, read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 
 if TYPE_CHECKING:
+    from slurmtrain.checkpoint.node_copies.copies import NodeCopies
     from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class Restored:
         asked_for: the caller named this checkpoint.
         left_out: names of the objects that it has and that nobody asked for.
         as_start: another training starts with some of its objects.
+        origin: where it was, if not in the directory: which copies on the nodes.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class Restored:
     asked_for: bool = False
     left_out: tuple[str, ...] = ()
     as_start: bool = False
+    origin: str = ""
 
     @property
     def sentence(self) -> str:
@@ -70,6 +75,8 @@ class Restored:
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
+        if self.origin:
+            return f"resuming at step {self.step} from {self.path.name}, the newest one, of {self.origin}{left_out}"
         return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
 
 
@@ -132,16 +139,54 @@ class Restorer:
         identity: CheckpointIdentity,
         borrow_buffer: Callable[[int], memoryview],
         mirror_uploader: MirrorUploader | None,
+        node_copies: NodeCopies | None,
         *,
         changed: frozenset[str],
         verify: str,
     ):
+        self._node_copies = node_copies
         self._ranks, self._ranks_on_host = groups.training, groups.on_host
         self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
         self._changed, self._verify = changed, verify
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
+        if self._node_copies is None:
+            return self._restore_from_directory(request)
+        newest = request.path is None and request.at_most is None
+        found = self._restore_from_nodes(self._node_copies, request) if newest else None
+        restored, base = found or (self._restore_from_directory(request), None)
+        self._node_copies.begin(self._ranks, base)
+        return restored
+
+    def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> tuple[Restored, str] | None:
+        """Load the newest copy on the nodes, and return its digest, too; None: there is none, or none that is newer."""
+        restore = NodeRestore(copies, self._ranks)
+        while (chosen := restore.choose()) is not None:
+            manifest = chosen.manifest
+            try:
+                path = restore.assemble(chosen)
+                damage = self._load(path, manifest, request, fetch=partial(restore.fetch, chosen, path))
+            finally:
+                restore.end()
+            if not damage:
+                left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
+                restored = Restored(
+                    path,
+                    manifest.step,
+                    manifest.incarnation_label,
+                    manifest.size,
+                    left_out=tuple(left_out),
+                    origin=restore.origin(chosen),
+                )
+                return restored, chosen.digest
+            restore.leave_out_damaged(chosen, damage)
+        if restore.reasons and self._ranks.rank == 0:
+            log.info("not from the copies on the nodes: %s", "; ".join(restore.reasons))
+        return None
+
+    def _restore_from_directory(self, request: RestoreRequest) -> Restored | None:
+        """Load the newest sound checkpoint of the directory, or the one that was asked for."""
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
         while True:
@@ -244,8 +289,19 @@ class Restorer:
                 hint="look at the *.damaged-* folders; delete them to start afresh",
             )
 
-    def _load(self, path: Path, manifest: Manifest, request: RestoreRequest) -> list[str]:
-        """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing."""
+    def _load(
+        self,
+        path: Path,
+        manifest: Manifest,
+        request: RestoreRequest,
+        *,
+        fetch: Callable[[Need], list[str]] | None = None,
+    ) -> list[str]:
+        """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
+
+        Args:
+            fetch: see `read_tensors`.
+        """
         if request.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self._identity.check_run(path, manifest, hint=hint)
@@ -271,6 +327,7 @@ class Restorer:
             on_this_host=self._ranks_on_host,
             mode=self._verify,
             buffer=self._borrow_buffer,
+            fetch=fetch,
         )
         if damage:
             return damage

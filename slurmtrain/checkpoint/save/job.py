@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Index, Ints, check_coverage
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.fingerprints import (
     BUFFER,
     BUNDLES_ASKED,
@@ -41,7 +41,6 @@ from slurmtrain.checkpoint.save.fingerprints import (
 from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.save.staging import Image
-from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import check_fence, wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, DiscardedError, NonFiniteError
@@ -121,6 +120,7 @@ class SaveJob:
 
     Args:
         ranks: the ranks on the writing threads' own group.
+        destination: where it is written to.
         discard: set when the save is to be given up.
         refuse_drift: fail when ranks differ that should hold the same; else report it.
         report_drift: report what differs between ranks and may; else it was reported before.
@@ -131,12 +131,14 @@ class SaveJob:
         ranks: RankGroup,
         identity: CheckpointIdentity,
         staged: StagedState,
+        destination: Destination,
         discard: threading.Event,
         *,
         refuse_drift: bool,
         report_drift: bool,
     ):
         self._ranks, self._identity, self._discard = ranks, identity, discard
+        self._destination = destination
         self._step, self._plan, self._image, self._staged = staged.step, staged.plan, staged.image, staged
         self._refuse_drift, self._report_drift = refuse_drift, report_drift
         self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
@@ -169,11 +171,9 @@ class SaveJob:
             CheckpointError: on every rank; the older checkpoints are as they were.
         """
         self._finish_copy()  # first of all: the optimiser waits for it
-        directory, incarnation = self._identity.directory, self._identity.incarnation
         size = max(last_size, self._plan.total_bytes)
-        begin = partial(commit.begin, directory, self._step, incarnation, size=size)
-        temporary = Path(self._ranks.on_rank_0(lambda: str(begin())))
-        with commit.removed_on_failure(temporary, on_this_rank=self._ranks.rank == 0):
+        temporary = self._destination.begin(self._ranks, self._step, size)
+        with self._destination.removed_on_failure(self._ranks, temporary):
             answer = self._ranks.gather_on_rank_0(
                 lambda: self._write_own_file(temporary).to_json(),
                 lambda parts: self._commit_or_ask(temporary, [RankContribution.from_json(values) for values in parts]),
@@ -183,7 +183,9 @@ class SaveJob:
                     lambda: self._fingerprints(answer["ask"]),
                     lambda answers: self._commit_or_refuse(temporary, answers),
                 )
-        return Path(answer["path"]), answer["size"]
+            image = self._image.data if isinstance(self._image, Image) else memoryview(b"")
+            path = self._destination.finish(self._ranks, temporary, answer["committed"], image)
+        return path, answer["size"]
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
         """Compare the files on the disk with what was written; a checkpoint that is damaged is set aside.
@@ -283,7 +285,7 @@ class SaveJob:
         """Commit, on rank 0, the files that all ranks have handed in, unless something differs that has to be named.
 
         Returns:
-            `path` and `size` of the checkpoint; or what to `ask` before, and whom.
+            `size` of the checkpoint, and what its destination has `committed`; or what to `ask` before, and whom.
         """
         for part in parts:
             if part.step != self._step:
@@ -324,33 +326,36 @@ class SaveJob:
             facts = check_coverage(catalogues, index.tables.values())
         except CheckpointError as error:
             raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
-        with blocks.threads(background=True) as pool:
-            index_record, _ = blocks.write(temporary / INDEX, memoryview(b"".join(index.chunks())), pool)
-        self._written.append((INDEX, index_record))
-        manifest = Manifest(
-            format=FORMAT,
-            run_id=self._identity.run_id,
-            step=self._step,
-            incarnation=self._identity.incarnation.order,
-            incarnation_label=self._identity.incarnation.label,
-            world_size=self._ranks.size,
-            torch_version=torch.__version__,
-            files={**{part.name: part.record for part in parts}, INDEX: index_record},
-            tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
-            state=state.merge_plain(
-                [
-                    {key: json.loads(text) for key, text in part.plain.items()}
-                    for part in parts
-                    if part.plain is not None
-                ],
-                self._staged.optimizers,
-            ),
-            config=self._identity.config,
-            metrics=self._staged.metrics,
-            created=time.time(),
+
+        def manifest_with(index_record: FileRecord) -> Manifest:
+            return Manifest(
+                format=FORMAT,
+                run_id=self._identity.run_id,
+                step=self._step,
+                incarnation=self._identity.incarnation.order,
+                incarnation_label=self._identity.incarnation.label,
+                world_size=self._ranks.size,
+                torch_version=torch.__version__,
+                files={**{part.name: part.record for part in parts}, INDEX: index_record},
+                tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
+                state=state.merge_plain(
+                    [
+                        {key: json.loads(text) for key, text in part.plain.items()}
+                        for part in parts
+                        if part.plain is not None
+                    ],
+                    self._staged.optimizers,
+                ),
+                config=self._identity.config,
+                metrics=self._staged.metrics,
+                created=time.time(),
+            )
+
+        committed = self._destination.commit_on_rank_0(
+            temporary, b"".join(index.chunks()), manifest_with, check=self._check_discarded
         )
-        self._check_discarded()
-        return {"path": str(commit.commit(temporary, manifest, self._identity.incarnation)), "size": manifest.size}
+        self._written.append((INDEX, committed.index))
+        return {"size": committed.size, "committed": committed.answer}
 
     def _check_replicas(self, found: list[Differing], *, all_named: bool) -> None:
         """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever had."""

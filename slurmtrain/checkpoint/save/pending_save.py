@@ -35,10 +35,11 @@ class PendingSave:
         step: optimiser steps done.
         stall_s: seconds for which `save` held up this rank.
         begun: time.monotonic() at the call of `save`.
+        on_nodes_only: it is a copy on the nodes, and no checkpoint of the directory.
     """
 
-    def __init__(self, step: int, begun: float):
-        self.step, self.begun = step, begun
+    def __init__(self, step: int, begun: float, *, on_nodes_only: bool = False):
+        self.step, self.begun, self.on_nodes_only = step, begun, on_nodes_only
         self.stall_s = 0.0
         self._decided = threading.Event()
         self._saved: SaveResult | None = None

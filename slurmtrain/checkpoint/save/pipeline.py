@@ -22,8 +22,11 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
+from slurmtrain.checkpoint.node_copies.copies import NodeCopies
+from slurmtrain.checkpoint.node_copies.save import NodesDestination
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.save.background_thread import BackgroundThread
+from slurmtrain.checkpoint.save.destination import Destination, SharedDestination
 from slurmtrain.checkpoint.save.job import SaveJob, StagedState
 from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
@@ -90,8 +93,11 @@ class SavePipeline:
         identity: CheckpointIdentity,
         staging: Staging,
         mirror_uploader: MirrorUploader | None,
+        node_copies: NodeCopies | None,
         settings: SaveSettings,
     ):
+        self._node_copies = node_copies
+        self._node_failure = ""  # why the last copy on the nodes failed, so that it is reported once
         self._groups, self._ranks, self._identity = groups, groups.training, identity
         self._staging, self._mirror_uploader, self._settings = staging, mirror_uploader, settings
         self._thread = BackgroundThread("checkpoint-writer")
@@ -113,8 +119,10 @@ class SavePipeline:
         objects: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
+        *,
+        on_nodes_only: bool = False,
     ) -> PendingSave:
-        """Begin a save; see `Checkpointer.save`."""
+        """Begin a save; see `Checkpointer.save` and `Checkpointer.save_local`."""
         begun = time.monotonic()
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="make a new one")
@@ -131,7 +139,7 @@ class SavePipeline:
             self._plan = plan
         image = self._stage(plan, flat, objects)
         self._saves_begun += 1
-        pending = self._pending = PendingSave(flat.step, begun)
+        pending = self._pending = PendingSave(flat.step, begun, on_nodes_only=on_nodes_only)
         self._discard.clear()
         staged = StagedState(
             flat.step,
@@ -143,19 +151,11 @@ class SavePipeline:
             finite=(state.trained_parameters(objects).keys() | state.optimizer_tensors(objects))
             - self.non_finite_from_start,
         )
-        job = SaveJob(
-            self._groups.writing,
-            self._identity,
-            staged,
-            self._discard,
-            refuse_drift=self._settings.refuse_drift,
-            report_drift=not self._drift_reported,
-        )
         pending.stall_s = time.monotonic() - begun
-        self._thread.run(lambda: self._carry_out(job, pending))
+        self._thread.run(lambda: self._carry_out(staged, pending))
         if not self._settings.asynchronous:
             saved = self.wait()
-            pending.stall_s = saved.stall_s if saved is not None else 0.0
+            pending.stall_s = saved.stall_s if saved is not None else time.monotonic() - begun
         return pending
 
     def reserve(
@@ -189,6 +189,12 @@ class SavePipeline:
         pending = self._pending
         if pending is None:
             return None
+        if pending.on_nodes_only:
+            if pending.wait(timeout_s):
+                self._pending = None
+            if isinstance(pending.error, (LostPeersError, SupersededError)):
+                raise pending.error
+            return None  # whatever else has become of it: it has been reported, and is no checkpoint of the directory
         try:
             saved = pending.result(timeout_s)
         finally:
@@ -236,6 +242,11 @@ class SavePipeline:
             self._count(pending)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, read back or cleaned up. Ranks may differ for a moment."""
+        return self._thread.idle
+
+    @property
     def in_flight(self) -> int | None:
         """The step whose save is neither committed nor failed yet."""
         return self._pending.step if self._pending is not None and not self._pending.done() else None
@@ -243,7 +254,7 @@ class SavePipeline:
     @property
     def last_step(self) -> int | None:
         """The newest step that was saved, is being saved, or was restored."""
-        if self._pending is not None and self._pending.error is None:
+        if self._pending is not None and self._pending.error is None and not self._pending.on_nodes_only:
             return self._pending.step
         return self.last_committed_step
 
@@ -277,6 +288,9 @@ class SavePipeline:
         self._thread.wait_idle()
         if self._pending is None:
             return
+        if self._pending.on_nodes_only:
+            self.wait()
+            return
         step, most = self._pending.step, self._settings.max_failures
         try:
             self.wait()
@@ -295,6 +309,8 @@ class SavePipeline:
     def _count(self, pending: PendingSave) -> None:
         """Count a save that has ended, once, as a success or as one more failure."""
         self._pending = None
+        if pending.on_nodes_only:
+            return
         if pending.error is None:
             self._failures_in_a_row = 0
             self.last_committed_step = pending.step
@@ -341,6 +357,8 @@ class SavePipeline:
         )
 
     def _prepare_buffer(self, plan: SavePlan) -> None:
+        if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
+            self._node_copies.reserve(self._ranks, plan.data_end, self._staging.missing_bytes(plan.data_end))
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
 
     def _stage(self, plan: SavePlan, flat: FlatState, objects: Mapping[str, Any]) -> Image | CheckpointError:
@@ -356,8 +374,24 @@ class SavePipeline:
 
     # Called by the writing thread.
 
-    def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
+    def _job(self, staged: StagedState, destination: Destination) -> SaveJob:
+        return SaveJob(
+            self._groups.writing,
+            self._identity,
+            staged,
+            destination,
+            self._discard,
+            refuse_drift=self._settings.refuse_drift,
+            report_drift=not self._drift_reported,
+        )
+
+    def _carry_out(self, staged: StagedState, pending: PendingSave) -> None:
         """Write and commit; then do what only the next save waits for."""
+        if pending.on_nodes_only:
+            assert self._node_copies is not None
+            pending.decide(self._copy_to_nodes(self._node_copies, staged, pending))
+            return
+        job = self._job(staged, SharedDestination(self._identity))
         ending: SaveResult | CheckpointError
         try:
             ending = self._write(job, pending)
@@ -372,11 +406,42 @@ class SavePipeline:
             self._report(ending, pending.step)
         except Exception:
             traceback.print_exc()
+        if self._node_copies is not None and not isinstance(ending, (LostPeersError, SupersededError, DiscardedError)):
+            self._copy_to_nodes_too(self._node_copies, staged, pending)
         if isinstance(ending, SaveResult):
             try:
                 self._finish(job, ending)
             except Exception:
                 traceback.print_exc()
+
+    def _copy_to_nodes_too(self, copies: NodeCopies, staged: StagedState, pending: PendingSave) -> None:
+        """Make a copy on the nodes of what was just saved, unless the ranks are about to leave them."""
+        try:
+            if self._groups.writing.maximum(int(self._hurried.is_set())):
+                return
+        except CheckpointError:  # the ranks have lost each other: the next save says so
+            return
+        self._copy_to_nodes(copies, staged, pending)
+
+    def _copy_to_nodes(
+        self, copies: NodeCopies, staged: StagedState, pending: PendingSave
+    ) -> SaveResult | CheckpointError:
+        """Make a copy on the nodes, and report an error: training goes on without."""
+        try:
+            job = self._job(staged, NodesDestination(copies))
+            path, size = job.write(0)
+            seconds = time.monotonic() - pending.begun
+            stall_s = pending.stall_s + job.waited_s if self._settings.asynchronous else seconds
+            self._node_failure = ""
+            return SaveResult(path, pending.step, seconds, stall_s, size)
+        except CheckpointError as error:
+            if self._ranks.rank == 0 and error.message != self._node_failure and not isinstance(error, DiscardedError):
+                self._node_failure = error.message
+                log.warning("step %d was not copied to the nodes: %s", pending.step, error.message)
+            return error
+        except BaseException as error:  # a bug of ours must not look like a save that never ends
+            traceback.print_exc()
+            return CheckpointError(f"{type(error).__name__}: {error}")
 
     def _write(self, job: SaveJob, pending: PendingSave) -> SaveResult:
         path, self._last_size = job.write(self._last_size)

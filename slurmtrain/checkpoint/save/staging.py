@@ -49,6 +49,7 @@ class Image:
         self._keys: list[Key] = []
         self._expected = torch.empty(0, dtype=torch.int64, device="cpu")
         self._event: torch.cuda.Event | None = None
+        self._finished = False
 
     def later(
         self,
@@ -68,11 +69,13 @@ class Image:
         self._copies, self._keys, self._expected, self._event = copies, keys, expected, event
 
     def finish(self) -> None:
-        """Wait for the copies and complete the file. Called by the writer's thread.
+        """Wait for the copies and complete the file, once. Called by the writer's thread.
 
         Raises:
             CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
         """
+        if self._finished:
+            return
         if self._event is not None:
             self._event.synchronize()
         values = self._expected.tolist()
@@ -86,6 +89,7 @@ class Image:
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
+        self._finished = True
 
     def wait(self) -> None:
         """Make a GPU's current stream wait until everything is copied."""
@@ -129,6 +133,11 @@ class Staging:
         # The first save must not pay for the pages, nor the first step wait for them.
         self._touching = threading.Thread(target=self._buffer.zero_, name="checkpoint-buffer", daemon=True)
         self._touching.start()
+
+    def missing_bytes(self, size: int) -> int:
+        """Return how much memory `prepare` would allocate."""
+        wanted = size + RESERVE_BYTES
+        return wanted if self._buffer.numel() < wanted else 0
 
     def stage(
         self,

@@ -71,9 +71,13 @@ def check_has_all_ranks(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def agree_on_directory(ranks: RankGroup, directory: Path) -> list[str]:
-    """Check that all ranks were given the same directory, and return the host of every rank."""
-    answers = ranks.gather(lambda: [str(directory.absolute()), socket.gethostname()])
+def agree_on_directory(ranks: RankGroup, directory: Path, host: str | None = None) -> list[str]:
+    """Check that all ranks were given the same directory, and return the host of every rank.
+
+    Args:
+        host: name of this rank's host; None: the one that the host gives itself.
+    """
+    answers = ranks.gather(lambda: [str(directory.absolute()), host or socket.gethostname()])
     first = answers[0][0]
     for rank, (other, _) in enumerate(answers):
         if other != first:

@@ -1,4 +1,7 @@
-"""finish-attempt: for the batch script. Prints one word on stdout, the verdict; a sentence for the log on stderr."""
+"""finish-attempt: for the batch script. Prints the verdict on stdout, one word; a sentence for the log on stderr.
+
+Where the ranks are to start again in the same job, options for srun follow that word: the nodes on which they do.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.launch.script import srun_node_options
 from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Reason, Verdict
@@ -26,12 +30,16 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--exit-code", type=int, required=True)
+    # Scripts that an earlier version has written do not know the verdict in-place.
+    parser.add_argument("--in-place", action="store_true", help="the ranks can be started again in this job")
     options = parser.parse_args(words)
     run_dir = RunDir(options.run_dir)
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    outcome = finish_attempt(run_dir, options.attempt, options.exit_code, config, SlurmClient())
+    outcome = finish_attempt(
+        run_dir, options.attempt, options.exit_code, config, SlurmClient(), can_start_again=options.in_place
+    )
     log.info("run %s, attempt %d: %s", run_dir.id, options.attempt, outcome.sentence)
-    print(outcome.verdict)
+    print(outcome.verdict, *srun_node_options(config.cluster, outcome.nodes) if outcome.nodes else ())
     if outcome.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
     over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED

@@ -38,6 +38,7 @@ class RunRecord(TrainingHook):
                 step=restored.step if restored else 0,
                 checkpoint=restored.path.name if restored else None,
                 set_aside=list(restored.set_aside) if restored else [],
+                **({"origin": restored.origin} if restored is not None and restored.origin else {}),
             )
         self._timeline.mark("restore")
         seconds = self._timeline.seconds

@@ -166,6 +166,8 @@ def _build_checkpointer(
         max_failures=keeping.max_failures,
         on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
+        local=keeping.local,
+        node=distributed.environment.node,
         on_ending=record.on_ending if record else lambda ending: None,
     )
 
@@ -280,9 +282,9 @@ def _mtbf_s(config: Config, context: AttemptContext) -> float:
     if keeping.mtbf_hours is not None:
         return keeping.mtbf_hours * 3600
     earlier = [attempt for attempt in attempts.all_attempts(context.run_dir) if attempt.number < context.number]
-    failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE) for attempt in earlier)
+    failures = sum(attempt.reason in (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE) for attempt in earlier)
     seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
-    return mean_time_between_failures(config.cluster.nodes, observed_failures=failures, observed_s=seconds)
+    return mean_time_between_failures(config.cluster.node_range.most, observed_failures=failures, observed_s=seconds)
 
 
 def distribute_model(

@@ -65,7 +65,7 @@ def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.Mo
 
 
 def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> None:
-    values = yaml.safe_load(freeze(compose([])))
+    values = yaml.safe_load(freeze(compose(["watchdog.min_s=300"])))
     assert list(values) == [field.name for field in dataclasses.fields(Config)]
     assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
 

@@ -78,12 +78,14 @@ def golden_text(name: str) -> str:
         return render_script(
             config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
         )
+    if name == "elastic":
+        return render_script(config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS)
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain"]
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic"]
 
 
 # Goldens.
@@ -439,7 +441,7 @@ def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_di
     assert done.returncode == (code or 1)  # 0 of srun, which may have lost its ranks, is no success by itself
     assert (
         tmp_path / "finished"
-    ).read_text() == f"-m slurmtrain finish-attempt {run_dir} --attempt 1 --exit-code {code}\n"
+    ).read_text() == f"-m slurmtrain finish-attempt {run_dir} --attempt 1 --in-place --exit-code {code}\n"
     assert scontrol_calls(tmp_path) == []
 
 
@@ -644,6 +646,94 @@ def test_the_batch_shell_outlives_the_signals_and_finishes_the_attempt_after_the
     process.communicate()
 
 
+# Restart in place.
+
+AGAIN = """[ "$3" = finish-attempt ] || exit 0
+echo "${*:4}" >>"$here/../finished"
+read -r word <"$here/../words"; sed -i 1d "$here/../words"; echo "$word"
+"""
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit", "chain"])
+def test_the_verdict_in_place_starts_the_ranks_again_in_the_same_job_as_the_next_attempt(
+    run_dir: Path, tmp_path: Path, mode: str
+) -> None:
+    (tmp_path / "words").write_text("in-place --nodes=4\nin-place --nodes=4\ndone\n")
+    srun = 'echo "$SLURMTRAIN_ATTEMPT $PWD" >>"$here/../seen"; [ "$SLURMTRAIN_ATTEMPT" = 3 ] || exit 137'
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    done = run_script(script, tmp_path, srun=srun, verbs=AGAIN)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "seen").read_text() == "".join(f"{number} {run_dir}/code\n" for number in (1, 2, 3))
+    assert (tmp_path / "finished").read_text().splitlines() == [
+        f"{run_dir} --attempt {number} --in-place --exit-code {code}" for number, code in ((1, 137), (2, 137), (3, 0))
+    ]
+    claims = [(run_dir / "attempts" / f"000{number}" / "job").read_text().split()[:2] for number in (1, 2, 3)]
+    assert claims == [["77", "0"]] * 3 and again_calls(tmp_path) == []
+
+
+def test_an_attempt_after_a_restart_in_place_can_be_requeued(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("in-place\nrequeue\n")
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 1", verbs=AGAIN)
+    assert (done.returncode, again_calls(tmp_path)) == (75, [f"{run_dir} --attempt 2"])
+
+
+def test_ranks_run_on_as_many_nodes_as_the_config_says_and_then_on_those_that_are_named(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "words").write_text("in-place --nodes=2 --ntasks=4 --nodelist=n0,n2\ndone\n")
+    config = config_of("cluster=a100x4  cluster.tasks_per_node=2  cluster.nodes=2  cluster.spare_nodes=1")
+    script = script_for(run_dir, config=config)
+    assert "#SBATCH --nodes=3\n" in script and "#SBATCH --no-kill\n" in script
+    srun = """case "$*" in --overlap*) exit ;; esac
+echo "$*" | grep -o -e "--n[^ ]*" | paste -sd" " >>"$here/../seen"
+exit $((2 - SLURMTRAIN_ATTEMPT))"""
+    done = run_script(script, tmp_path, srun=srun, verbs=AGAIN)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "seen").read_text().splitlines() == [
+        "--nodes=2 --ntasks=4",
+        "--nodes=2 --ntasks=4 --nodelist=n0,n2",
+    ]
+
+
+def test_without_spare_nodes_the_ranks_have_all_nodes_of_the_job_and_a_dead_one_ends_it() -> None:
+    script = render_script(config_of("cluster=a100x4  cluster.nodes=2"), PATHS)
+    assert "--no-kill" not in script and "nodes_of_ranks" not in script and "#SBATCH --nodes=2\n" in script
+
+
+@pytest.mark.parametrize("words", ["requeue.in_place=false", "requeue=off"])
+def test_a_script_that_may_not_start_ranks_again_has_no_loop(words: str) -> None:
+    script = render_script(config_of(f"cluster=a100x4  {words}"), PATHS)
+    assert "in-place" not in script and "while :;" not in script
+
+
+def test_every_attempt_of_a_job_has_its_hook_and_the_last_one_waits_for_the_others(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "words").write_text("in-place\ndone\n")
+    hook = """if [ "$3" = hook ]; then
+  while [ "$6" = 1 ] && [ ! -e "$here/../go" ]; do sleep 0.02; done
+  echo "${*:4}" >>"$here/../hooks"; exit
+fi
+"""
+    config = Config(hooks=HooksConfig(on_failure="true"))
+    srun = '[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 1; touch "$here/../go"'  # the ranks need not wait for the hook
+    done = run_script(script_for(run_dir, config=config), tmp_path, srun=srun, verbs=hook + AGAIN)
+    assert done.returncode == 0, done.stderr
+    hooks = [f"{run_dir} --attempt {number}" for number in (1, 2)]
+    assert (tmp_path / "hooks").read_text().splitlines() == hooks
+
+
+def test_a_background_process_of_a_set_up_line_does_not_hold_up_the_end(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("in-place\ndone\n")
+    config = Config(
+        hooks=HooksConfig(on_failure="true"), cluster=ClusterConfig(setup=['sleep 600 & echo "$!" >"$HOME/pid"'])
+    )
+    script = script_for(run_dir, config=config).replace("sleep 600 &", "sleep 600 >/dev/null 2>&1 &")
+    done = run_script(script, tmp_path, srun="exit 0", verbs=AGAIN)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert done.returncode == 0, done.stderr
+
+
 # Several runs in one job.
 
 
@@ -706,6 +796,18 @@ def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) ->
     assert done.returncode == 75 and again_calls(tmp_path), done.stderr
     told = [f"-m slurmtrain hook {run} --attempt 1" for run in packed[:3]]
     assert sorted((tmp_path / "hooks").read_text().splitlines()) == told
+
+
+def test_a_run_of_a_pack_starts_again_in_place_without_the_others(packed: list[Path], tmp_path: Path) -> None:
+    """b crashes once; the others train on meanwhile."""
+    srun = f"""{NAME}; echo "$name $SLURMTRAIN_ATTEMPT" >>"$here/../seen"
+if [ "$name $SLURMTRAIN_ATTEMPT" = "b 1" ]; then exit 1; fi
+if [ "$name" = b ]; then touch "$here/../go"; fi
+until [ -e "$here/../go" ]; do sleep 0.02; done"""
+    verbs = '[ "$3" != finish-attempt ] || { [ "${!#}" = 1 ] && echo in-place || echo done; }'
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=srun, verbs=verbs)
+    assert done.returncode == 0, done.stderr
+    assert sorted((tmp_path / "seen").read_text().splitlines()) == ["a 1", "b 1", "b 2", "c 1"]
 
 
 def test_a_run_of_a_pack_that_stopped_for_good_is_not_taken_for_one_that_goes_on(
@@ -779,4 +881,4 @@ def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> No
 
 def srun_of(config: Config) -> list[str]:
     script = render_script(config, PATHS)
-    return [line.strip(" \\") for line in script[script.index("\nsrun ") :].splitlines()]
+    return [line.strip(" \\") for line in script[script.index("\n  srun ") :].splitlines()]

@@ -143,6 +143,27 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
     assert attempts.stalled_before([*records, Attempt(number=after, reason="crash")], after) == count
 
 
+@pytest.mark.parametrize(
+    ("began_at", "count"),
+    [
+        ([0, 0, 0], 2),
+        ([0, 50, 90], 0),  # each went on from a copy on the nodes of the one before
+        ([0, 50, 50], 1),  # the second one got nowhere
+        ([0, 50, None, 50], 2),
+        ([0, 50, 0, 50], 2),  # the copies were lost, and the same steps were done again
+        ([50, 50], 1),  # it began from another run's checkpoint
+    ],
+)
+def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress(
+    began_at: list[int | None], count: int
+) -> None:
+    records = [
+        Attempt(number=index + 1, reason="crash", verdict="requeue", stalled=True, first_step=step)
+        for index, step in enumerate(began_at)
+    ]
+    assert attempts.stalled_before(records, len(records)) == count
+
+
 # Attempts that ended without a word.
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, is_cancelled
+from slurmtrain.runs.outcome import Evidence, Policy, Reason, RunAction, Verdict, decide_outcome, is_cancelled
 from slurmtrain.slurm.client import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
@@ -522,3 +522,20 @@ def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, 
         assert outcome.verdict in (Verdict.END, Verdict.DONE)
     finished = evidence.exit_code == 0 and evidence.said == "finished"
     assert (outcome.reason is Reason.FINISHED) == finished
+
+
+HUNG = "rank 1 on n2 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"
+
+
+def test_a_hang_is_a_crash_that_names_the_rank_which_did_not_come() -> None:
+    killed = "n2: task 1: Killed"
+    outcome = decide_outcome(Evidence(exit_code=137, hang=HUNG, killed=killed, failed_on="n2"), Policy())
+    assert (outcome.reason, outcome.verdict, outcome.stalled) == (Reason.HANG, Verdict.REQUEUE, True)
+    assert outcome.sentence.startswith(f"hung: {HUNG}; ")
+
+
+def test_a_preemption_or_a_cancellation_wins_over_a_hang() -> None:
+    preempted = decide_outcome(Evidence(exit_code=1, hang=HUNG, preempted_when_told=True), Policy())
+    assert (preempted.reason, preempted.stalled) == (Reason.PREEMPTED, False)
+    cancelled = decide_outcome(Evidence(exit_code=1, hang=HUNG, request=RunAction.CANCEL), Policy())
+    assert cancelled.verdict == Verdict.END

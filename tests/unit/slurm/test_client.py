@@ -75,6 +75,7 @@ def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
         start_time=seconds("2026-11-21T10:13:57"),
         end_time=seconds("2026-11-21T11:13:57"),
         preempt_time=None,
+        nodes="n[0-1]",
     )
 
 
@@ -327,6 +328,20 @@ def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
 def test_an_unknown_job_is_none(fake_slurm: FakeSlurm) -> None:
     client, _ = answers(returncode=1, stderr="slurm_load_jobs error: Invalid job id specified")
     assert client.job("99") is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "lives"),
+    [
+        ("StepId=17.0 UserId=0 StartTime=2026-11-21T10:13:57", 0, True),
+        ("StepId=17.01 UserId=0", 0, False),
+        ("Job step 17.0 not found", 1, False),  # on stdout, of a job that goes on
+        ("slurm_get_job_steps error: Invalid job id specified", 1, False),
+    ],
+)
+def test_a_step_that_slurm_does_not_know_any_more_is_over(shown: str, code: int, lives: bool) -> None:
+    client, _ = answers(shown, code)
+    assert client.step_lives("17.0") is lives
 
 
 def test_a_controller_that_does_not_answer_is_none_for_the_outcome(fake_slurm: FakeSlurm) -> None:

@@ -1,0 +1,140 @@
+"""Restart in place: the ranks start again in the same job, which keeps its nodes. The part that asks SLURM, and waits.
+
+What is decided is in runs/outcome.py; the batch script starts the ranks. Between two attempts nobody else watches over the
+job: a signal reaches no rank, and the grace time of a preemption is announced to ranks alone. So SLURM is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from slurmtrain.errors import ClusterError, EnvironmentMismatchError
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient, is_dead, is_usable
+from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.system.signals import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
+
+STEP_GONE_S = 60.0  # how long killed processes may take to be gone: KillWait, often 30 s, and some more
+STEP_POLL_S = 0.2
+LOOK_EVERY_S = 5.0  # seconds between two questions to SLURM during a pause: a preemption gives this shell no signal
+FRESH_S = 1.0  # an answer of SLURM that is not older is believed
+
+Wait = Callable[[float], bool]
+
+
+def with_allocation(
+    evidence: Evidence, attempt: Attempt, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
+) -> Evidence:
+    """Add what SLURM says of the nodes of this job, once the processes of the attempt are gone from them."""
+    facts = evidence.facts
+    if facts is None or facts.state != "RUNNING":
+        return evidence
+    began = time.monotonic()
+    gone = _is_gone(attempt.step_id, client, sleep)
+    if time.monotonic() > began + FRESH_S:
+        facts = client.job(attempt.job_id or own_job_id() or "")
+    evidence = dataclasses.replace(evidence, facts=facts, step_left=not gone)
+    if facts is None or not facts.nodes:
+        return evidence
+    try:
+        allocated, states = expand_nodelist(facts.nodes), client.node_states(facts.nodes)
+    except (ClusterError, EnvironmentMismatchError) as error:
+        log.warning("cannot look at the nodes of this job: %s", error.message)
+        return evidence
+    usable = [node for node in allocated if is_usable(states.get(node, ""))]
+    if os.environ.get("SLURMD_NODENAME", allocated[0]) not in usable:  # this shell itself will not last
+        usable = []
+    dead = [node for node in attempt.nodes if node not in allocated or is_dead(states.get(node, ""))]
+    return dataclasses.replace(
+        evidence,
+        usable_nodes=tuple(usable),
+        dead_nodes=tuple(dead),
+        failed_on=dead[0] if dead else evidence.failed_on,
+    )
+
+
+def _is_gone(step_id: str | None, client: SlurmClient, sleep: Callable[[float], None]) -> bool:
+    """Wait until the step of the ranks is gone, at most STEP_GONE_S, and return whether it is, or cannot be seen."""
+    give_up = time.monotonic() + STEP_GONE_S
+    while step_id is not None:
+        try:
+            if not client.step_lives(step_id):
+                return True
+        except ClusterError as error:
+            log.warning("cannot see whether the ranks are gone: %s", error.message)
+            return True  # srun says so, and will wait itself where they are not
+        if time.monotonic() > give_up:
+            return False
+        sleep(STEP_POLL_S)
+    return True
+
+
+def await_next_start(
+    run_dir: RunDir,
+    attempt: Attempt,
+    outcome: AttemptOutcome,
+    evidence: Evidence,
+    policy: Policy,
+    client: SlurmClient,
+    wait: Wait | None = None,
+) -> AttemptOutcome:
+    """Wait as long as the outcome says before the ranks start again, and look whether the job is to be stopped meanwhile.
+
+    Args:
+        wait: waits so many seconds and returns whether a signal has ended that; None: `wait_for_signal`.
+
+    Returns:
+        The outcome, another one if the ranks do not start again; the record of the attempt says so then.
+    """
+    wait = wait or wait_for_signal
+    until = time.monotonic() + outcome.wait_s
+    signalled, facts = False, evidence.facts  # which is an answer of a moment ago
+    while True:
+        left = until - time.monotonic()
+        if left > 0:
+            signalled = wait(min(LOOK_EVERY_S, left))
+            facts = client.job(attempt.job_id or own_job_id() or "")
+        request = RunAction.STOP if _take_stop_file(run_dir) else attempts.take_request(run_dir, attempt)
+        now = decide_after_pause(outcome, evidence, policy, request=request, facts=facts)
+        if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
+            break
+    if now.verdict is not Verdict.IN_PLACE:
+        attempt.verdict, attempt.sentence = now.verdict, now.sentence
+        with contextlib.suppress(OSError):
+            attempts.write_attempt(run_dir, attempt)
+            run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=now.sentence)
+    return now
+
+
+def _take_stop_file(run_dir: RunDir) -> bool:
+    """Remove the file `stop` and return whether it was there: no rank is left that would look for it."""
+    try:
+        owner = run_dir.stop_switch.stat().st_uid
+        run_dir.stop_switch.unlink()
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        run_dir.event(Event.STOP_FILE_FOUND, uid=owner)
+    return True
+
+
+def wait_for_signal(seconds: float) -> bool:
+    """Wait, and return whether a signal to stop has ended that early, also one that this process ignores."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return signal.sigtimedwait(STOP_SIGNALS, seconds) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

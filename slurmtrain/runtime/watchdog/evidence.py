@@ -1,0 +1,259 @@
+"""What can be known of a process that hangs: its state in the kernel, its Python stacks, and the collective it waits in."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slurmtrain.system import process
+
+T = TypeVar("T")
+
+# A process that has registered faulthandler for it writes its stacks. Real-time signals are used by nothing else here: USR1
+# is NCCL's, USR2 and TERM are SLURM's. Forked children inherit the handler, so a data worker that hangs can be asked.
+DUMP_SIGNAL = signal.SIGRTMIN + 7
+WATCHING_THREADS = ("watchdog", "heartbeats", "watch", "stop-signals")
+DUMP_WAIT_S = 1.0
+TAIL_BYTES = 200_000
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk or file system (state D)",
+    "T": "stopped (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "X": "ended",
+}
+GONE = "gone"
+
+
+def register_dumps() -> None:
+    """Let this process, and what it forks, write its stacks to stderr at `DUMP_SIGNAL`."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
+        faulthandler.register(DUMP_SIGNAL, file=sys.__stderr__ or 2, all_threads=True, chain=False)
+
+
+def own_stacks(first: int) -> str:
+    """Return the stacks of the Python threads of this process, innermost frame first, as faulthandler writes them.
+
+    Args:
+        first: the thread that comes first. Those that watch it are left out.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    lines = []
+    for ident in sorted(frames, key=lambda each: each != first):
+        if names.get(ident) in WATCHING_THREADS:
+            continue
+        lines.append(f"Thread {names.get(ident, hex(ident))} (most recent call first):")
+        frame = frames[ident]
+        while frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back  # type: ignore[assignment]
+    return "\n".join(lines)
+
+
+def state_of(pid: int, born: str | None) -> str:
+    """Return the state of a process of this machine: its letter, or `GONE`. A process that began at another time is another.
+
+    A process that is traced by a debugger counts as stopped by it.
+    """
+    found = process.stat(pid)
+    if found is None or (born is not None and str(found.start) != born):
+        return GONE
+    if found.state in "ST" and is_traced(pid):
+        return "t"
+    return found.state
+
+
+def is_traced(pid: int | str) -> bool:
+    """Return whether a debugger is attached to a process."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("TracerPid:"):
+                return line.split()[1] != "0"
+    return False
+
+
+def wait_channel(pid: int) -> str | None:
+    """Return the kernel function in which a process waits; None if it cannot be known, or it waits in none."""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return name if name not in ("", "0") else None
+    return None
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def children_of(pid: int) -> dict[int, process.Stat]:
+    """Return all processes below one, children first."""
+    known = process.stats()
+    below: dict[int, process.Stat] = {}
+    reached = {pid}
+    while new := {child for child, its in known.items() if its.parent in reached and child not in below} - {pid}:
+        below |= {child: known[child] for child in sorted(new)}
+        reached = new
+    return {child: its for child, its in below.items() if not its.ended}
+
+
+def command_line(pid: int) -> str:
+    """Return the words of a process, up to 200 characters; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    return ""
+
+
+def describe_children(pid: int, log: Path | None) -> list[dict[str, Any]]:
+    """Return what is known of each process below one, such as its data workers, with its stacks if it writes them.
+
+    Args:
+        log: where such a process writes to; None: it is not known.
+    """
+    return [
+        {
+            "pid": child,
+            "state": its.state,
+            "wchan": wait_channel(child),
+            "command": command_line(child),
+            "stacks": ask_for_stacks(child, its.state, log),
+        }
+        for child, its in children_of(pid).items()
+    ]
+
+
+def ask_for_stacks(pid: int, state: str, log: Path | None) -> str:
+    """Have a process write its stacks, and return what it has written to its log; empty if it writes none."""
+    if log is None or state in "TtZX" or not catches(pid, DUMP_SIGNAL):
+        return ""
+    before = _size(log)
+    try:
+        os.kill(pid, DUMP_SIGNAL)
+    except OSError:
+        return ""
+    deadline, seen = time.monotonic() + DUMP_WAIT_S, before
+    while time.monotonic() < deadline:  # a file has no event to await
+        time.sleep(0.1)
+        if (size := _size(log)) > seen or size == before:
+            seen = size
+            continue
+        break
+    return _part(log, before)
+
+
+def dump_of_timer(log: Path) -> str:
+    """Return the newest stack of the main thread that faulthandler's timer has written to a rank's log.
+
+    The timer needs no interpreter. Empty if there is none.
+    """
+    text = _part(log, max(0, _size(log) - TAIL_BYTES))
+    begin = text.rfind("Timeout (")
+    if begin < 0:
+        return ""
+    lines = text[begin:].splitlines()
+    kept = [line for line in lines[1:] if line.startswith(("Thread 0x", "  File ", "  ..."))]
+    last = max((number for number, line in enumerate(kept) if line.startswith("Thread")), default=0)
+    return "\n".join(kept[last:])  # the main thread, which comes last
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _part(path: Path, begin: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_collectives() -> dict[str, dict[str, Any]]:
+    """Return the newest collective of each process group, from torch's flight recorder; none if it cannot be read.
+
+    The keys are names of groups; the values have "name", "number" (the same on all ranks for the same collective), "state" and
+    "since" (unix seconds).
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        for entry in _recorded(dump):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                group = str(entry["process_group"][0])
+                number = int(entry["collective_seq_id"])
+                if number >= found.get(group, {"number": -1})["number"]:
+                    found[group] = {
+                        "name": str(entry["profiling_name"]),
+                        "number": number,
+                        "state": str(entry["state"]),
+                        "since": float(entry["time_created_ns"]) / 1e9,
+                    }
+    return found
+
+
+def _recorded(name: str) -> list[dict[str, Any]]:
+    module = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(module, name, None)
+    if dump is None:
+        return []
+    text = within(2.0, lambda: dump(True, False), b"{}")
+    with contextlib.suppress(ValueError):
+        entries = json.loads(text).get("entries", [])
+        return entries if isinstance(entries, list) else []
+    return []
+
+
+def write_nccl_trace(path: Path) -> bool:
+    """Write NCCL's flight record, which torch's `torchfrtrace` reads; return False if there is none."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    record: bytes = within(5.0, dump, b"") if dump is not None else b""
+    if not record:
+        return False
+    with contextlib.suppress(OSError):
+        path.write_bytes(record)
+        return True
+    return False
+
+
+def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+    """Return the result of a call that may never return, such as one that asks the driver of a device that hangs."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else otherwise
+
+
+def kill_tree(pid: int, born: str | None) -> bool:
+    """End a process of this machine that hangs, and all below it, at once; return False if it was gone already."""
+    if state_of(pid, born) in (GONE, "Z", "X"):
+        return False
+    children = children_of(pid)
+    for each in (pid, *children):
+        with contextlib.suppress(OSError):
+            os.kill(each, signal.SIGKILL)
+    return True

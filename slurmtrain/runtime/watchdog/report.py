@@ -1,0 +1,294 @@
+"""Which ranks did not come, and the page that says so: from what every live rank has written, without asking any further.
+
+Every live rank writes one file into the attempt's folder when a hang is found; the lowest of them writes hang.md, for people,
+and hang.json, for the outcome of the attempt. The folder is the one thing that works when rank 0, which has the store, is the
+one that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import SlurmtrainError
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runtime.watchdog import evidence, phases
+from slurmtrain.runtime.watchdog.heartbeats import Beat
+from slurmtrain.system.files import read_json, write_json, write_text
+
+SHOWN = 8  # ranks in a sentence
+STACK_LINES = 60
+_OF_WORKERS = ("pt_data_worker", "multiprocessing")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What one live rank has written when a hang was found.
+
+    Attributes:
+        beat: the rank's own last beat.
+        stacks: its stacks, all threads.
+        collectives: the newest collective of each process group, see `evidence.last_collectives`.
+        workers: what is known of its child processes, if it waits for data.
+        mates: the state of each silent process of this node, by rank, see `evidence.state_of`; and its beats.
+        seen: the newest beats of silent ranks that this rank could read.
+        store_answers: whether the store in rank 0 answered.
+    """
+
+    beat: Beat
+    stacks: str = ""
+    collectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    workers: Sequence[Mapping[str, Any]] = ()
+    mates: Mapping[int, str] = field(default_factory=dict)
+    seen: Mapping[int, Beat] = field(default_factory=dict)
+    store_answers: bool = True
+
+    def write(self, attempt_dir: AttemptDir) -> None:
+        write_json(attempt_dir.hang_witness(self.beat.rank), asdict(self), durable=False)
+
+    @staticmethod
+    def read(path: Path) -> Witness | None:
+        try:
+            values = read_json(path) or {}
+            return Witness(
+                **{
+                    **values,
+                    "beat": Beat(**values["beat"]),
+                    "mates": {int(rank): state for rank, state in values["mates"].items()},
+                    "seen": {int(rank): Beat(**beat) for rank, beat in values["seen"].items()},
+                }
+            )
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            SlurmtrainError,
+        ):  # it is being written, or is none of ours
+            return None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A rank that did not come to where the others wait.
+
+    Attributes:
+        node: its node; "an unknown node" if it was never heard.
+        step: steps done; None if nobody counts them.
+        phase: its last known one.
+        what: what it did instead: "was stopped (SIGSTOP)".
+        where: its innermost frame; empty if it is not known.
+    """
+
+    rank: int
+    node: str
+    pid: int | None
+    step: int | None
+    phase: str
+    what: str
+    where: str = ""
+    stacks: str = ""
+    workers: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def sentence(self) -> str:
+        at = f" in step {self.step + 1}" if self.step is not None else ""
+        return f"rank {self.rank} on {self.node} {self.what}{at}, {self.phase}" + (
+            f": {self.where}" if self.where else ""
+        )
+
+
+def all_witnesses(attempt_dir: AttemptDir) -> dict[int, Witness]:
+    """Return what the live ranks have written, by rank."""
+    found = (Witness.read(path) for path in attempt_dir.hang_witnesses())
+    return dict(sorted((each.beat.rank, each) for each in found if each is not None))
+
+
+def find_absent(
+    witnesses: Mapping[int, Witness], world_size: int, expected_nodes: Mapping[int, str], dumps: Mapping[int, str]
+) -> list[Absent]:
+    """Return the ranks that did not come; none if all wait for each other.
+
+    A rank that has written nothing is stopped, gone, or in a call that holds the interpreter, so it is one of them. If all
+    have, it is those that do not wait for others, or those that have begun fewer collectives than others.
+
+    Args:
+        expected_nodes: where SLURM puts each rank.
+        dumps: stacks that the timers of silent ranks have written.
+    """
+    silent = [rank for rank in range(world_size) if rank not in witnesses]
+    if silent:
+        return [_silent(rank, witnesses, expected_nodes, dumps.get(rank, "")) for rank in silent]
+    if world_size == 1:
+        return [_live(witness) for witness in witnesses.values()]
+    at_work = [rank for rank, witness in witnesses.items() if not witness.beat.waits]
+    behind = _behind(witnesses)
+    if len(at_work) < world_size:
+        behind = [rank for rank in at_work if rank in behind] or at_work or behind
+    return [_live(witnesses[rank]) for rank in behind]
+
+
+def _behind(witnesses: Mapping[int, Witness]) -> list[int]:
+    """Return the ranks that have begun fewer collectives than others, in a group in which somebody waits."""
+    behind: set[int] = set()
+    for group in {name for witness in witnesses.values() for name in witness.collectives}:
+        last = {rank: each.collectives[group] for rank, each in witnesses.items() if group in each.collectives}
+        most = max(int(each["number"]) for each in last.values())
+        if any(each["number"] == most and each["state"] != "completed" for each in last.values()):
+            behind |= {rank for rank, each in last.items() if int(each["number"]) < most}
+    if not behind:
+        steps = {rank: each.beat.step for rank, each in witnesses.items() if each.beat.step is not None}
+        behind = {rank for rank, step in steps.items() if step < max(steps.values())}
+    return sorted(behind)
+
+
+def _silent(rank: int, witnesses: Mapping[int, Witness], expected_nodes: Mapping[int, str], dump: str) -> Absent:
+    states = [each.mates[rank] for each in witnesses.values() if rank in each.mates]
+    beats = [each.seen[rank] for each in witnesses.values() if rank in each.seen]
+    beat = max(beats, key=lambda each: each.number, default=None)
+    stack = phases.parse_dump(dump)
+    frame = phases.where(stack) if stack else ""
+    common = _common_step(witnesses)
+    step, phase = common, "phase not known"
+    if stack:
+        phase = phases.phase_of(stack, stepping=True).name
+    elif beat is not None and (common is None or (beat.step is not None and beat.step >= common)):
+        step, phase = beat.step, beat.phase
+    elif beat is not None:  # it has come further since
+        phase += f", last seen in step {(beat.step or 0) + 1}, {beat.phase}"
+    if "t" in states:
+        what, frame = "was stopped by a debugger", ""
+    elif "T" in states:
+        what, frame = "was stopped (SIGSTOP)", ""
+    elif "D" in states:
+        what = "waits for a disk or file system (state D)"
+    elif any(state in (evidence.GONE, "Z", "X") for state in states):
+        what = "ended without a word"
+    elif stack or states:
+        what = "is in a call that holds Python's interpreter lock"
+    else:
+        what = "does not answer any more (stopped, or its node is gone)"
+    node = beat.node if beat is not None else expected_nodes.get(rank, "an unknown node")
+    pid = beat.pid if beat is not None else None
+    return Absent(rank, node, pid, step, phase, what, frame, dump)
+
+
+def _live(witness: Witness) -> Absent:
+    beat = witness.beat
+    what, where = "did not come to where the others wait", beat.where
+    stuck = [worker for worker in witness.workers if any(word in worker["stacks"] for word in _OF_WORKERS)]
+    stopped = [worker for worker in witness.workers if worker["state"] in "TtD"]
+    if beat.phase == "data":
+        what = "waits for data"
+        if stopped or stuck or witness.workers:
+            worker = (stopped or stuck or list(witness.workers))[0]
+            where = f"its data worker {worker['pid']} " + describe_worker(worker)
+    elif beat.waits:
+        what = "waits for others, but not in what they wait in,"
+    return Absent(beat.rank, beat.node, beat.pid, beat.step, beat.phase, what, where, witness.stacks, witness.workers)
+
+
+def describe_worker(worker: Mapping[str, Any]) -> str:
+    """Return what a child process does, as "is stopped (SIGSTOP)" or "is in load (data.py:7)"."""
+    state = str(worker["state"])
+    if state in "TtD":
+        return f"is {evidence.STATES[state]}"
+    stack = phases.parse_dump(str(worker["stacks"]))
+    if stack:
+        return f"is in {phases.where(stack)}"
+    channel = f" in {worker['wchan']}" if worker.get("wchan") else ""
+    return f"is {evidence.STATES.get(state, state)}{channel}"
+
+
+def _common_step(witnesses: Mapping[int, Witness]) -> int | None:
+    steps = [each.beat.step for each in witnesses.values() if each.beat.step is not None]
+    return min(steps, default=None)
+
+
+def sentence_of(absent: Sequence[Absent], witnesses: Mapping[int, Witness], world_size: int) -> str:
+    """Return the sentence of the attempt's outcome: who did not come, and where."""
+    if not absent:
+        step = _common_step(witnesses)
+        at = f" in step {step + 1}" if step is not None else ""
+        return f"all {world_size} ranks wait for each other{at}, and none comes"
+    shown = "; ".join(each.sentence for each in absent[:SHOWN])
+    more = f"; and {len(absent) - SHOWN} more ranks" if len(absent) > SHOWN else ""
+    victims = world_size - len(absent)
+    waited = f"; {victims} other rank{'s' * (victims != 1)} waited" if victims else ""
+    return f"{shown}{more}{waited}"
+
+
+def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mapping[int, str]) -> str:
+    """Write hang.md and hang.json from what the ranks have written, and return the sentence."""
+    witnesses = all_witnesses(attempt_dir)
+    silent = [rank for rank in range(world_size) if rank not in witnesses]
+    dumps = {rank: evidence.dump_of_timer(attempt_dir.rank_log(rank)) for rank in silent}
+    absent = find_absent(witnesses, world_size, expected_nodes, dumps)
+    sentence = sentence_of(absent, witnesses, world_size)
+    attempts.record_hang(
+        attempt_dir,
+        sentence=sentence,
+        nodes=sorted({each.node for each in absent}),
+        ranks=[each.rank for each in absent],
+    )
+    write_text(
+        attempt_dir.hang_page, page(sentence, absent, witnesses, world_size)
+    )  # last: the others leave when it is there
+    for path in attempt_dir.hang_witnesses():  # all that they say is on the page
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return sentence
+
+
+def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witness], world_size: int) -> str:
+    """Return the page as Markdown: first who did not come, then all who waited, in one table, then their stacks."""
+    lines = [f"# Hung: {sentence}", ""]
+    if not all(each.store_answers for each in witnesses.values()):
+        lines += ["The store in rank 0's process did not answer.", ""]
+    for missing in absent:
+        lines += [f"## Rank {missing.rank} on {missing.node} (pid {missing.pid or 'unknown'})", ""]
+        lines += [f"{missing.sentence}.", ""]
+        for worker in missing.workers:
+            lines += [f"Data worker {worker['pid']} {describe_worker(worker)}: `{worker['command']}`", ""]
+            lines += _block(str(worker["stacks"]))
+        lines += _block(missing.stacks) or ["No stack could be had.", ""]
+    named = {missing.rank for missing in absent}
+    others = {rank: each for rank, each in witnesses.items() if rank not in named}
+    if others:
+        lines += ["## Ranks that waited", "", "| rank | node | step | phase | for | where | last collective |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [_row(each) for each in others.values()]
+        lines += ["", "## Their stacks", ""]
+        for stacks, ranks in _same_stacks(others).items():
+            lines += [f"### Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", "", *_block(stacks)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _same_stacks(witnesses: Mapping[int, Witness]) -> dict[str, list[int]]:
+    """Return the ranks by their stacks: most of a thousand ranks wait at the same place."""
+    found: dict[str, list[int]] = {}
+    for rank, each in witnesses.items():
+        found.setdefault(re.sub(r"0x[0-9a-f]+", "0x...", each.stacks), []).append(rank)
+    return found
+
+
+def _row(witness: Witness) -> str:
+    beat = witness.beat
+    step = "" if beat.step is None else str(beat.step + 1)
+    waiting = [each for each in witness.collectives.values() if each["state"] != "completed"]
+    last = min(waiting, key=lambda each: float(each["since"]), default=None)
+    collective = f"{last['name']} number {last['number']}, for {beat.time - last['since']:.0f} s" if last else ""
+    cells = (str(beat.rank), beat.node, step, beat.phase, f"{beat.idle_s:.0f} s", beat.where, collective)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _block(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return []
+    return ["```", *lines[:STACK_LINES], *(["..."] if len(lines) > STACK_LINES else []), "```", ""]

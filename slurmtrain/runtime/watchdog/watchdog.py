@@ -1,0 +1,329 @@
+"""The thread of every rank that watches whether its main thread gets on, and ends the rank when some rank hangs.
+
+It never waits for anything that may hang itself: what asks the store has a thread of its own, and a rank whose interpreter
+is held, so that this thread cannot run either, is found by the others. Its stacks are written by faulthandler's timer,
+which needs no interpreter and is set anew at every look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.watchdog import evidence, phases, report
+from slurmtrain.runtime.watchdog.heartbeats import (
+    Beat,
+    Heartbeats,
+    Word,
+    silent_between,
+    still_allowed,
+)
+from slurmtrain.runtime.watchdog.phases import Allowance
+from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress
+from slurmtrain.runtime.watchdog.report import Witness
+from slurmtrain.system import process
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 1  # of a rank that the watchdog ends: that of a crash
+LOOK_EVERY_S = 1.0
+ANSWER_S = 15.0  # for the store, whose thread may just be connecting anew
+AGAIN_S = 10.0  # until the next look at the others, when one of them may take longer
+FAILED_GRACE_S = 10.0  # for a rank to leave by itself when another one has failed
+SAVING_GRACE_S = 40.0  # the same while it saves, for which the rank that has failed has waited, too
+COLLECT_S = 10.0  # at most, until all live ranks have written what they know
+QUIET_S = 3.0  # without a further one: those that have not written by then do not live
+PAGE_S = 10.0  # for the page of the lowest live rank, before the next one writes it
+
+
+class Watchdog:
+    """Watches the thread that made it, until `close`.
+
+    Args:
+        limits: the config group `watchdog`.
+        distributed: this rank, and how it reaches the others.
+        attempt_dir: where the page is written; None: there is no run, and the ranks write to stderr what they know.
+        leaves_with_rank_0: when rank 0's process is gone without a word, this rank leaves, too. Not for programs whose ranks
+            may end at different times.
+    """
+
+    def __init__(
+        self,
+        limits: WatchdogConfig,
+        distributed: DistributedContext,
+        attempt_dir: AttemptDir | None,
+        *,
+        leaves_with_rank_0: bool = True,
+    ):
+        environment = distributed.environment
+        self._environment, self._attempt_dir = environment, attempt_dir
+        self._watched = threading.get_ident()
+        self._born = process.born(os.getpid())
+        self._position: Callable[[], Position] = lambda: Position(0, None, False)
+        self._clock = ActiveClock(time.monotonic())
+        self._progress = Progress(limits)
+        self._phase = phases.Phase("start", Allowance.START, False, "")
+        self._step: int | None = None
+        self._word: Word | None = None
+        self._silent: set[int] = set()
+        self._seen: dict[int, Beat] = {}
+        self._store_answers = True
+        self._look_again = 0.0
+        self._closed = threading.Event()
+        self._firing = False
+        first = environment.rank - environment.local_rank
+        self._mates = range(first, min(first + environment.local_world_size, environment.world_size))
+        self._heartbeats: Heartbeats | None = None
+        evidence.register_dumps()
+        if environment.world_size > 1 and distributed.store_address is not None:
+            self._heartbeats = Heartbeats(
+                distributed.connect_to_store,
+                self._beat,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                mates=self._mates,
+                on_word=self._hear,
+                gone_means_failed=leaves_with_rank_0,
+            )
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def follow(self, position: Callable[[], Position]) -> None:
+        """Take from now on what this function returns for how far this rank has got. It is called by another thread."""
+        self._position = position
+
+    def close(self) -> None:
+        """Stop to watch: this rank leaves in good order. If a hang was just found, this never returns."""
+        self._closed.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):
+            faulthandler.cancel_dump_traceback_later()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+
+    def failed(self) -> None:
+        """Tell the other ranks that this one has recorded a failure and leaves; if it hung before, finish the page first."""
+        if self._firing:
+            self._thread.join(COLLECT_S + PAGE_S)
+        if self._heartbeats is not None:
+            self._heartbeats.tell("failed", 2.0)
+
+    def _hear(self, word: Word) -> None:
+        self._word = word
+
+    def _beat(self, number: int) -> Beat:
+        environment, phase = self._environment, self._phase
+        return Beat(
+            rank=environment.rank,
+            number=number,
+            time=time.time(),
+            node=environment.node,
+            pid=os.getpid(),
+            born=self._born,
+            step=self._step,
+            phase=phase.name,
+            waits=phase.waits,
+            where=phase.where,
+            idle_s=round(self._progress.idle_s, 1),
+            limit_s=min(1e9, round(self._progress.limit_s, 1)),  # JSON has no infinity
+        )
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_S):
+            try:
+                self._look()
+                word = self._word
+                if word is not None and word.kind == "failed":
+                    self._leave_after(word)
+                elif word is not None or (self._overdue() and self._nobody_is_at_work()):
+                    self._firing = True
+                    self._report_and_leave()
+            except Exception as error:  # a watch that fails must not end what it watches
+                log.warning("the watchdog has failed, and tries again: %s: %s", type(error).__name__, error)
+                self._firing = False
+                if self._closed.wait(AGAIN_S):
+                    return
+
+    def _look(self) -> None:
+        now = self._clock.look(time.monotonic())
+        position = self._position()
+        phase = phases.phase_of(phases.stack_of(self._watched), stepping=position.stepping)
+        self._phase, self._step = phase, position.step
+        allowance = Allowance.DEBUGGER if evidence.is_traced("self") else phase.allowance
+        self._progress.look(now, position, allowance)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Have faulthandler write the stacks when this rank is overdue, if this thread has not run again by then."""
+        left = self._progress.limit_s - self._progress.idle_s
+        with contextlib.suppress(Exception):  # stderr is no file
+            if left > 1e6:
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
+                faulthandler.dump_traceback_later(max(2 * LOOK_EVERY_S, after), file=sys.__stderr__ or 2)
+
+    def _overdue(self) -> bool:
+        return self._progress.overdue and time.monotonic() >= self._look_again
+
+    def _nobody_is_at_work(self) -> bool:
+        """Ask the others; return False if one of them may take longer, or this rank has got on meanwhile."""
+        if self._heartbeats is None:
+            return True
+        one = self._heartbeats.look(ANSWER_S)
+        if self._closed.wait(3 * self._heartbeats.every_s):
+            return False
+        two = self._heartbeats.look(ANSWER_S)
+        self._look()
+        if not self._progress.overdue:
+            return False
+        self._store_answers = one is not None and two is not None
+        if two is None or one is None:
+            return self._heartbeats.silent
+        self._silent = silent_between(one, two, self._environment.world_size)
+        self._seen = {rank: beat for rank, beat in two.items() if rank in self._silent}
+        allowed = still_allowed(two, self._silent, self._beat(0))
+        traced = [rank for rank, state in self._states_of_mates().items() if rank in self._silent and state == "t"]
+        if allowed or traced:
+            self._look_again = time.monotonic() + AGAIN_S
+            return False
+        return True
+
+    def _states_of_mates(self) -> dict[int, str]:
+        mates = self._heartbeats.mates if self._heartbeats is not None else {}
+        return {rank: evidence.state_of(beat.pid, beat.born) for rank, beat in mates.items()}
+
+    def _witness(self) -> Witness:
+        """Write down what this rank knows."""
+        workers = []
+        if not self._phase.waits:
+            log_file = self._attempt_dir.rank_log(self._environment.rank) if self._attempt_dir is not None else None
+            workers = evidence.describe_children(os.getpid(), log_file)
+        seen = dict(self._seen)
+        if self._heartbeats is not None and self._heartbeats.first is not None:
+            seen.setdefault(0, self._heartbeats.first)
+        return Witness(
+            beat=self._beat(0),
+            stacks=evidence.own_stacks(self._watched),
+            collectives=evidence.last_collectives(),
+            workers=workers,
+            mates=self._states_of_mates(),
+            seen={rank: beat for rank, beat in seen.items() if rank != self._environment.rank},
+            store_answers=self._store_answers,
+        )
+
+    def _report_and_leave(self) -> NoReturn:
+        """Write down what this rank knows, see that the page is written, end what hangs beside this rank, and leave."""
+        if self._heartbeats is not None:
+            self._heartbeats.tell("hang", 2.0)
+        witness = self._witness()
+        world_size, rank = self._environment.world_size, self._environment.rank
+        expected = {each: self._environment.expected_node(each) for each in range(world_size)}
+        if self._attempt_dir is None:
+            self._say_what_is_known(witness, expected)
+            end_process()
+        with contextlib.suppress(OSError):  # a full disk; it leaves all the same
+            witness.write(self._attempt_dir)
+        found = self._wait_for_witnesses(self._attempt_dir) or {rank: witness}
+        nccl = self._attempt_dir.nccl_trace(rank)
+        evidence.write_nccl_trace(nccl)
+        place = sorted({*found, rank}).index(rank)
+        self._write_page(self._attempt_dir, place, expected)
+        on_node = [each for each in found if each in self._mates]
+        if rank == min(on_node, default=rank):
+            self._end_silent_mates(found)
+        end_process()
+
+    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> Mapping[int, Witness]:
+        """Return what the live ranks have written, when all have, or no further one comes."""
+        began = changed = time.monotonic()
+        count = 0
+        every_s = self._heartbeats.every_s if self._heartbeats is not None else 0.0
+        while True:
+            here = len(attempt_dir.hang_witnesses())
+            now = time.monotonic()
+            if here != count:
+                count, changed = here, now
+            all_here = count >= self._environment.world_size
+            if all_here or now - changed > QUIET_S + 2 * every_s or now - began > COLLECT_S + 2 * every_s:
+                return report.all_witnesses(attempt_dir)
+            if attempt_dir.hang_page.exists():  # this rank was late
+                return report.all_witnesses(attempt_dir)
+            time.sleep(0.1)
+
+    def _write_page(self, attempt_dir: AttemptDir, place: int, expected: Mapping[int, str]) -> None:
+        """Write the page if this is the lowest live rank; else wait for it, and write it if it does not come."""
+        until = time.monotonic() + place * PAGE_S
+        while not attempt_dir.hang_page.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        if attempt_dir.hang_page.exists():
+            return
+        try:
+            sentence = report.write_report(attempt_dir, self._environment.world_size, expected)
+        except OSError as error:
+            sentence = f"(the page cannot be written: {error})"
+        say(f"slurmtrain: hung: {sentence}; see {attempt_dir.hang_page}")
+
+    def _say_what_is_known(self, witness: Witness, expected: Mapping[int, str]) -> None:
+        """Write to stderr what the page would say, as far as this rank knows: there is no folder that all ranks share."""
+        world_size = self._environment.world_size
+        beats = self._heartbeats.look(ANSWER_S) if self._heartbeats is not None else None
+        known = {rank: Witness(beat) for rank, beat in (beats or {}).items() if rank not in self._silent}
+        known[self._environment.rank] = witness
+        if not self._store_answers or beats is None:
+            known |= {rank: witness for rank in range(1, world_size) if rank not in known}
+        absent = report.find_absent(known, world_size, expected, {})
+        say(f"slurmtrain: hung: {report.sentence_of(absent, known, world_size)}\n{witness.stacks}")
+        self._end_silent_mates(known)
+
+    def _end_silent_mates(self, witnesses: Mapping[int, Witness]) -> None:
+        """End the ranks of this node that cannot end themselves, with their data workers."""
+        for rank, beat in (self._heartbeats.mates if self._heartbeats is not None else {}).items():
+            if rank not in witnesses and evidence.kill_tree(beat.pid, beat.born):
+                say(f"slurmtrain: ended rank {rank} (pid {beat.pid}), which cannot end itself")
+
+    def _leave_after(self, word: Word) -> None:
+        """Leave when another rank has failed and this one waits for it, instead of when a collective times out."""
+        grace = SAVING_GRACE_S if self._phase.allowance is Allowance.SAVE else FAILED_GRACE_S
+        if self._closed.wait(grace):
+            return
+        self._look()
+        sentence = f"left since rank {word.rank} has failed, at {self._phase.name}: {self._phase.where}"
+        if self._attempt_dir is not None:
+            with contextlib.suppress(OSError):
+                attempts.record_failure(
+                    self._attempt_dir,
+                    self._environment.rank,
+                    exit_code=EXIT_CODE,
+                    sentence=sentence,
+                    because_of_peer=True,
+                )
+        say(f"slurmtrain: {sentence}")
+        end_process()
+
+
+def say(text: str) -> None:
+    """Write to stderr without any lock of Python's, which the thread that hangs may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, (text.rstrip() + "\n").encode(errors="replace"))
+
+
+def end_process() -> NoReturn:
+    """End this process, whatever its main thread does, and its children with it."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):
+            os.kill(child.pid or 0, signal.SIGKILL) if child.pid else None
+    os._exit(EXIT_CODE)

@@ -1,0 +1,160 @@
+"""Ranks that hang, one after the other in the attempts of one run: each is named, and the run trains again by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from slurmtrain.runs.attempts import Attempt
+from tests.support.local_runs import LocalRun, Project
+
+FAULTY = """
+import ctypes, os, pathlib, signal, threading, time
+from slurmtrain.data import StdlibText
+from slurmtrain.models import Decoder
+
+FAULTS = {faults!r}
+ATTEMPT, RANK = int(os.environ["SLURMTRAIN_ATTEMPT"]), int(os.environ["RANK"])
+FAULT, AT_RANK = FAULTS[ATTEMPT - 1] if ATTEMPT <= len(FAULTS) else ("", -1)
+HERE = RANK == AT_RANK
+
+def spin():
+    while True:
+        pass
+
+class Faulty(Decoder):
+    passes = 0
+
+    def forward(self, tokens):
+        self.passes += self.training
+        if self.training and FAULT:
+            time.sleep(0.7)  # so that each step is seen
+        if self.training and self.passes >= 4:
+            if HERE and FAULT == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if HERE and FAULT == "loop":
+                spin()
+            if HERE and FAULT == "lock":
+                ctypes.PyDLL(None).sleep(1000)
+            if FAULT == "raises":
+                if HERE:
+                    raise ValueError("the eighth seal")
+                threading.Event().wait()  # nothing tells this rank that the other one has gone
+        return super().forward(tokens)
+
+class Samples:
+    reads = 0
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if HERE and FAULT == "worker" and self.reads > 12:
+            read_for_ever()
+        return self.samples[index]
+
+def read_for_ever():
+    time.sleep(1000)
+
+class Text:
+    def __init__(self, **arguments):
+        source = StdlibText(**arguments)
+        self.train, self.valid, self.vocab_size = Samples(source.train), source.valid, 256
+"""
+
+
+class Fault(NamedTuple):
+    name: str
+    rank: int
+    said: str  # in the sentence of the attempt
+
+
+FAULTS = [
+    Fault("stopped", 1, "was stopped (SIGSTOP)"),
+    Fault("stopped", 0, "was stopped (SIGSTOP)"),
+    Fault("loop", 1, "did not come to where the others wait"),
+    Fault("lock", 1, "is in a call that holds Python's interpreter lock"),
+    Fault("worker", 1, "waits for data"),
+]
+RAISES = len(FAULTS)  # the attempt after these
+WATCHED = ["watchdog.min_s=3", "watchdog.factor=1", "watchdog.first_step_s=60"]
+
+
+class Ended(NamedTuple):
+    run: LocalRun
+    attempts: list[Attempt]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    project = Project(Path(tmp_path_factory.mktemp("hangs")) / "project")
+    faults = [(fault.name, fault.rank) for fault in FAULTS] + [("raises", 1)]
+    (project.path / "faulty.py").write_text(FAULTY.format(faults=faults))
+    try:
+        run = project.submit(
+            "cluster.tasks_per_node=2",
+            "model._target_=faulty.Faulty",
+            "data._target_=faulty.Text",
+            "train.data_workers=1",
+            "train.steps=8",
+            "requeue.max_attempts_without_progress=20",
+            *WATCHED,
+        )
+        run.finish(400)
+        yield Ended(run, run.attempts())
+    finally:
+        project.reap()
+
+
+@pytest.mark.parametrize(
+    "number", range(1, len(FAULTS) + 1), ids=lambda number: "-".join(map(str, FAULTS[number - 1][:2]))
+)
+def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(ended: Ended, number: int) -> None:
+    fault, attempt = FAULTS[number - 1], ended.attempts[number - 1]
+    assert (attempt.reason, attempt.verdict) == ("hang", "requeue"), attempt.sentence
+    named = f"hung: rank {fault.rank} on {attempt.nodes[0]} {fault.said} in step "
+    assert attempt.sentence is not None
+    assert attempt.sentence.startswith(named), attempt.sentence
+    phase = "data" if fault.name == "worker" else "forward/backward"
+    assert f", {phase}" in attempt.sentence
+    assert "1 other rank waited" in attempt.sentence
+    page = (ended.run.run_dir.attempt(number).path / "hang.md").read_text()
+    assert f"Rank {fault.rank} on {attempt.nodes[0]}" in page
+    frame = {"loop": "spin", "lock": "faulty.py", "worker": "read_for_ever"}.get(fault.name)
+    if frame is not None:
+        assert frame in page.split("## Ranks that waited")[0], page
+        assert frame in attempt.sentence
+
+
+def test_a_hang_is_found_within_its_time_out_and_some_seconds(ended: Ended) -> None:
+    for number, attempt in enumerate(ended.attempts[: len(FAULTS)], 1):
+        assert attempt.ended is not None
+        assert attempt.stepping is not None
+        assert attempt.ended - attempt.stepping < 45, f"attempt {number}"
+
+
+def test_the_others_leave_within_seconds_when_a_rank_raises(ended: Ended) -> None:
+    attempt = ended.attempts[RAISES]
+    assert attempt.sentence is not None
+    assert attempt.reason == "crash"
+    assert attempt.sentence.startswith("crashed: rank 1: ValueError: the eighth seal")
+    assert attempt.ended is not None
+    assert attempt.stepping is not None
+    assert attempt.ended - attempt.stepping < 45
+
+
+def test_after_hangs_the_run_finishes_and_nothing_is_left(ended: Ended) -> None:
+    assert len(ended.attempts) == len(FAULTS) + 2
+    assert ended.attempts[-1].reason == "finished"
+    until = time.monotonic() + 10
+    while ended.run.processes() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert ended.run.processes() == []

@@ -1,0 +1,263 @@
+"""When a rank counts as hung, what a stack says, and which ranks did not come: decisions from plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.runtime.watchdog.heartbeats import Beat, silent_between, still_allowed
+from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
+from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
+from slurmtrain.runtime.watchdog.report import Witness, find_absent, page, sentence_of
+
+LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
+
+
+def beat(rank: int, **values: Any) -> Beat:
+    common = {"number": 7, "time": 1e9, "node": f"n{rank}", "pid": 100 + rank, "born": "5", "step": 16}
+    common |= {
+        "phase": "forward/backward",
+        "waits": True,
+        "where": "step (train.py:7)",
+        "idle_s": 60.0,
+        "limit_s": 60.0,
+    }
+    return Beat(rank=rank, **{**common, **values})
+
+
+@pytest.mark.parametrize(
+    ("allowance", "longest_step_s", "seconds"),
+    [
+        (Allowance.START, None, 1000),
+        (Allowance.STEP, None, 60),
+        (Allowance.STEP, 2.0, 60),
+        (Allowance.STEP, 20.0, 200),
+        (Allowance.EVALUATION, 20.0, 500),
+        (Allowance.SAVE, 20.0, 300),
+        (Allowance.DEBUGGER, 20.0, math.inf),
+    ],
+)
+def test_each_kind_of_work_has_its_own_time_out(
+    allowance: Allowance, longest_step_s: float | None, seconds: float
+) -> None:
+    assert time_out(LIMITS, allowance, longest_step_s) == seconds
+
+
+def looked(progress: Progress, *looks: tuple[float, int, Allowance]) -> Progress:
+    for now, step, allowance in looks:
+        progress.look(now, Position(step, step, step > 0), allowance)
+    return progress
+
+
+def test_a_step_may_take_ten_times_the_longest_one() -> None:
+    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (30, 2, Allowance.STEP), (40, 3, Allowance.STEP))
+    looked(progress, (339, 3, Allowance.STEP))
+    assert not progress.overdue
+    assert looked(progress, (340, 3, Allowance.STEP)).overdue
+
+
+def test_an_evaluation_in_between_makes_no_step_longer() -> None:
+    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (1, 2, Allowance.STEP), (2, 2, Allowance.EVALUATION))
+    looked(progress, (400, 2, Allowance.EVALUATION), (401, 2, Allowance.STEP), (402, 3, Allowance.STEP))
+    assert looked(progress, (462, 3, Allowance.STEP)).overdue
+
+
+@pytest.mark.parametrize(
+    ("allowance", "seconds"), [(Allowance.EVALUATION, 499), (Allowance.SAVE, 299), (Allowance.START, 999)]
+)
+def test_a_long_evaluation_save_or_compilation_is_no_hang(allowance: Allowance, seconds: float) -> None:
+    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (1, 1, allowance), (1 + seconds, 1, allowance))
+    assert not progress.overdue
+    assert looked(progress, (2 + seconds, 1, allowance)).overdue
+
+
+def test_batches_of_an_evaluation_are_progress() -> None:
+    progress = Progress(LIMITS)
+    for batch in range(100):
+        looked(progress, (100.0 * batch, 5 + batch, Allowance.EVALUATION))
+        assert not progress.overdue
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    clock = ActiveClock(0.0)
+    assert [clock.look(1.0), clock.look(2.0), clock.look(9000.0), clock.look(9001.0)] == [1.0, 2.0, 3.0, 4.0]
+
+
+S = "/p/lib/python3.11/site-packages"
+MAIN = Frame("/code/slurmtrain/runtime/main.py", 9, "_train")
+STEP = (MAIN, Frame("/code/slurmtrain/training/trainer.py", 9, "_train_step"))
+
+
+@pytest.mark.parametrize(
+    ("stack", "name", "allowance", "waits"),
+    [
+        (
+            (*STEP, Frame("/code/slurmtrain/training/forward_backward.py", 1, "train")),
+            "forward/backward",
+            "step",
+            False,
+        ),
+        (
+            (
+                *STEP,
+                Frame("/code/slurmtrain/training/forward_backward.py", 1, "train"),
+                Frame(f"{S}/torch/autograd/graph.py", 1, "_engine_run_backward"),
+            ),
+            "forward/backward",
+            "step",
+            True,
+        ),
+        ((*STEP, Frame("/code/slurmtrain/data/loading/workers.py", 1, "_receive")), "data", "step", False),
+        ((*STEP, Frame("/code/slurmtrain/training/evaluation.py", 1, "evaluate")), "evaluation", "evaluation", False),
+        (
+            (
+                *STEP,
+                Frame("/code/slurmtrain/checkpoint/save/pending_save.py", 1, "result"),
+                Frame("/usr/lib/python3.11/threading.py", 1, "wait"),
+            ),
+            "save",
+            "save",
+            True,
+        ),
+        ((MAIN, Frame("/code/slurmtrain/checkpoint/restore/reader.py", 1, "read")), "restore", "save", False),
+        ((*STEP, Frame(f"{S}/torch/_dynamo/convert_frame.py", 1, "compile")), "compile", "start", False),
+        ((*STEP, Frame("/usr/lib/python3.11/pdb.py", 1, "interaction")), "debugger", "debugger", False),
+        ((*STEP, Frame(f"{S}/torch/distributed/distributed_c10d.py", 1, "all_reduce")), "step", "step", True),
+        ((*STEP, Frame("/usr/lib/python3.11/threading.py", 1, "wait")), "step", "step", False),
+    ],
+)
+def test_a_stack_says_what_a_rank_is_doing(stack: tuple[Frame, ...], name: str, allowance: str, waits: bool) -> None:
+    phase = phase_of(stack, stepping=True)
+    assert (phase.name, phase.allowance, phase.waits) == (name, allowance, waits)
+
+
+def test_until_the_first_step_is_done_all_has_the_long_time_out_of_the_start() -> None:
+    stack = (*STEP, Frame("/code/slurmtrain/training/forward_backward.py", 1, "train"))
+    assert phase_of(stack, stepping=False).allowance == Allowance.START
+
+
+DUMP = """Timeout (0:00:05)!
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+Thread 0x00008f (most recent call first):
+  File "/code/model.py", line 12 in forward
+  File "/code/slurmtrain/runtime/main.py", line 9 in _train
+"""
+
+
+def test_a_dump_of_a_timer_gives_the_stack_of_the_main_thread() -> None:
+    assert parse_dump(DUMP) == (
+        Frame("/code/slurmtrain/runtime/main.py", 9, "_train"),
+        Frame("/code/model.py", 12, "forward"),
+    )
+
+
+def test_a_rank_that_does_not_beat_between_two_looks_is_silent() -> None:
+    one = {0: beat(0), 1: beat(1), 2: beat(2)}
+    other = {0: beat(0, number=8), 1: beat(1), 2: beat(2, number=9)}
+    assert silent_between(one, other, 4) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "silent", "at_work"),
+    [
+        ({"waits": False, "phase": "evaluation", "limit_s": 500.0}, False, True),
+        ({"waits": False, "phase": "debugger", "limit_s": 1e9}, False, True),
+        ({"waits": False, "idle_s": 5.0}, False, True),  # it was a little slower, and its own time is not yet over
+        ({"waits": False, "idle_s": 61.0}, False, False),
+        ({"waits": True, "idle_s": 5.0}, False, False),  # it has come later to where the others wait
+        ({"waits": False, "idle_s": 1.0, "time": 1e9 - 70}, True, False),  # it was stopped when it had just begun
+        ({"waits": False, "idle_s": 1.0, "time": 1e9 - 70, "limit_s": 300.0}, True, True),  # a long call in a save
+        ({"waits": False, "idle_s": 1.0, "time": 1e9 + 70}, True, True),  # its clock is wrong: look again
+        ({"waits": False, "idle_s": 1.0, "limit_s": 1800.0, "step": 15}, True, False),  # of a step before this rank's
+    ],
+)
+def test_no_rank_hangs_as_long_as_another_one_may_be_at_work(
+    values: dict[str, Any], silent: bool, at_work: bool
+) -> None:
+    own = beat(0, idle_s=70.0)
+    found = still_allowed({0: own, 1: beat(1, **values)}, {1} if silent else set(), own)
+    assert [each.rank for each in found] == ([1] if at_work else [])
+
+
+NODES = {rank: f"n{rank}" for rank in range(4)}
+
+
+def witnesses(*ranks: int, **values: Any) -> dict[int, Witness]:
+    return {rank: Witness(beat(rank), **values) for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("T", "was stopped (SIGSTOP)"),
+        ("t", "was stopped by a debugger"),
+        ("D", "waits for a disk or file system (state D)"),
+        ("gone", "ended without a word"),
+        ("S", "is in a call that holds Python's interpreter lock"),
+        (None, "does not answer any more (stopped, or its node is gone)"),
+    ],
+)
+def test_a_silent_rank_is_named_with_the_state_of_its_process(state: str | None, said: str) -> None:
+    known = witnesses(0, 2, 3, mates={1: state} if state else {}, seen={1: beat(1)})
+    absent = find_absent(known, 4, NODES, {})
+    assert sentence_of(absent, known, 4).startswith(f"rank 1 on n1 {said} in step 17, forward/backward")
+    assert sentence_of(absent, known, 4).endswith("3 other ranks waited")
+
+
+def test_rank_0_that_was_stopped_with_the_store_is_named_by_its_mates() -> None:
+    known = witnesses(1, 2, 3, store_answers=False)
+    known[1] = replace(known[1], mates={0: "T"})
+    assert sentence_of(find_absent(known, 4, NODES, {}), known, 4).startswith(
+        "rank 0 on n0 was stopped (SIGSTOP) in step 17"
+    )
+    assert "store in rank 0's process did not answer" in page("x", [], known, 4)
+
+
+def test_a_silent_rank_whose_timer_has_written_its_stacks_holds_the_lock_in_that_function() -> None:
+    known = witnesses(0, 2, 3)
+    (absent,) = find_absent(known, 4, NODES, {1: DUMP})
+    assert absent.what == "is in a call that holds Python's interpreter lock"
+    assert absent.where == "forward (model.py:12)"
+
+
+def test_the_rank_that_does_not_wait_is_the_one_that_did_not_come() -> None:
+    known = witnesses(0, 1, 2, 3)
+    known[2] = Witness(beat(2, waits=False, where="spin (model.py:3)"), stacks="File spin")
+    (absent,) = find_absent(known, 4, NODES, {})
+    assert (
+        absent.sentence
+        == "rank 2 on n2 did not come to where the others wait in step 17, forward/backward: spin (model.py:3)"
+    )
+    shown = page("s", [absent], known, 4)
+    assert shown.index("## Rank 2 on n2") < shown.index("File spin") < shown.index("## Ranks that waited")
+    assert "### Ranks 0, 1, 3" in shown
+
+
+def test_a_rank_that_waits_for_a_stopped_data_worker_says_so() -> None:
+    known = witnesses(0, 1)
+    worker = {"pid": 99, "state": "T", "wchan": None, "command": "python", "stacks": ""}
+    known[1] = Witness(beat(1, waits=False, phase="data"), workers=[worker])
+    (absent,) = find_absent(known, 2, NODES, {})
+    assert absent.sentence == ("rank 1 on n1 waits for data in step 17, data: its data worker 99 is stopped (SIGSTOP)")
+
+
+def collective(number: int, state: str = "started") -> dict[str, Any]:
+    return {"0": {"name": "gloo:all_reduce", "number": number, "state": state, "since": 1e9 - 5}}
+
+
+def test_when_all_wait_the_one_that_has_begun_fewer_collectives_did_not_come() -> None:
+    known = {rank: Witness(beat(rank), collectives=collective(9)) for rank in (0, 1, 3)}
+    known[2] = Witness(beat(2), collectives=collective(8, "completed"))
+    assert [absent.rank for absent in find_absent(known, 4, NODES, {})] == [2]
+
+
+def test_when_all_wait_in_the_same_collective_nobody_is_blamed() -> None:
+    known = {rank: Witness(beat(rank), collectives=collective(9)) for rank in range(4)}
+    assert find_absent(known, 4, NODES, {}) == []
+    assert sentence_of([], known, 4) == "all 4 ranks wait for each other in step 17, and none comes"
+    assert "gloo:all_reduce number 9, for 5 s" in page("s", [], known, 4)
