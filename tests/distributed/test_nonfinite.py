@@ -101,7 +101,7 @@ class WithoutUpdate(TrainingHook):
 
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         if state.step + 1 in self._steps and not self._ask:
-            state.optimizer.step = lambda: None  # type: ignore[assignment, misc, method-assign]
+            state.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         state.optimizer.__dict__.pop("step", None)
@@ -366,7 +366,7 @@ class Jump(TrainingHook):
         def jumping(step: int, samples: tuple[int, int], loss_sum: Tensor, *more: Any) -> None:
             note(step, samples, loss_sum + (self._by * 512 if samples[1] == 8 * self._step else 0), *more)
 
-        state.numbers.note = jumping  # type: ignore[method-assign]
+        state.numbers.note = jumping  # type: ignore[method-assign, assignment]
 
 
 SPIKES = ["train.spike_window=10", "train.steps=20", "optim.lr=1e-4"]
