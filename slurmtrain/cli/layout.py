@@ -10,7 +10,9 @@ from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.config.parallel_dims import AXES, ParallelDims
+from slurmtrain.config.elastic import at_most, at_size, usable_sizes
+from slurmtrain.config.node_range import nodes_to_use
+from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.memory_check import memory_by_dry_run
@@ -19,7 +21,8 @@ from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
-    config, dims = compose_and_validate(arguments)
+    asked, dims = compose_and_validate(arguments)
+    config = at_most(asked)
     laid = "--memory" in arguments.options
     if laid and config.job.kind != JobKind.TRAIN:
         raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
@@ -28,9 +31,12 @@ def main(arguments: Arguments) -> int:
     if "--json" in arguments.options:
         memory = None if stages is None else [asdict(stage) | {"total": stage.total} for stage in stages]
         axes = dict(zip(AXES, dims.shape, strict=True))
-        print_json({"layout": str(dims), "axes": axes, "memory": memory, "ranks": places})
+        sizes = {str(nodes): str(parallel_dims_of(at_size(asked, nodes))) for nodes in usable_sizes(asked)}
+        print_json({"layout": str(dims), "axes": axes, "sizes": sizes, "memory": memory, "ranks": places})
         return 0
     print(dims)
+    if asked.cluster.node_range.elastic:
+        _print_sizes(asked)
     if laid and stages is not None:
         return _print_memory(config, dims, stages)
     for stage in stages or []:
@@ -52,6 +58,21 @@ def _print_memory(config: Config, dims: ParallelDims, stages: list[StageMemory])
     if config.cluster.gpu_memory_gb is not None:
         print(f"fits into cluster.gpu_memory_gb={config.cluster.gpu_memory_gb:g}")
     return 0
+
+
+def _print_sizes(config: Config) -> None:
+    """Print a row for each number of nodes that SLURM may give: what is used of it, and how a step is divided."""
+    rows, nodes = [], config.cluster.node_range
+    sizes = usable_sizes(config)
+    for given in range(nodes.most, nodes.least - 1, -1):
+        used = nodes_to_use(sizes, given)
+        assert used is not None  # the least is usable
+        sized = at_size(config, used)
+        dims, train = parallel_dims_of(sized), sized.train
+        step = f"{dims.micro_batches(train)} x {dims.micro_batch_size(train)}"
+        rows.append([str(given), str(used), str(dims), step if config.job.kind == JobKind.TRAIN else "-"])
+    print_table(["nodes given", "used", "layout", "micro batches x sequences"], rows)
+    print(f"below: the layout on {sizes[-1]} nodes")
 
 
 def _place(dims: ParallelDims, rank: int, tasks_per_node: int) -> dict[str, Any]:

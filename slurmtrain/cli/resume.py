@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.run_control import (
+    CHANGES_HELP,
     claimed_alone,
     client,
     has_no_job,
@@ -15,6 +15,7 @@ from slurmtrain.cli.run_control import (
     open_run,
     parser_of,
     say,
+    split_overrides,
 )
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status import RunState, RunStatus, state
@@ -26,48 +27,24 @@ from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
 
-OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
-
 
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
+    overrides, words = split_overrides(words)
     parser = parser_of(verb)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="continue with these values: --set KEY=VALUE KEY=VALUE ...",
-    )
+    parser.add_argument("set", nargs="*", metavar="KEY=VALUE", help=CHANGES_HELP)
     parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the code as it is now")
-    options = parser.parse_args(_with_each_set(words))
+    options = parser.parse_args(words)
+    if options.set:
+        raise UsageError(f"{options.set[0]!r} is no KEY=VALUE", hint="such as optim.lr=1e-4")
     run_dir = open_run(options.run)
     if options.json and run_dir.info()["backend"] == Backend.LOCAL:
         raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
-    said = _resume(run_dir, options.set, code=options.code)
+    said = _resume(run_dir, overrides, code=options.code)
     if isinstance(said, int):
         return said
     say(run_dir, said, as_json=options.json)
     return 0
-
-
-def _with_each_set(words: Sequence[str]) -> list[str]:
-    """Put a --set before each further KEY=VALUE after one, as argparse reads them. A RUN may still follow.
-
-    Raises:
-        UsageError: there is a KEY=VALUE without any --set.
-    """
-    found: list[str] = []
-    setting = False
-    for before, word in zip(["", *words], words, strict=False):
-        is_value = OVERRIDE.match(word) is not None
-        if is_value and before != "--set" and not setting:
-            raise UsageError(f"{word} after resume needs a --set before it", hint=f"--set {word}")
-        if is_value and before != "--set":
-            found.append("--set")
-        found.append(word)
-        setting = is_value or word.startswith("--set=")
-    return found
 
 
 def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = False) -> str | int:
@@ -86,7 +63,9 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     if now.alive:
         raise ClusterError(
             f"run {run_dir.id} has not ended: {now.status}, {now.explanation}",
-            hint=_way_out(run_dir, now) if now.status == RunStatus.UNKNOWN else f"requeue {run_dir.id} restarts it",
+            hint=_way_out(run_dir, now)
+            if now.status == RunStatus.UNKNOWN
+            else f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it",
         )
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in jobs_in_queue(run_dir, now) if job in before]
@@ -105,10 +84,15 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 
         check_not_planned(run_dir)
     from slurmtrain.launch.changes import change, undo_unfinished
+    from slurmtrain.launch.next_change import make_staged
 
     undo_unfinished(run_dir)
+    if run_dir.next_change_file.exists() and not finished:
+        make_staged(run_dir)
+    lines: list[str] = []
     if overrides or code:
-        change(run_dir, overrides, current_folder(), code=code)
+        asks = client(run_dir) if run_dir.info()["backend"] == Backend.SLURM else None
+        lines = change(run_dir, overrides, current_folder(), code=code, client=asks)
     if finished:
         reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
     run_dir.request_file.unlink(missing_ok=True)
@@ -116,6 +100,8 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     if run_dir.info()["backend"] == Backend.LOCAL:
         from slurmtrain.launch.local import run_local
 
+        if lines:
+            print("\n".join(lines), flush=True)
         return run_local(run_dir)
     from slurmtrain.launch import resubmit
 
@@ -126,7 +112,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 
         log.info(interrupted(run_dir, client(run_dir)))
         raise
-    return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
+    return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
 
 
 def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
@@ -136,18 +122,20 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         UsageError: it is not, or the run is one of a sweep, whose results are in already.
     """
     from slurmtrain.config.compose import load_frozen
+    from slurmtrain.launch.change_rules import with_steps
     from slurmtrain.launch.changes import changed
 
     config = load_frozen(run_dir.config_file, with_secrets=False)
+    words = with_steps(overrides, config)
     done = now.attempts[-1].last_step
     more = (
         config.job.kind == JobKind.TRAIN
         and done is not None
-        and changed(config, overrides, current_folder())[0].train.steps > done
+        and changed(config, words, current_folder())[0].train.steps > done
     )
     if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(
-            f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: --set train.steps=MORE",
+            f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: train.steps=+100",
             hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "
             f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
         )

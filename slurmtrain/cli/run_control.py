@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status import RunState
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
@@ -19,6 +20,9 @@ from slurmtrain.system.file_claims import Owner, claimed
 
 log = logging.getLogger(__name__)
 
+CHANGES_HELP = "continue with this value of a field of the config; train.steps=+N are N steps more"
+OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
+
 
 def parser_of(verb: str) -> Parser:
     """Return the parser of a verb for one run, with RUN and --json."""
@@ -26,6 +30,27 @@ def parser_of(verb: str) -> Parser:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     return parser
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the KEY=VALUE among the words of a verb for one run, and the other words.
+
+    A --set may stand before each KEY=VALUE, or before several.
+
+    Raises:
+        UsageError: there is a --set without KEY=VALUE.
+    """
+    overrides: list[str] = []
+    others: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--set":
+            if index + 1 == len(words) or not OVERRIDE.match(words[index + 1]):
+                raise UsageError("--set needs a KEY=VALUE after it", hint="or leave it out: optim.lr=1e-4")
+        elif word.startswith("--set="):
+            overrides.append(word.removeprefix("--set="))
+        else:
+            (overrides if OVERRIDE.match(word) else others).append(word)
+    return overrides, others
 
 
 def open_run(reference: str) -> RunDir:

@@ -7,10 +7,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.run_control import (
+    CHANGES_HELP,
     claim_folder,
     claimed_alone,
     client,
@@ -19,26 +20,36 @@ from slurmtrain.cli.run_control import (
     open_run,
     parser_of,
     say,
+    split_overrides,
 )
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status import WAITING, RunState, RunStatus, process_lives, state
+from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.file_claims import is_claimed
+from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
-    options = parser_of(verb).parse_args(words)
+    overrides: list[str] = []
+    parser = parser_of(verb)
+    if verb == "requeue":
+        overrides, words = split_overrides(words)
+        parser.add_argument("set", nargs="*", metavar="KEY=VALUE", help=CHANGES_HELP)
+    options = parser.parse_args(words)
+    if verb == "requeue" and options.set:
+        raise UsageError(f"{options.set[0]!r} is no KEY=VALUE", hint="such as optim.lr=1e-4")
     run_dir = open_run(options.run)
     verbs: dict[str, Callable[[RunDir], str]] = {
         "cancel": _cancel,
         "preempt": lambda run: _stop_and_start_again(run, RunAction.PREEMPT, "TERM"),
-        "requeue": lambda run: _stop_and_start_again(run, RunAction.REQUEUE, "USR2"),
+        "requeue": lambda run: _requeue(run, overrides),
     }
     say(run_dir, verbs[verb](run_dir), as_json=options.json)
     return 0
@@ -90,6 +101,67 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     with _asking(run_dir, RunAction.CANCEL):
         if now.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
             client(run_dir).signal(_step_id(now), "TERM")
+
+
+def _requeue(run_dir: RunDir, overrides: Sequence[str]) -> str:
+    """Let a run save and start again, with these fields of its config changed."""
+    if not overrides:
+        return _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2")
+    _check_changeable(run_dir, state(run_dir), overrides)
+    local = run_dir.info()["backend"] == Backend.LOCAL
+    if not local:
+        with claimed_alone(run_dir):
+            now = state(run_dir)
+            _check_changeable(run_dir, now, overrides)
+            if now.status in WAITING:
+                return _change_waiting(run_dir, now, overrides)
+    from slurmtrain.launch.next_change import staged
+
+    with staged(run_dir, overrides, current_folder(), None if local else client(run_dir)) as lines:
+        said = _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2")
+    return "\n".join([said, *lines])
+
+
+def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
+    """Look whether the next attempt of a run can have another config than this one.
+
+    Raises:
+        ClusterError: it cannot, or there is no next attempt.
+    """
+    from slurmtrain.config.compose import load_frozen
+
+    resume = " ".join(["resume", run_dir.id, *overrides])
+    if not now.alive:
+        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=resume)
+    mode = load_frozen(run_dir.config_file, with_secrets=False).requeue.mode
+    why = None
+    if now.packed or lookup.is_sweep(run_dir.path.parent):
+        why = "its job is that of its sweep, too"
+    elif mode == RequeueMode.CHAIN:
+        why = "the next jobs of its chain are in the queue with the config of before"
+    elif mode == RequeueMode.OFF:
+        why = "it does not start again by itself (requeue.mode=off)"
+    elif _by_hand(run_dir, now):
+        why = "it was started by hand"
+    if why is not None:
+        raise ClusterError(
+            f"run {run_dir.id} cannot be changed while it is alive: {why}", hint=f"cancel it, then {resume}"
+        )
+
+
+def _change_waiting(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> str:
+    """Change a run whose job waits, and let it start as soon as it can. Called by who has claimed the run."""
+    from slurmtrain.launch.next_change import change_pending
+
+    slurm, job_id = client(run_dir), _job_id(now)
+    left = [job for job in jobs_in_queue(run_dir, now) if job != job_id]
+    if left:  # whoever let this job take their place was killed before they were cancelled
+        slurm.cancel(*left)
+    lines = change_pending(run_dir, job_id, overrides, current_folder(), slurm)
+    run_dir.event(Event.REQUEUE_ASKED)
+    if now.reason != "Dependency" and run_dir.info()["job_ids"][-1] == job_id:
+        slurm.start_now(job_id)
+    return "\n".join([f"run {run_dir.id} is changed, and waits to start", *lines])
 
 
 def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str) -> str:
@@ -186,13 +258,16 @@ def _job_id(now: RunState) -> str:
     return now.job_id
 
 
+def _by_hand(run_dir: RunDir, now: RunState) -> bool:
+    """Return whether somebody started the ranks: they print where that was, and the launchers write a log of every rank."""
+    return bool(not now.own_job and now.attempts) and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
+
+
 def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     """Describe how the run continues after a stop; None when it does not."""
     from slurmtrain.config.compose import load_frozen
 
-    # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
-    by_hand = not now.own_job and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
-    if by_hand:
+    if _by_hand(run_dir, now):
         return None
     config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = config.requeue.mode
@@ -232,6 +307,8 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
         )
     with _asking(run_dir, action):
         try:
-            os.kill(last.pid, number)
+            # A rank of cluster=local leads its group, whose programs rely on it that all of them are told, as SLURM does.
+            leads = run_dir.info()["backend"] == Backend.LOCAL and os.getpgid(last.pid) == last.pid
+            (os.killpg if leads else os.kill)(last.pid, number)
         except OSError as error:  # it has just left, or is somebody else's
             raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None

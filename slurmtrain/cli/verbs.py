@@ -133,19 +133,25 @@ VERBS: dict[str, Verb] = {
         topic="clusters",
     ),
     "requeue": Verb(
-        "requeue RUN [--json]",
+        "requeue RUN [KEY=VALUE ...] [--json]",
         "save and start again; start a waiting job now",
         "slurmtrain.cli.stop",
-        "Let a run save and start again. A job that waits or is held starts now.",
-        examples=("requeue last",),
+        "Let a run save and start again. A job that waits or is held starts now. KEY=VALUE changes a field of the config for "
+        "the next attempt.",
+        examples=("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
         topic="requeue",
     ),
     "resume": Verb(
-        "resume RUN [--set KEY=VALUE ...] [--code] [--json]",
+        "resume RUN [KEY=VALUE ...] [--code] [--json]",
         "continue a run that has ended",
         "slurmtrain.cli.resume",
-        "Continue a run that has ended, from its newest checkpoint, with the config and the code that it was submitted with.",
-        examples=("resume last", "resume last --set optim.lr=1e-4 --code  # another value, and the code as it is now"),
+        "Continue a run that has ended, from its newest checkpoint, with the config and the code that it was submitted with. "
+        "KEY=VALUE changes a field of the config, unless that would change what its checkpoints mean.",
+        examples=(
+            "resume last",
+            "resume last cluster.nodes=2 train.steps=+100  # on two nodes, and for 100 more steps",
+            "resume last optim.lr=1e-4 --code  # another value, and the code as it is now",
+        ),
         topic="requeue",
     ),
     "runs": Verb(
@@ -231,6 +237,19 @@ VERBS: dict[str, Verb] = {
         "given up.",
         examples=("progress 500 --of 10000",),
         topic="own-scripts",
+    ),
+    "nodes": Verb(
+        "nodes list | blame NODE [--reason TEXT] | forgive NODE|--all [--cluster NAME] [--json]",
+        "show which nodes your runs leave out, and why; blame or forgive one",
+        "slurmtrain.cli.nodes",
+        "Show what has gone wrong on which node, by the ledger that your jobs on this cluster keep, and which nodes your next "
+        "starts leave out. Blame a node, or forgive it, by hand.",
+        examples=(
+            "nodes list",
+            "nodes blame n3 --reason 'its disk is full'",
+            "nodes forgive --all",
+        ),
+        topic="requeue",
     ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",

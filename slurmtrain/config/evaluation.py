@@ -8,6 +8,8 @@ from typing import Any
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.compose import first_line, to_config, to_values
+from slurmtrain.config.elastic import at_most
+from slurmtrain.config.node_range import NodeRange
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
 from slurmtrain.errors import ConfigError
@@ -29,6 +31,7 @@ def evaluation_config(
     Raises:
         ConfigError: eval.cluster, eval.parallel or `changes` have an unknown field or a wrong type.
     """
+    config = at_most(config)
     values, dims = to_values(config), parallel_dims_of(config)
     asked = {} if here else config.eval.cluster
     values["cluster"] = _merged(_here(config, dims) if here else _job(config, dims), asked)
@@ -62,10 +65,8 @@ def _checked(values: dict[str, Any]) -> Config:
 
 def _job(config: Config, dims: ParallelDims) -> dict[str, Any]:
     """Return the part of the training's cluster that a job asks for: the least that its layout allows."""
-    cluster, ranks = config.cluster, _ranks(config, dims)
-    nodes = next(
-        n for n in range(1, cluster.nodes + 1) if n * cluster.tasks_per_node % ranks == 0 or n == cluster.nodes
-    )
+    cluster, ranks, most = config.cluster, _ranks(config, dims), config.cluster.node_range.most
+    nodes = next(n for n in range(1, most + 1) if n * cluster.tasks_per_node % ranks == 0 or n == most)
     tasks = ranks if nodes == 1 else cluster.tasks_per_node
     values = dataclasses.asdict(cluster) | {
         "nodes": nodes,
@@ -117,7 +118,8 @@ def _batches(config: Config, dims: ParallelDims, values: Mapping[str, Any]) -> d
     parallel, cluster = values["parallel"], values["cluster"]
     micro, passes = dims.micro_batch_size(config.train), dims.micro_batches(config.train)
     sharing = parallel["tp"] * parallel["pp"] * parallel["cp"]
-    copies = max(1, cluster["nodes"] * cluster["tasks_per_node"] // max(1, sharing))
+    most = NodeRange.parse(cluster["nodes"]).most  # eval.cluster.nodes may be a range, too
+    copies = max(1, most * cluster["tasks_per_node"] // max(1, sharing))
     return {"micro_batch_size": micro, "global_batch_size": micro * copies * max(passes, parallel["pp"])}
 
 

@@ -150,6 +150,15 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     return ParallelDims(**sizes)
 
 
+def is_possible(config: Config) -> bool:
+    """Return whether `parallel_dims_of` finds sizes for this config."""
+    wanted = _wanted(config.parallel)
+    if sum(size == -1 for size in wanted.values()) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
+        return False
+    sizes = _filled(wanted, config.world_size)
+    return sizes is not None and next(_problems(sizes, config), None) is None
+
+
 def _wanted(parallel: ParallelConfig) -> Sizes:
     return {axis: getattr(parallel, axis) for axis in AXES}
 

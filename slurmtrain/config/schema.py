@@ -31,6 +31,7 @@ from slurmtrain.choices import (
     SnapshotMode,
     Verify,
 )
+from slurmtrain.config.node_range import NodeRange
 from slurmtrain.runs.lookup import runs_root
 
 
@@ -51,7 +52,9 @@ class ClusterConfig:
 
     # "slurm", or "local": the same job as processes of this machine, in the foreground
     backend: Backend = Backend.SLURM
-    nodes: int = 1
+    # A number, or a range such as 2-4: as many of them as SLURM can give. The global batch stays as it is, so sizes that cannot
+    # divide it are left out, and the ranks run on the next smaller one.
+    nodes: int | str = 1
     # Nodes that the job has besides, on which no rank runs until one of the others fails: see requeue.in_place.
     spare_nodes: int = 0
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
@@ -88,6 +91,14 @@ class ClusterConfig:
     collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
     slurm_conf: str | None = None  # a slurm.conf other than the machine's own
     sandbox: str | None = None  # the name of a running sandbox whose slurm.conf is used
+
+    def __post_init__(self) -> None:
+        self.nodes = NodeRange.parse(self.nodes).value  # a number that comes as text, from a variable, is a number
+
+    @property
+    def node_range(self) -> NodeRange:
+        """The nodes that the job may have."""
+        return NodeRange.parse(self.nodes)
 
 
 @dataclass
@@ -271,6 +282,10 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+    # So many attempts that a node has ended (by a crash within seconds, a hang, ...), and it is left out of the next start.
+    # Broken hardware counts twice. 0: keep and read no ledger of nodes.
+    blame_threshold: int = 2
+    blame_expiry_h: float = 24.0  # what a node has done is forgotten after so many hours
 
     @property
     def starts_in_place(self) -> bool:
@@ -363,5 +378,5 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job: nodes x tasks per node."""
-        return self.cluster.nodes * self.cluster.tasks_per_node
+        """The number of ranks of the job: nodes x tasks per node; of a range of nodes, the most."""
+        return self.cluster.node_range.most * self.cluster.tasks_per_node

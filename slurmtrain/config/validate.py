@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 
 from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
+from slurmtrain.config.elastic import at_most, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of, sequence_lengths
 from slurmtrain.config.schema import (
@@ -53,6 +54,7 @@ SBATCH_OPTIONS = {
 }
 SBATCH_OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+NODES_MAX = 65536  # every size of a range is tried
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
 SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -69,7 +71,8 @@ def validate(config: Config) -> ParallelDims:
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
-    dims = parallel_dims_of(config)
+    usable_sizes(config)
+    dims = parallel_dims_of(at_most(config))
     _check_compression(config.parallel, dims)
     _check_ranges(config)
     _check_watchdog(config)
@@ -184,8 +187,12 @@ def _check_finished_when(text: str) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
+    _at_least("cluster.nodes", cluster.node_range.least, 1)
+    if cluster.node_range.most > NODES_MAX:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}: no job has more than {NODES_MAX} nodes", hint="cluster.nodes=2-4"
+        )
     for name in (
-        "nodes",
         "tasks_per_node",
         "cpus_per_task",
         "time_limit_min",
@@ -420,6 +427,12 @@ def _check_ranges(config: Config) -> None:
     _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
     _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
+    _at_least("requeue.blame_threshold", config.requeue.blame_threshold, 0)
+    if not 0 < config.requeue.blame_expiry_h < math.inf:
+        raise ConfigError(
+            f"requeue.blame_expiry_h={config.requeue.blame_expiry_h} is no time after which to forget",
+            hint="give hours above 0, for example 24; requeue.blame_threshold=0 keeps no ledger of nodes",
+        )
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == JobKind.TRAIN:
         for group in ("model", "data"):

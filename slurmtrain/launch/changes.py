@@ -1,4 +1,4 @@
-"""`resume RUN --set key=value` and `--code`: continue with another config, or with the code as it is now.
+"""`resume RUN key=value` and `--code`: continue with another config, or with the code as it is now.
 
 The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001; and run.json lists each change.
 A change can be cut short at any moment: run.json names its number from before the first step to the last, which is one
@@ -22,16 +22,19 @@ from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.earlier_names import is_our_decoder, name_of_today
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.launch import submit_once
+from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script import render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
-from slurmtrain.runs import lookup
+from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 
 # The place of a run and who runs it are decided when it is submitted.
@@ -41,39 +44,56 @@ OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
 _FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
-def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False) -> None:
-    """Change a run that has ended, before it is resumed. Nothing is changed if anything is wrong.
+def change(
+    run_dir: RunDir,
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    code: bool = False,
+    client: SlurmClient | None = None,
+    asked: float | None = None,
+) -> list[str]:
+    """Change a run none of whose ranks is at work, before it starts again. Nothing is changed if anything is wrong.
+
+    The same overrides once more change nothing until an attempt has begun with them: whoever was interrupted before the run
+    was submitted types the same command again.
 
     Args:
-        overrides: fields of the config, `key=value` in Hydra's grammar.
+        overrides: fields of the config, `key=value` in Hydra's grammar; train.steps=+N are N more.
         cwd: the folder of the command, to which paths in them are relative.
         code: take a new snapshot, from the folder where the run was submitted.
+        client: asked whether SLURM accepts the script, if it asks for other resources; None: SLURM is not asked.
+        asked: when a person has asked for it, in unix seconds, if that was earlier: see `next_change`.
+
+    Returns:
+        Sentences that say what is different now.
 
     Raises:
         UsageError: an override cannot be read, or names what cannot be changed.
         ConfigError: the changed config cannot work, or the folder of the code no longer exists.
+        ClusterError: SLURM would refuse the job.
     """
-    config = load_frozen(run_dir.config_file, with_secrets=False)
-    if overrides:
-        if lookup.is_sweep(run_dir.path.parent):
-            check_of_one_run(overrides, run_dir.info().get("varied") or ())
-        config, dims = changed(config, overrides, cwd)
-        check_fits(config, dims)
-        check_prepared(config)
-        check_named_paths(config, cwd)
+    before = load_frozen(run_dir.config_file, with_secrets=False)
+    known = _unused(run_dir, overrides) if overrides and not code else None
+    if known is not None:
+        return [f"changed already: {word}" for word in known]
+    config, words = plan(run_dir, before, overrides, cwd) if overrides else (before, [])
     info = run_dir.info()
     number = _free_number(run_dir, len(info.get("changes", ())) + 1)
     fresh, snapshot = run_dir.path / f"{_FRESH}{os.getpid()}", None
     try:
         if code:
             snapshot = _snapshot(config, info, fresh)
-        facts: dict[str, Any] = {"time": time.time(), "set": list(overrides)}
+        facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides)}
+        facts |= {"attempts": _last_attempt(run_dir), **({"asked": asked} if asked is not None else {})}
         new: dict[str, Any] = {"config_hash": config_hash(config), "steps": steps_of(config)}
         if snapshot is not None:
             facts["code"] = {**info["code"], "revision": snapshot.revision, "dirty": snapshot.dirty}
             new |= {"code": facts["code"], "workdir": snapshot.workdir, "import_roots": list(snapshot.roots)}
             _take_along(run_dir, fresh, since=_code_taken(info))
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
+        if client is not None:
+            check_accepted(run_dir, script, client)
         run_dir.update_info(changing=number)
         _keep(run_dir.config_file, number)
         _keep(run_dir.script, number)
@@ -84,14 +104,66 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
         files.write_text(run_dir.script, script)
         run_dir.update_info(
             **new,
-            overrides=[*info["overrides"], *overrides],
+            overrides=[*info["overrides"], *words],
             changes=[*info.get("changes", ()), facts],
             packed=False,
             changing=None,
         )
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    run_dir.event(Event.CHANGED, set=list(overrides), code=facts.get("code"))
+    changes = {key: list(values) for key, values in differences(before, config).items()}
+    run_dir.event(Event.CHANGED, set=words, changed=changes, code=facts.get("code"))
+    return describe(before, config, attempts.newest_checkpoint_step(run_dir))
+
+
+def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, list[str]]:
+    """Return the config of a run with these fields changed, and the overrides without relative values, after all checks.
+
+    Raises as `change`. Nothing is written.
+    """
+    words = with_steps(overrides, before)
+    if lookup.is_sweep(run_dir.path.parent):
+        check_of_one_run(words, run_dir.info().get("varied") or ())
+    config, dims = changed(before, words, cwd)
+    check_meaning(before, config, attempts.newest_checkpoint_step(run_dir))
+    check_fits(config, dims)
+    check_prepared(config)
+    check_named_paths(config, cwd)
+    return config, words
+
+
+def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
+    """Ask SLURM whether it would accept a script that asks for other resources than the run's present one.
+
+    Raises:
+        RefusedError: it would not.
+    """
+    present = run_dir.script.read_text() if run_dir.script.is_file() else ""
+    if resources(script) == resources(present):
+        return
+    proposed = run_dir.path / f"{_FRESH}{os.getpid()}.sbatch"
+    proposed.write_text(without_past(script))
+    try:
+        submit_once.check(proposed, client)
+    finally:
+        proposed.unlink(missing_ok=True)
+
+
+def resources(script: str) -> list[str]:
+    """Return the options of sbatch in a script, in order."""
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def _last_attempt(run_dir: RunDir) -> int:
+    return max(run_dir.attempt_numbers(), default=0)
+
+
+def _unused(run_dir: RunDir, overrides: Sequence[str]) -> list[str] | None:
+    """Return what these overrides have set, if they are the latest change and no attempt has begun since; else None."""
+    latest = next(iter(reversed(run_dir.info().get("changes") or ())), None)
+    if not isinstance(latest, dict) or latest.get("typed") != list(overrides) or "code" in latest:
+        return None
+    return list(latest["set"]) if latest.get("attempts") == _last_attempt(run_dir) else None
 
 
 def _code_taken(info: Mapping[str, Any]) -> float:
@@ -144,7 +216,10 @@ def undo_unfinished(run_dir: RunDir) -> None:
 
 def _remove_leftovers(run_dir: RunDir) -> None:
     for left in run_dir.path.glob(f"{_FRESH}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def _kept_code(run_dir: RunDir) -> Path | None:
@@ -171,22 +246,18 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config
         inside: Any = values
         for number, part in enumerate(path):
             if not isinstance(inside, dict) or (part not in inside and not added):
-                hint = (
-                    f"config.yaml has all fields; `--set +{word}` adds one to an open group (model, data, cluster.env)"
-                )
+                hint = f"config.yaml has all fields; `+{word}` adds one to an open group (model, data, cluster.env)"
                 key = ".".join(path[: number + 1])
                 if is_our_decoder(values["model"]) and name_of_today(key) != key:
                     hint = f"it is called {name_of_today(key)}, as in Llama's own files"
-                raise UsageError(f"--set {word}: the config of this run has no {key}", hint=hint)
+                raise UsageError(f"{word}: the config of this run has no {key}", hint=hint)
             if number < len(path) - 1:
                 inside = inside.setdefault(part, {})
         inside[path[-1]] = value
     try:
         found = to_config(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"--set {' '.join(overrides)}: {first_line(error)}", hint="config.yaml shows all fields"
-        ) from None
+        raise ConfigError(f"{' '.join(overrides)}: {first_line(error)}", hint="config.yaml shows all fields") from None
     dims = validate(found)
     return with_absolute_paths(found, cwd), dims
 
@@ -210,7 +281,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
             why = f"its sweep varies {field}"
         else:
             continue
-        raise UsageError(f"--set {word}: this is a run of a sweep, and {why}", hint="submit it as a run of its own")
+        raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a run of its own")
 
 
 def _parsed(word: str) -> tuple[list[str], Any, bool]:
@@ -220,12 +291,12 @@ def _parsed(word: str) -> tuple[list[str], Any, bool]:
     try:
         (parsed,) = OverridesParser.create().parse_overrides([word])
     except HydraException:
-        raise UsageError(f"--set {word}: cannot read it", hint="--set key=value, such as --set optim.lr=1e-4") from None
+        raise UsageError(f"{word}: cannot read it", hint="key=value, such as optim.lr=1e-4") from None
     field = parsed.key_or_group
     if field in FIXED or field.partition(".")[0] == "hydra":
-        raise UsageError(f"--set {word}: {field} was decided when the run was submitted", hint="submit it anew")
+        raise UsageError(f"{word}: {field} was decided when the run was submitted", hint="submit it anew")
     if "." not in field or parsed.is_delete() or parsed.is_sweep_override():
-        raise UsageError(f"--set {word}: single fields can be set", hint="such as --set optim.lr=1e-4")
+        raise UsageError(f"{word}: single fields can be set", hint="such as optim.lr=1e-4")
     return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
 
 

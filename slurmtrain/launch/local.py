@@ -52,12 +52,17 @@ def run_local(run_dir: RunDir) -> int:
         print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
+        if run_dir.next_change_file.exists():
+            from slurmtrain.launch.next_change import make_staged
+
+            make_staged(run_dir)
+            config = load_frozen(run_dir.config_file)
 
 
 def how_to_continue(run_id: str, reason: str | None) -> str:
     """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it."""
     if reason == Reason.CONFIG:
-        return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
+        return f"When that is put right: resume {run_id} (KEY=VALUE after it changes its config), or submit again"
     return f"Continue with: resume {run_id}"
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slurmtrain.choices import JobKind
 from slurmtrain.config.compose import to_values
-from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.elastic import extreme_sizes
+from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
@@ -26,6 +27,9 @@ def check_memory(config: Config, dims: ParallelDims) -> list[str]:
     Raises:
         ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
     """
+    if config.cluster.node_range.elastic:
+        found = [check_memory(sized, parallel_dims_of(sized)) for sized in extreme_sizes(config)]
+        return list(dict.fromkeys(warning for warnings in found for warning in warnings))
     has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
     check_host_memory(config, dims, host_memory(), has_gpu=has_gpu)
     limit = config.cluster.gpu_memory_gb

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain import __version__
-from slurmtrain.choices import ContainerKind, RequeueMode
+from slurmtrain.choices import ContainerKind, JobKind, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
@@ -114,6 +115,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
         threads=max(1, config.cluster.cpus_per_task // paths.pack),
         workdir=folders[0],
         pythonpath=":".join(folders),
+        sizes=usable_sizes(config)[::-1] if config.cluster.node_range.elastic else [],
+        tasks_per_node=config.cluster.tasks_per_node,
         srun=srun_words(config.cluster, paths, [*OF_RANKS, *config.cluster.env, *config.secrets]),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
@@ -121,10 +124,12 @@ def render_script(config: Config, paths: JobPaths) -> str:
         mode=config.requeue.mode,
         in_place=config.requeue.starts_in_place,
         spare_nodes=config.cluster.spare_nodes,
+        keeps_nodes=_keeps_nodes(config, paths),
         first_nodes=" ".join(srun_node_options(config.cluster)),
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
+        local_copies=config.checkpoint.local if config.job.kind == JobKind.TRAIN else None,
     )
 
 
@@ -151,7 +156,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("partition", cluster.partition),
         ("account", cluster.account),
         ("qos", cluster.qos),
-        ("nodes", cluster.nodes + cluster.spare_nodes),
+        ("nodes", cluster.node_range.larger(cluster.spare_nodes)),
         ("ntasks-per-node", cluster.tasks_per_node),
         ("cpus-per-task", cluster.cpus_per_task),
         ("gpus-per-node", gpus or None),
@@ -167,7 +172,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
         # A dead node leaves the job its others.
-        ("no-kill", cluster.spare_nodes > 0 or None),
+        ("no-kill", _keeps_nodes(config, paths) or None),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
         ("requeue" if config.requeue.mode == RequeueMode.REQUEUE else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
@@ -177,6 +182,12 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     return [text for name, value in options if (text := _directive(name, value))]
+
+
+def _keeps_nodes(config: Config, paths: JobPaths) -> bool:
+    """Return whether a job that has lost a node can go on with its others: there are spare ones, or fewer are enough."""
+    enough = config.cluster.spare_nodes > 0 or config.cluster.node_range.elastic
+    return enough and config.requeue.starts_in_place and paths.pack == 1
 
 
 def _no_pattern(path: Path) -> str:
@@ -292,7 +303,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         "--kill-on-bad-exit=1",
         f"--wait={cluster.srun_wait_s}",
         *(["--overlap"] if paths.pack > 1 else []),
-        *(['"${nodes_of_ranks[@]}"'] if cluster.spare_nodes else []),
+        *(['"${nodes_of_ranks[@]}"'] if cluster.spare_nodes or cluster.node_range.elastic else []),
         "--unbuffered",
         f'--output="{logs}/{rank_log_name("%t")}"',
     ]
@@ -321,7 +332,7 @@ def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list
     Args:
         nodes: these nodes; (): as many as the config says, of srun's choice.
     """
-    count = len(nodes) or cluster.nodes
+    count = len(nodes) or cluster.node_range.most
     named = [f"--nodelist={','.join(nodes)}"] if nodes else []
     return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *named]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.compose import config_hash
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import SLURM_EARLY_S
 from slurmtrain.errors import ConfigError, UnreadableRecordError
@@ -110,9 +111,10 @@ def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | No
         run_dirs: oldest first.
     """
     wanted, found = config_hash(config), []
+    sizes = {nodes * config.cluster.tasks_per_node for nodes in usable_sizes(config)}
     for run_dir in reversed(list(run_dirs)):
         try:
-            measured = _measured(run_dir, config.world_size) if run_dir.info().get("config_hash") == wanted else None
+            measured = _measured(run_dir, sizes) if run_dir.info().get("config_hash") == wanted else None
         except UnreadableRecordError:
             continue
         if measured is not None:
@@ -129,10 +131,14 @@ def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | No
     )
 
 
-def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
-    """Return one run's measurements: steps from its metrics, saves from its events, the start from its attempts."""
+def _measured(run_dir: RunDir, world_sizes: Collection[int]) -> Measured | None:
+    """Return one run's measurements: steps from its metrics, saves from its events, the start from its attempts.
+
+    Args:
+        world_sizes: the numbers of ranks that the job may have. A run with others tells nothing about it.
+    """
     tries = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.stepping is not None]
-    if not tries or any(attempt.world_size != world_size for attempt in tries):
+    if not tries or any(attempt.world_size not in world_sizes for attempt in tries):
         return None
     logged = attempts.records_with("step_time_s", attempts.tail(run_dir.metrics_file))
     steps = [value for each in logged if (value := finite(each["step_time_s"]))]

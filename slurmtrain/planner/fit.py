@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
+from slurmtrain.config.elastic import extreme_sizes
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
     as_overrides,
     nearest_layouts,
+    parallel_dims_of,
     sequence_lengths,
 )
 from slurmtrain.config.schema import Config
@@ -124,6 +126,9 @@ def _has_sizes(model: dict[str, Any]) -> bool:
 def share_of_gpu(config: Config, dims: ParallelDims) -> float | None:
     """Return the share of its GPU's memory that the fullest rank takes, by arithmetic; None: not known."""
     limit = config.cluster.gpu_memory_gb
+    if config.cluster.node_range.elastic:
+        shares = [share_of_gpu(sized, parallel_dims_of(sized)) for sized in extreme_sizes(config)]
+        return None if None in shares else max(filter(None, shares))
     stages = memory_of(config, dims) if limit is not None else None
     return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
 
@@ -158,7 +163,7 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
 
 
 def check_fits(config: Config, dims: ParallelDims, stages: list[StageMemory] | None = None) -> None:
-    """Compare the memory of each stage with `cluster.gpu_memory_gb`, if that is set.
+    """Compare the memory of each stage with `cluster.gpu_memory_gb`, if that is set; of a range of nodes, for its ends.
 
     Args:
         stages: memory of the model as it was built; None: an estimate by arithmetic, if possible.
@@ -168,6 +173,10 @@ def check_fits(config: Config, dims: ParallelDims, stages: list[StageMemory] | N
     """
     limit = config.cluster.gpu_memory_gb
     if limit is None:
+        return
+    if config.cluster.node_range.elastic:
+        for sized in extreme_sizes(config):
+            check_fits(sized, parallel_dims_of(sized))
         return
     stages = stages or memory_of(config, dims)
     if stages is None:
@@ -194,7 +203,7 @@ def changes_that_fit(config: Config, limit: float) -> list[str]:
         limit: bytes on a GPU.
     """
     for doublings in range(NODE_DOUBLINGS + 1):
-        nodes = config.cluster.nodes * 2**doublings
+        nodes = config.cluster.node_range.most * 2**doublings
         larger = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
         more = [f"cluster.nodes={nodes}"] if doublings else []
         found: dict[frozenset[str], str] = {}  # changed keys -> overrides

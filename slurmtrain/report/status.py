@@ -596,7 +596,7 @@ def _ended(record: _Record, queued: str = "") -> tuple[RunStatus, str]:
     if last.verdict == Verdict.END:
         if last.reason == Reason.CONFIG:
             resume = (
-                f"When that is put right: `resume {record.id}` (--set KEY=VALUE changes its config), or submit again"
+                f"When that is put right: `resume {record.id}` (KEY=VALUE after it changes its config), or submit again"
             )
         interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
         word = RunStatus.STOPPED if interrupted else RunStatus.FAILED

@@ -157,6 +157,11 @@ class RunDir:
         return self.path / "request.json"
 
     @property
+    def next_change_file(self) -> Path:
+        """The file of a change of the config that is made before the next attempt: `requeue RUN KEY=VALUE`."""
+        return self.path / "next_change.json"
+
+    @property
     def stop_switch(self) -> Path:
         """A file that anybody who may write here can make, with `touch`, to end the run for good, as `cancel` does."""
         return self.path / "stop"
@@ -260,7 +265,7 @@ class RunDir:
         return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
     def changed_keys(self) -> frozenset[str]:
-        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN --set`)."""
+        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN KEY=VALUE`)."""
         words = [word for change in self._changes() for word in change.get("set") or ()]
         return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.elastic import on_given_nodes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import (
     EXIT_REQUEUE,
@@ -92,7 +93,9 @@ def _run(
         config, find_or_create = find()
         secrets.take(config.secrets)
         if strict:
-            check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
+            config = on_given_nodes(config, len(environment.nodes))
+            nodes, tasks = config.cluster.node_range.most, config.cluster.tasks_per_node
+            check_world_size(environment, nodes=nodes, tasks_per_node=tasks)
         if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             stop_watcher = _begin(context, environment, config, stop_flag) if environment.rank == 0 else None

@@ -266,6 +266,18 @@ class SlurmClient:
         """Return slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
         return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
 
+    def cluster_name(self) -> str | None:
+        """Return SLURM's name of the cluster; None when it cannot be asked. A job has it in its environment."""
+        here = (
+            os.environ.get("SLURM_CLUSTER_NAME") if "SLURM_JOB_ID" in os.environ and self.slurm_conf is None else None
+        )
+        return here or self.configuration().get("ClusterName") or None
+
+    def existing_nodes(self, names: Iterable[str]) -> set[str] | None:
+        """Return those of these nodes that the cluster has; None when it cannot be asked."""
+        answer = self._glance(["sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(names)}", "--format=%N"])
+        return None if answer is None else set(answer.split())
+
     def max_array_size(self) -> int | None:
         """Return the greatest number of tasks of an array; None when it cannot be asked."""
         size = self.configuration().get("MaxArraySize", "")
@@ -383,6 +395,22 @@ class SlurmClient:
             return []
         shown = self._glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
+
+    def batch_script(self, job_id: str) -> str:
+        """Return the batch script of a job, as it was submitted.
+
+        Raises:
+            ClusterError: SLURM does not know it, or was not reached.
+        """
+        return self._call(["scontrol", "write", "batch_script", job_id, "-"])
+
+    def hold(self, job_id: str) -> None:
+        """Keep a pending job from starting until it is released.
+
+        Raises:
+            ClusterError: SLURM refused, as for a job that has started, or was not reached.
+        """
+        self._call(["scontrol", "hold", job_id])
 
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])

@@ -1,8 +1,7 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW and its settings."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,19 +23,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     ]
     betas = (config.betas[0], config.betas[1])
     return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
-    """Return the rate of step `step` (from 0): linear warm-up, then half a cosine down to lr * min_lr_ratio.
-
-    It is a function of the step alone, so that there is no state to save (cosine: Loshchilov & Hutter 2017, SGDR, eq.
-    5).
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    low = config.lr * config.min_lr_ratio
-    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

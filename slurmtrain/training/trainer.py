@@ -24,10 +24,11 @@ from slurmtrain.config.schema import OptimConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.nonfinite import all_finite
-from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+from slurmtrain.training.optim import build_optimizer, set_learning_rate
 from slurmtrain.training.state import Counters, StepResult, TrainingRanks, TrainingState
 from slurmtrain.training.stopping import StopCheck
 

@@ -482,7 +482,7 @@ def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
 
 def test_a_finished_run_that_is_given_more_steps_trains_on_to_them(project: Project) -> None:
     first = project.submit("train.steps=6", "train.eval_every=0").finish()
-    resumed = project.resume("--set", "train.steps=9").finish()
+    resumed = project.resume("train.steps=+3").finish()
     assert resumed.run_dir == first.run_dir
     assert [(attempt.first_step, attempt.last_step) for attempt in resumed.attempts()] == [(0, 6), (6, 9)]
     assert resumed.run_dir.info()["steps"] == 9 and resumed.run_dir.info()["changes"][0]["set"] == ["train.steps=9"]
@@ -504,10 +504,10 @@ def test_a_run_that_diverged_trains_on_from_its_checkpoint_with_the_smaller_lr_t
         "requeue=off",
     )
     assert first.wait() == 1
-    diverged = project.resume("--set", "optim.lr=1e30", "--set", "model.crash_at=99")
+    diverged = project.resume("optim.lr=1e30", "model.crash_at=99")
     assert diverged.wait() == 78
     assert "not finite" in (diverged.attempts()[1].sentence or "")
-    resumed = project.resume("--set", "optim.lr=1e-3").finish()
+    resumed = project.resume("optim.lr=1e-3").finish()
     assert [(attempt.reason, attempt.first_step) for attempt in resumed.attempts()] == [
         ("crash", 0),
         ("config", 5),

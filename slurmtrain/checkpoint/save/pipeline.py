@@ -131,7 +131,7 @@ class SavePipeline:
         plan = self._make_plan(flat if isinstance(flat, CheckpointError) else flat.tensors, objects)
         assert not isinstance(flat, CheckpointError)
         if plan is not self._plan:
-            self._prepare_buffer(plan)
+            self._prepare_buffer(plan, training=True)
             self._plan = plan
         image = self._stage(plan, flat, objects)
         self._saves_begun += 1
@@ -173,7 +173,7 @@ class SavePipeline:
         expected = self._ranks.all_do(expect)
         # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._plan = self._make_plan(expected, objects)
-        self._prepare_buffer(plan)
+        self._prepare_buffer(plan, training=False)
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self._identity.directory, size))
 
@@ -335,9 +335,10 @@ class SavePipeline:
             lowest_writes=not self._settings.refuse_drift,
         )
 
-    def _prepare_buffer(self, plan: SavePlan) -> None:
+    def _prepare_buffer(self, plan: SavePlan, *, training: bool) -> None:
         if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
-            self._node_copies.reserve(self._ranks, plan.data_end, self._staging.missing_bytes(plan.data_end))
+            staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
+            self._node_copies.expect(self._ranks, plan.data_end, staging_bytes)
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
 
     def _stage(self, plan: SavePlan, flat: FlatState, objects: Mapping[str, Any]) -> Image | CheckpointError:

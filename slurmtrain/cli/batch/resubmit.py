@@ -34,7 +34,12 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
     from slurmtrain.launch.resubmit import requeue, submit_again
 
     config = load_frozen(runs[0][0].config_file, with_secrets=False)
-    if config.requeue.mode == RequeueMode.REQUEUE:
+    in_new_job = False
+    if len(runs) == 1 and runs[0][0].next_change_file.exists():
+        from slurmtrain.launch.next_change import make_staged
+
+        in_new_job = make_staged(runs[0][0])  # this job has the script of before
+    if not in_new_job and config.requeue.mode == RequeueMode.REQUEUE:
         delay_s = config.requeue.restart_delay_s
         try:
             log.info(requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s))

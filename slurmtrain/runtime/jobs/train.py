@@ -284,7 +284,7 @@ def _mtbf_s(config: Config, context: AttemptContext) -> float:
     earlier = [attempt for attempt in attempts.all_attempts(context.run_dir) if attempt.number < context.number]
     failures = sum(attempt.reason in (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE) for attempt in earlier)
     seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
-    return mean_time_between_failures(config.cluster.nodes, observed_failures=failures, observed_s=seconds)
+    return mean_time_between_failures(config.cluster.node_range.most, observed_failures=failures, observed_s=seconds)
 
 
 def distribute_model(

@@ -202,7 +202,7 @@ def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli
     answer = cli(*job, "submit")
     assert answer.returncode == EXIT_CONFIG, answer.stdout
     assert answer.stdout.count("No module named 'not_installed_at_all'") == 2  # the traceback, and why it ended
-    assert "--set KEY=VALUE changes its config" in answer.stdout
+    assert "KEY=VALUE after it changes its config" in answer.stdout
     assert exit_code_of(ModuleNotFoundError("x")) == EXIT_CONFIG and exit_code_of(ImportError("x")) == 1
 
 

@@ -78,12 +78,14 @@ def golden_text(name: str) -> str:
         return render_script(
             config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
         )
+    if name == "elastic":
+        return render_script(config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS)
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain"]
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic"]
 
 
 # Goldens.
@@ -667,6 +669,22 @@ def test_the_verdict_in_place_starts_the_ranks_again_in_the_same_job_as_the_next
     ]
     claims = [(run_dir / "attempts" / f"000{number}" / "job").read_text().split()[:2] for number in (1, 2, 3)]
     assert claims == [["77", "0"]] * 3 and again_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize(("code", "removed"), [(0, False), (75, False), (137, True)])
+def test_copies_of_checkpoints_stay_for_a_restart_in_place_and_leave_the_nodes_after_a_crash_without(
+    run_dir: Path, tmp_path: Path, code: int, removed: bool
+) -> None:
+    (tmp_path / "words").write_text("in-place --nodes=4\nend\n")
+    folder = tmp_path / "my node" / f"slurmtrain-{os.getuid()}" / "run-0123"
+    folder.mkdir(parents=True)
+    srun = (
+        f'case "$*" in --overlap*bash*) exec "${{@:8}}" ;; esac; [ -d "{folder}" ] || exit 3; '
+        f'[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137; exit {code}'
+    )
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"checkpoint.local={tmp_path}/my node"]))
+    done = run_script(script, tmp_path, srun=srun, verbs=AGAIN, SLURM_JOB_NUM_NODES="4")
+    assert (done.returncode, folder.exists()) == (code or 1, not removed), done.stderr
 
 
 def test_an_attempt_after_a_restart_in_place_can_be_requeued(run_dir: Path, tmp_path: Path) -> None:

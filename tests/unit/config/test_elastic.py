@@ -1,0 +1,162 @@
+"""cluster.nodes as a range: which sizes can be used, and what stays the same on each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.elastic import at_most, at_size, extreme_sizes, on_given_nodes, usable_sizes
+from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.node_range import NodeRange, nodes_to_use
+from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError
+from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.planner.fit import check_fits
+
+BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
+
+
+def elastic(nodes: int | str, batch: int = 96) -> Config:
+    return dataclasses.replace(
+        BASE,
+        cluster=dataclasses.replace(BASE.cluster, nodes=nodes),
+        train=dataclasses.replace(BASE.train, global_batch_size=batch),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "most", "kept"),
+    [(4, 4, 4, 4), ("4", 4, 4, 4), ("2-4", 2, 4, "2-4"), (" 2 - 4 ", 2, 4, "2-4"), ("3-3", 3, 3, 3)],
+)
+def test_a_number_of_nodes_or_a_range_is_understood(value: int | str, least: int, most: int, kept: int | str) -> None:
+    cluster = ClusterConfig(nodes=value)
+    assert cluster.node_range == NodeRange(least, most) and cluster.nodes == kept
+
+
+@pytest.mark.parametrize("value", ["many", "4-2", "2-", "-4", "2-4-6", "1.5", ""])
+def test_what_is_no_number_of_nodes_is_refused_with_an_example(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.nodes=") as refusal:
+        ClusterConfig(nodes=value)
+    assert "cluster.nodes=" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize("value", ["0-4", "1-99999999"])
+def test_a_range_that_no_cluster_can_give_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.nodes="):
+        validate(elastic(value))
+
+
+def test_a_range_is_typed_like_any_value_and_frozen_as_it_is(tmp_path: Path) -> None:
+    config = compose(["cluster=a100x4", "cluster.nodes=2-4", "train.global_batch_size=96"])
+    (tmp_path / "config.yaml").write_text(freeze(config))
+    assert config.cluster.nodes == "2-4" and load_frozen(tmp_path / "config.yaml") == config
+    assert "nodes: 2-4\n" in freeze(config)
+
+
+def test_a_number_from_the_environment_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODES", "3")
+    assert compose(["cluster.nodes=${oc.env:NODES}"]).cluster.nodes == 3
+
+
+@given(least=st.integers(1, 6), more=st.integers(0, 6), shares=st.integers(1, 60), micro=st.none() | st.integers(1, 6))
+def test_every_usable_size_has_the_same_global_batch_and_no_larger_micro_batch(
+    least: int, more: int, shares: int, micro: int | None
+) -> None:
+    batch = shares * 4 * least * (micro or 1)
+    config = elastic(f"{least}-{least + more}", batch)
+    config.train.micro_batch_size = micro
+    validate(config)
+    largest = at_most(config)
+    limit = parallel_dims_of(largest).micro_batch_size(largest.train)
+    for nodes in usable_sizes(config):
+        sized = at_size(config, nodes)
+        dims = parallel_dims_of(sized)
+        size = dims.micro_batch_size(sized.train)
+        assert dims.world_size == nodes * sized.cluster.tasks_per_node
+        assert size * dims.micro_batches(sized.train) * dims.dp == batch
+        assert size == micro if micro is not None else size <= limit
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes", "used"),
+    [
+        (96, [2, 3, 4], {4: 4, 3: 3, 2: 2}),
+        (64, [2, 4], {4: 4, 3: 2, 2: 2}),  # 64 sequences do not divide by 12 ranks
+        (24, [2, 3], {4: 3, 3: 3, 2: 2}),
+    ],
+)
+def test_sizes_that_cannot_divide_are_skipped_downwards(batch: int, sizes: list[int], used: dict[int, int]) -> None:
+    found = usable_sizes(elastic("2-4", batch))
+    assert found == sizes
+    assert {given: nodes_to_use(found, given) for given in used} == used
+    assert nodes_to_use(found, 1) is None
+
+
+def test_nodes_that_could_not_be_used_at_all_are_not_asked_for() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cluster\.nodes=3-4: train\.global_batch_size=64 does not divide"
+    ) as refusal:
+        validate(elastic("3-4", 64))
+    assert refusal.value.hint == "cluster.nodes=4 begins with a size that can be used"
+
+
+def test_a_layout_of_fixed_size_says_that_an_axis_has_to_take_the_nodes() -> None:
+    fixed = elastic("2-4")
+    fixed.parallel = dataclasses.replace(fixed.parallel, dp_replicate=8)
+    validate(dataclasses.replace(fixed, cluster=dataclasses.replace(fixed.cluster, nodes=2)))
+    fixed.parallel.dp_replicate = 16
+    with pytest.raises(ConfigError, match=r"is not 8, the ranks of cluster\.nodes=2") as refusal:
+        validate(fixed)
+    assert "one axis has to be -1" in (refusal.value.hint or "")
+
+
+def test_ranks_follow_the_nodes_that_they_were_started_on() -> None:
+    config = elastic("2-4", 64)
+    assert on_given_nodes(config, 2).cluster.nodes == 2 and on_given_nodes(config, 2).world_size == 8
+    with pytest.raises(EnvironmentMismatchError, match=r"3 nodes, and cluster\.nodes=2-4 can use 2, 4") as refusal:
+        on_given_nodes(config, 3)
+    assert refusal.value.hint == "start them with --nodes=2"
+    fixed = elastic(3)
+    assert on_given_nodes(fixed, 2) is fixed  # `check_world_size` refuses that
+
+
+def test_an_evaluation_of_an_elastic_run_can_be_submitted() -> None:
+    config = evaluation_config(elastic("2-4"), "/somewhere/checkpoint_0000010")
+    assert config.cluster.nodes == 1
+    validate(config)
+
+
+def test_a_model_that_fits_only_on_the_most_nodes_is_refused() -> None:
+    config = compose(["cluster=a100x8", "cluster.nodes=2-8", "model=llama3_8b", "parallel=fsdp", "data.seq_len=512"])
+    config.train.global_batch_size, config.train.micro_batch_size = 128, 1
+    smallest, largest = extreme_sizes(config)
+    assert (smallest.cluster.nodes, largest.cluster.nodes) == (2, 8)
+    config.cluster.gpu_memory_gb = 15
+    check_fits(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=8)), validate(largest))
+    with pytest.raises(ConfigError, match="16 ranks = 16 data-parallel groups"):
+        check_fits(config, validate(config))
+
+
+@pytest.mark.parametrize(("given", "used"), [(4, 4), (3, 2), (2, 2)])
+def test_the_batch_script_starts_ranks_on_what_can_be_used_of_what_was_given(given: int, used: int) -> None:
+    paths = JobPaths([Path("/home/me/runs/train/RUN")], "code", "python", submit_dir=Path("/home/me"))
+    script = render_script(elastic("2-4", 64), paths)
+    assert "#SBATCH --nodes=2-4\n" in script and '"${nodes_of_ranks[@]}"' in script
+    begin = script.index("for nodes in")
+    lines = script[begin : script.index("\n\n", begin)]
+    told = subprocess.run(
+        ["bash", "-c", f'{lines}\necho "${{nodes_of_ranks[@]}}"'],
+        env={"SLURM_JOB_NUM_NODES": str(given)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.split() == [f"--nodes={used}", f"--ntasks={4 * used}"]

@@ -1,0 +1,354 @@
+"""`resume RUN key=value` and `requeue RUN key=value`: what may change, what may not, and what becomes of a pending job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_USAGE, UsageError
+from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
+from slurmtrain.launch.changes import changed
+from slurmtrain.launch.next_change import updates
+from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import write_json
+from tests.support.commands import Cli, FakeSlurm
+
+OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
+THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
+
+
+def after(config: Config, *words: str) -> Config:
+    return changed(config, words, Path("/home/me"))[0]
+
+
+MAY_CHANGE = [
+    "cluster.nodes=2",
+    "cluster.nodes=2-4",
+    "cluster.time_limit_min=600",
+    "cluster.partition=night",
+    "parallel.dp_shard=2",
+    "train.steps=300",
+    "train.micro_batch_size=1",
+    "train.data_workers=2",
+    "train.log_every=1",
+    "optim.lr=1e-4",
+    "optim.weight_decay=0",
+    "optim.grad_clip=0.5",
+    "checkpoint.every_steps=7",
+    "checkpoint.keep_last=5",
+    "requeue.mode=resubmit",
+    "hooks.on_finish=true",
+    "eval.metrics.accuracy=true",
+    "model.dropout=0.1",
+]
+
+
+@pytest.mark.parametrize("word", MAY_CHANGE)
+def test_what_leaves_the_checkpoints_as_they_are_may_change(word: str) -> None:
+    changes = after(OURS, word)
+    assert word.partition("=")[0] in differences(OURS, changes)
+    check_meaning(OURS, changes, 100)
+
+
+MUST_NOT = [
+    ("model.dim=128", "weights"),
+    ("model.n_layers=2", "weights"),
+    ("model.rope_theta=1000", "weights"),
+    ("+model.extra=1", "weights"),
+    ("data.seq_len=32", "order"),
+    ("data.max_bytes=1000000", "order"),
+    ("+data.other=1", "order"),
+    ("train.seed=1", "order"),
+    ("train.shuffle=false", "order"),
+    ("train.length_sorted_steps=8", "order"),
+    ("train.global_batch_size=32", "global batches"),
+    ("checkpoint.restore_from=/home/me/other", "no effect"),
+]
+
+
+@pytest.mark.parametrize(("word", "reason"), MUST_NOT)
+def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_reason(word: str, reason: str) -> None:
+    changes = after(OURS, word)
+    with pytest.raises(
+        UsageError, match=rf"(?s){word.lstrip('+').partition('=')[0]}: .* cannot change after step 100.*{reason}"
+    ) as error:
+        check_meaning(OURS, changes, 100)
+    assert "submit it as a run of its own" in (error.value.hint or "")
+    check_meaning(OURS, changes, None)  # without a checkpoint there is nothing that it could change
+    check_meaning(OURS, OURS, 100)
+
+
+def test_a_person_who_says_so_goes_on_all_the_same() -> None:
+    check_meaning(OURS, after(OURS, "train.seed=1", "checkpoint.allow=[config,data]"), 100)
+
+
+def test_of_a_model_of_ones_own_fields_may_change_and_the_class_may_not() -> None:
+    check_meaning(THEIRS, after(THEIRS, "model.width=9"), 100)  # the shapes of tensors are compared at the restore
+    with pytest.raises(UsageError, match=r"model\._target_: mine\.Model -> mine\.Other cannot change"):
+        check_meaning(THEIRS, after(THEIRS, "model._target_=mine.Other"), 100)
+
+
+def test_fewer_steps_than_there_are_is_refused() -> None:
+    check_meaning(OURS, after(OURS, "train.steps=100"), 100)
+    with pytest.raises(UsageError, match=r"train\.steps=99 is less than 100") as error:
+        check_meaning(OURS, after(OURS, "train.steps=99"), 100)
+    assert error.value.hint == "train.steps=100 ends it here, train.steps=+100 goes on"
+
+
+def test_a_program_of_ones_own_may_be_changed_in_everything() -> None:
+    config = compose(["job=command", "job.command=true"])
+    check_meaning(config, after(config, "job.command=false", "train.seed=7"), 100)
+
+
+def test_more_steps_are_counted_from_those_of_the_config() -> None:
+    assert with_steps(["train.steps=+100", "optim.lr=1"], OURS) == [
+        f"train.steps={OURS.train.steps + 100}",
+        "optim.lr=1",
+    ]
+    assert with_steps(["train.steps=100"], OURS) == ["train.steps=100"]
+
+
+def test_the_answer_says_what_is_different_and_where_the_learning_rate_goes_on() -> None:
+    changes = after(OURS, f"train.steps={OURS.train.steps + 100}", "cluster.nodes=2-4")
+    lines = describe(OURS, changes, OURS.train.steps)
+    rates = [learning_rate(OURS.train.steps, total_steps=c.train.steps, config=c.optim) for c in (OURS, changes)]
+    assert rates[1] > rates[0]
+    assert lines[:2] == ["cluster.nodes: 4 -> 2-4", f"train.steps: {OURS.train.steps} -> {changes.train.steps}"]
+    assert lines[2].startswith(f"learning rate of step {OURS.train.steps + 1}: {rates[0]:.3g} -> {rates[1]:.3g}, ")
+    assert describe(OURS, after(OURS, "cluster.nodes=2"), 10) == ["cluster.nodes: 4 -> 2"]
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --partition=day
+#SBATCH --nodes=4
+#SBATCH --time=60
+# a comment
+srun python
+"""
+
+
+@pytest.mark.parametrize(
+    ("new", "fields"),
+    [
+        (SCRIPT, {}),
+        (SCRIPT.replace("a comment", "another"), {}),
+        (SCRIPT.replace("time=60", "time=30"), {"TimeLimit": "30"}),
+        (SCRIPT.replace("time=60", "time=30").replace("day", "night"), {"TimeLimit": "30", "Partition": "night"}),
+        (SCRIPT.replace("#SBATCH --partition=day\n", ""), None),  # which is the default one, only a new job finds
+        (SCRIPT.replace("nodes=4", "nodes=2"), None),
+        (SCRIPT.replace("srun", "srun --nodes=2"), None),
+    ],
+)
+def test_a_pending_job_is_updated_where_that_is_all(new: str, fields: dict[str, str] | None) -> None:
+    assert updates(SCRIPT, new) == fields
+
+
+def test_a_job_that_was_updated_before_is_updated_to_what_its_script_says_again() -> None:
+    assert updates(SCRIPT, SCRIPT, all_of_them=True) == {"TimeLimit": "60", "Partition": "day"}
+
+
+@pytest.fixture
+def waiting(project: Path, fake_slurm: FakeSlurm) -> RunDir:
+    """A run whose job is pending."""
+    assert main(["+cluster=a100x4", "cluster.nodes=4", "submit"]) == 0
+    (run,) = all_runs(project / "runs")
+    fake_slurm.command("squeue", 'case "$*" in *--array*) echo "4711|4711|PENDING|N/A|Priority|";; esac')
+    fake_slurm.command(
+        "scontrol",
+        'echo "$*" >>"$here/asked"; case "$1" in show) echo "JobId=4711 JobState=PENDING Reason=Priority";; '
+        'write) cat "$here/script-0";; esac',
+    )
+    fake_slurm.command("scancel", 'echo "scancel $*" >>"$here/asked"')
+    return run
+
+
+def asked(fake_slurm: FakeSlurm) -> list[str]:
+    path = fake_slurm.directory / "asked"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if not line.startswith("show")]
+
+
+def test_a_waiting_run_is_changed_while_its_job_is_held_and_keeps_it(waiting: RunDir, fake_slurm: FakeSlurm) -> None:
+    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 0
+    assert load_frozen(waiting.config_file).optim.lr == 1e-4 and waiting.info()["job_ids"] == ["4711"]
+    assert asked(fake_slurm) == [
+        "hold 4711",
+        "write batch_script 4711 -",
+        "release 4711",
+        "update JobId=4711 StartTime=now",
+    ]
+
+
+def test_the_time_limit_of_a_waiting_job_is_updated_in_place(waiting: RunDir, fake_slurm: FakeSlurm) -> None:
+    assert main(["requeue", waiting.id, "cluster.time_limit_min=30"]) == 0
+    assert "update JobId=4711 TimeLimit=30" in asked(fake_slurm) and waiting.info()["job_ids"] == ["4711"]
+    assert "#SBATCH --time=30\n" in waiting.script.read_text()
+
+
+def test_a_waiting_job_that_asks_for_other_nodes_gives_its_place_to_a_new_one(
+    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.command(
+        "sbatch",
+        'case " $* " in *" --test-only "*) exit 0;; esac; echo "sbatch $*" >>"$here/asked"; '
+        'cp "${!#}" "$here/script-1"; echo "Submitted batch job 4712"',
+    )
+    assert main(["requeue", waiting.id, "cluster.nodes=2-4"]) == 0
+    assert "#SBATCH --nodes=2-4\n" in fake_slurm.submitted[1]
+    said = [line.partition(" ")[0] + " " + line.split()[-1] for line in asked(fake_slurm)]
+    assert said.index("hold 4711") < next(i for i, each in enumerate(said) if each.startswith("sbatch"))
+    assert said[-1] == "scancel 4711"
+    assert "--dependency=afterany:4711" in " ".join(asked(fake_slurm))
+    assert waiting.info()["job_ids"] == ["4711", "4712"]
+    assert "job 4712 takes the place of job 4711" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["train.steps=0"], ["cluster.nodes=3", "train.global_batch_size=16"], ["nothing.here=1"]]
+)
+def test_what_is_wrong_leaves_a_waiting_run_and_its_job_alone(
+    words: list[str], waiting: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    before = waiting.config_file.read_text(), waiting.script.read_text()
+    assert main(["requeue", waiting.id, *words]) in (2, 78)
+    assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
+    assert asked(fake_slurm) == [] and "changes" not in waiting.info()
+
+
+def test_a_job_that_slurm_would_refuse_leaves_the_run_as_it_was(
+    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = waiting.config_file.read_text(), waiting.script.read_text()
+    fake_slurm.refuse("sbatch: error: invalid partition specified: nowhere")
+    assert main(["requeue", waiting.id, "cluster.partition=nowhere"]) == 1
+    fake_slurm.command("squeue", "exit 0")  # it has gone
+    assert main(["resume", waiting.id, "cluster.partition=nowhere"]) == 1
+    assert "invalid partition specified" in capsys.readouterr().err
+    assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
+    assert "hold 4711" not in asked(fake_slurm) and not list(waiting.path.glob(".code-*"))
+
+
+def test_resume_with_other_nodes_and_more_steps(
+    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = load_frozen(waiting.config_file).train.steps
+    fake_slurm.command("squeue", "exit 0")  # its job has gone
+    assert main(["resume", waiting.id, "cluster.nodes=2", "train.steps=+100"]) == 0
+    out = capsys.readouterr().out
+    assert "cluster.nodes: 4 -> 2\n" in out and f"train.steps: {steps} -> {steps + 100}\n" in out
+    config = load_frozen(waiting.config_file)
+    assert (config.cluster.nodes, config.train.steps, waiting.info()["steps"]) == (2, steps + 100, steps + 100)
+    assert "#SBATCH --nodes=2\n" in fake_slurm.submitted[-1]
+    (event,) = [event for event in waiting.events() if event["event"] == "changed"]
+    assert event["changed"] == {"cluster.nodes": [4, 2], "train.steps": [steps, steps + 100]}
+    assert waiting.changed_keys() == {"cluster.nodes", "train.steps"}  # which its checkpoints may differ in
+
+
+def test_resume_refuses_what_its_checkpoints_do_not_stand_for(
+    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.command("squeue", "exit 0")
+    checkpoint = waiting.checkpoints / "checkpoint_0000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    (checkpoint / "manifest.json").write_text("{}")
+    before = waiting.config_file.read_text()
+    assert main(["resume", waiting.id, "train.seed=7", "cluster.nodes=2"]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert "train.seed: 1234 -> 7 cannot change after step 10 of the run: its place among the samples" in told
+    assert waiting.config_file.read_text() == before and len(fake_slurm.submitted) == 1
+
+
+def test_who_was_killed_before_the_run_was_submitted_types_the_same_again(
+    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train.steps=+100` adds 100 steps once, although sbatch failed after the change was made."""
+    steps = load_frozen(waiting.config_file).train.steps
+    fake_slurm.command("squeue", "exit 0")
+    accepting = (fake_slurm.directory / "sbatch").read_text()
+    fake_slurm.refuse("sbatch: error: Invalid account or account/partition combination specified")
+    assert main(["resume", waiting.id, "train.steps=+100"]) == 1
+    assert load_frozen(waiting.config_file).train.steps == steps + 100
+    (fake_slurm.directory / "sbatch").write_text(accepting)
+    assert main(["resume", waiting.id, "train.steps=+100"]) == 0
+    assert load_frozen(waiting.config_file).train.steps == steps + 100 and len(waiting.info()["changes"]) == 1
+    assert f"changed already: train.steps={steps + 100}" in capsys.readouterr().out
+    (waiting.attempts / "0001").mkdir()  # it has begun with them
+    assert main(["resume", waiting.id, "train.steps=+100"]) == 0
+    assert load_frozen(waiting.config_file).train.steps == steps + 200
+
+
+@pytest.mark.parametrize("mode", ["chain", "off"])
+def test_a_run_whose_next_attempt_has_its_config_already_says_how_to_change_it(
+    mode: str, waiting: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = waiting.config_file.read_text()
+    waiting.config_file.write_text(text.replace("mode: requeue", f'mode: "{mode}"'))
+    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 1
+    assert f"cancel it, then resume {waiting.id} optim.lr=1e-4" in capsys.readouterr().err
+
+
+WAITS = """
+import os, pathlib, signal, sys, time
+if os.environ.get("MODE") == "after":
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"], "ready").touch()
+time.sleep(120)
+"""
+
+
+def test_a_run_at_work_has_the_changed_config_in_its_next_attempt(cli: Cli, project: Path) -> None:
+    (project / "step.py").write_text(WAITS)
+    words = ["+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd", "submit"]
+    process = subprocess.Popen([sys.executable, "-m", "slurmtrain", *words], cwd=project, env=dict(os.environ))
+    try:
+        until = time.monotonic() + 60
+        while not list(project.glob("runs/*/*/ready")) and time.monotonic() < until:
+            time.sleep(0.05)
+        (run,) = all_runs(project / "runs")
+        wrong = cli("requeue", "last", "train.steps=0")
+        assert wrong.returncode == 78 and not run.next_change_file.exists()
+        answer = cli("requeue", "last", "+cluster.env.MODE=after")
+        assert answer.returncode == 0 and "cluster.env.MODE: (not there) -> after" in answer.stdout, answer.stderr
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    names = [json.loads(line)["event"] for line in run.events_file.read_text().splitlines()]
+    assert names.index("change asked") < names.index("changed") and run.attempt_numbers() == [1, 2]
+    assert not run.next_change_file.exists() and load_frozen(run.config_file).cluster.env == {"MODE": "after"}
+
+
+def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_it(waiting: RunDir) -> None:
+    from slurmtrain.launch.next_change import make_staged
+
+    before = waiting.config_file.read_text()
+    write_json(waiting.next_change_file, {"set": ["train.steps=0"], "cwd": "/", "asked": 1.0})
+    assert not make_staged(waiting) and not waiting.next_change_file.exists()
+    assert waiting.config_file.read_text() == before
+    assert waiting.events()[-1]["event"] == "not changed" and "train.steps=0" in waiting.events()[-1]["why"]
+
+
+def test_a_kept_change_is_made_once(waiting: RunDir) -> None:
+    """Its maker was killed before it could remove the file."""
+    from slurmtrain.launch.next_change import make_staged
+
+    kept = {"set": ["train.steps=700"], "cwd": "/", "asked": 5.0}
+    for _ in range(2):
+        write_json(waiting.next_change_file, kept)
+        assert make_staged(waiting)
+    assert len(waiting.info()["changes"]) == 1 and load_frozen(waiting.config_file).train.steps == 700
