@@ -9,6 +9,7 @@ BENCHMARKS = (
     "cli",
     "quickstart",
     "throughput",
+    "overhead",
     "stop",
     "recovery",
     "checkpoint",
