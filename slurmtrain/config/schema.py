@@ -21,6 +21,8 @@ from slurmtrain.choices import (
     EvalMode,
     GradientCompression,
     JobKind,
+    OnNonfinite,
+    OnSpike,
     ParamDtype,
     PpSchedule,
     RawFormat,
@@ -190,7 +192,18 @@ class TrainConfig:
     data_ahead: int = 2  # steps that data_workers read ahead, and that are announced to the file system
     log_every: int = 10  # steps between log lines
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
-    max_nonfinite: int = 5  # this many steps in a row without a finite loss and gradient norm end the run; 0: never
+    # The update of a step whose loss or gradient norm is not finite never happens. After that: "skip": train on with the next
+    # batch; "rollback": go back to the last sound checkpoint, and leave out the samples since; "stop": end the run (exit 78)
+    on_nonfinite: OnNonfinite = OnNonfinite.SKIP
+    max_skipped: int = 5  # after this many skipped steps in a row, go back to the last sound checkpoint; 0: never
+    max_rollbacks: int = (
+        2  # end the run when this many rollbacks in a row have not got it any further; 0: never go back
+    )
+    # a loss that is `spike_threshold` robust standard deviations above the median of the last `spike_window` steps is a
+    # spike: "tell", "rollback" (as for on_nonfinite) or "ignore"
+    on_spike: OnSpike = OnSpike.TELL
+    spike_window: int = 100  # steps
+    spike_threshold: float = 10.0  # in standard deviations, estimated by the median absolute deviation
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: Device = Device.AUTO
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
@@ -282,6 +295,10 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+    # So many attempts that a node has ended (by a crash within seconds, a hang, ...), and it is left out of the next start.
+    # Broken hardware counts twice. 0: keep and read no ledger of nodes.
+    blame_threshold: int = 2
+    blame_expiry_h: float = 24.0  # what a node has done is forgotten after so many hours
 
     @property
     def starts_in_place(self) -> bool:

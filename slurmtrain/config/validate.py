@@ -361,8 +361,10 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_skipped", "max_rollbacks"):
         _at_least(f"train.{name}", getattr(train, name), 0)
+    _at_least("train.spike_window", train.spike_window, 10, why="a median of fewer losses says little")
+    _at_least("train.spike_threshold", train.spike_threshold, 1, why="train.on_spike=ignore looks for no spikes")
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
         raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
     if not 0 <= optim.min_lr_ratio <= 1:
@@ -427,6 +429,12 @@ def _check_ranges(config: Config) -> None:
     _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
     _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
+    _at_least("requeue.blame_threshold", config.requeue.blame_threshold, 0)
+    if not 0 < config.requeue.blame_expiry_h < math.inf:
+        raise ConfigError(
+            f"requeue.blame_expiry_h={config.requeue.blame_expiry_h} is no time after which to forget",
+            hint="give hours above 0, for example 24; requeue.blame_threshold=0 keeps no ledger of nodes",
+        )
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == JobKind.TRAIN:
         for group in ("model", "data"):

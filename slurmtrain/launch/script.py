@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain import __version__
-from slurmtrain.choices import ContainerKind, RequeueMode
+from slurmtrain.choices import ContainerKind, JobKind, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
@@ -130,6 +130,7 @@ def render_script(config: Config, paths: JobPaths) -> str:
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
+        local_copies=config.checkpoint.local if config.job.kind == JobKind.TRAIN else None,
     )
 
 

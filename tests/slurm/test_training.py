@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -189,6 +190,27 @@ def test_a_spare_node_takes_the_place_of_a_dead_one_in_the_same_job(undisturbed:
         run.cluster.start_node("n1")
     assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0)] * 2
     assert_same_bits(run, undisturbed)
+
+
+def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(
+    undisturbed: Run, project: Project, tmp_path: Path
+) -> None:
+    """With one node's copy gone, from that of its neighbour; the run directory has no checkpoint yet."""
+    copies = [f"checkpoint.local={tmp_path}", "checkpoint.local_every_steps=4", "checkpoint.every_steps=0"]
+    run = project.submit(*LONG, *copies, nodes="n0,n1")
+    run.wait_until(lambda: len(list(tmp_path.glob("*/*/n*/checkpoint_???????/COMPLETE"))) == 2, "copied")
+    (of_n1,) = tmp_path.glob("*/*/n1")
+    shutil.rmtree(of_n1)
+    os.kill(run.rank_pids()[2], signal.SIGKILL)
+    run.wait_for_attempt(2)
+    run.finish()
+    first, second = run.attempts()
+    assert (first.verdict, first.committed_step, second.job_id) == ("in-place", None, first.job_id)
+    assert second.first_step
+    assert second.first_step % 4 == 0
+    assert "n1 had none: the parts came from the other nodes" in events(run, "restored")[0]["origin"]
+    assert_same_bits(run, undisturbed)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:

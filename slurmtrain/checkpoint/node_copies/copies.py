@@ -79,21 +79,24 @@ class NodeCopies:
         self._lineage = Lineage(token, base)
         ranks.all_do(self.on_leader(partial(self.folder.keep_only, base)))
 
-    def reserve(self, ranks: RankGroup, file_bytes: int, staging_bytes: int) -> None:
-        """Check that the copies fit on every node, before the first of them is made.
+    def expect(self, ranks: RankGroup, file_bytes: int, staging_bytes: int | None) -> None:
+        """Note how large copies will be, and before the first step check that they fit on every node.
 
         Args:
             file_bytes: bytes of this rank's file.
-            staging_bytes: bytes of host memory that this rank will allocate besides.
+            staging_bytes: bytes of host memory that this rank will allocate besides; None: training has begun, and a copy
+                for which there is no room is only left out.
 
         Raises:
             CheckpointError: on every rank: a node has not that much room.
         """
-        sizes = ranks.gather(lambda: [file_bytes, staging_bytes])
+        sizes = ranks.gather(lambda: [file_bytes, staging_bytes or 0])
         names = list(self.by_node)
         here = names.index(self.nodes[ranks.rank])
         held_for = {here, (here - 1) % len(names)}  # this node, and the one before it, once if there is no other
         self._bytes_of_node = sum(sizes[rank][0] for number in held_for for rank in self.by_node[names[number]])
+        if staging_bytes is None:
+            return
         staging = sum(sizes[rank][1] for rank in self.by_node[names[here]])
         ranks.all_do(self.on_leader(lambda: self._check_room(COPIES, staging)))
 

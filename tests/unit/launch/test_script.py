@@ -671,6 +671,22 @@ def test_the_verdict_in_place_starts_the_ranks_again_in_the_same_job_as_the_next
     assert claims == [["77", "0"]] * 3 and again_calls(tmp_path) == []
 
 
+@pytest.mark.parametrize(("code", "removed"), [(0, False), (75, False), (137, True)])
+def test_copies_of_checkpoints_stay_for_a_restart_in_place_and_leave_the_nodes_after_a_crash_without(
+    run_dir: Path, tmp_path: Path, code: int, removed: bool
+) -> None:
+    (tmp_path / "words").write_text("in-place --nodes=4\nend\n")
+    folder = tmp_path / "my node" / f"slurmtrain-{os.getuid()}" / "run-0123"
+    folder.mkdir(parents=True)
+    srun = (
+        f'case "$*" in --overlap*bash*) exec "${{@:8}}" ;; esac; [ -d "{folder}" ] || exit 3; '
+        f'[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137; exit {code}'
+    )
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"checkpoint.local={tmp_path}/my node"]))
+    done = run_script(script, tmp_path, srun=srun, verbs=AGAIN, SLURM_JOB_NUM_NODES="4")
+    assert (done.returncode, folder.exists()) == (code or 1, not removed), done.stderr
+
+
 def test_an_attempt_after_a_restart_in_place_can_be_requeued(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "words").write_text("in-place\nrequeue\n")
     done = run_script(script_for(run_dir), tmp_path, srun="exit 1", verbs=AGAIN)
