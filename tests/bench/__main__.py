@@ -11,6 +11,7 @@ BENCHMARKS = (
     "throughput",
     "stop",
     "checkpoint",
+    "node_copies",
     "collect",
     "status",
     "sweep",
