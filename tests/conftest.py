@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -32,6 +33,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has for a secret is none to the next."""
     monkeypatch.setattr(redaction, "_hidden", {})
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new folder for each test, made by whoever writes into it first."""
+    root = tmp_path_factory.mktemp("states")
+    return (root / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_ledger_of_nodes(states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test, and each job that it submits, has a ledger of its own, and never touches the user's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(states)))
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
+    left_out     in `status RUN --json` alone: nodes that its latest job leaves out, with node, why and until (unix time)
     id, name, path
     state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
                  stopped, failed, lost or unreadable

@@ -28,6 +28,7 @@ from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import WAITING, RunState, RunStatus, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
 
@@ -113,7 +114,8 @@ def _one(run_dir: RunDir, *, as_json: bool) -> int:
         raise UnreadableRecordError(now.explanation)
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
-        print_json({**run_object(run_dir, now), "evaluations": objects})
+        left_out = [each.values() for each in left_out_of(run_dir, now.job_id)]
+        print_json({**run_object(run_dir, now), "evaluations": objects, "left_out": left_out})
         return 0
     print("\n".join(_lines(run_dir, now)))
     for table in _tables(evaluations, found, now):
@@ -154,10 +156,18 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
         f"  {printable(now.explanation)}",
         *([f"  {progress}"] if progress else []),
+        *([f"  left out: {one_line(left_out)}"] if (left_out := _left_out(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
         f"  {one_line(str(run_dir.path))}",
     ]
+
+
+def _left_out(run_dir: RunDir, now: RunState) -> str:
+    """Say which nodes the job of a run that has not ended leaves out because they are blamed; "" if none."""
+    if not now.alive or now.job_id is None:
+        return ""
+    return "; ".join(each.sentence(time.time()) for each in left_out_of(run_dir, now.job_id))
 
 
 def say_doubts(found: Iterable[RunState]) -> None:

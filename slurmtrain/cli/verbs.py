@@ -238,6 +238,19 @@ VERBS: dict[str, Verb] = {
         examples=("progress 500 --of 10000",),
         topic="own-scripts",
     ),
+    "nodes": Verb(
+        "nodes list | blame NODE [--reason TEXT] | forgive NODE|--all [--cluster NAME] [--json]",
+        "show which nodes your runs leave out, and why; blame or forgive one",
+        "slurmtrain.cli.nodes",
+        "Show what has gone wrong on which node, by the ledger that your jobs on this cluster keep, and which nodes your next "
+        "starts leave out. Blame a node, or forgive it, by hand.",
+        examples=(
+            "nodes list",
+            "nodes blame n3 --reason 'its disk is full'",
+            "nodes forgive --all",
+        ),
+        topic="requeue",
+    ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
         "start a real, throwaway SLURM on this machine, without root",

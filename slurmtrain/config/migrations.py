@@ -24,7 +24,12 @@ CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
-ADDED: dict[str, Any] = {"train.hooks": [], "watchdog": dataclasses.asdict(WatchdogConfig())}
+ADDED: dict[str, Any] = {
+    "train.hooks": [],
+    "requeue.blame_threshold": 2,
+    "requeue.blame_expiry_h": 24.0,
+    "watchdog": dataclasses.asdict(WatchdogConfig()),
+}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 

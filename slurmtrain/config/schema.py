@@ -282,6 +282,10 @@ class RequeueConfig:
     # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     max_unseen_attempts: int = 10
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
+    # So many attempts that a node has ended (by a crash within seconds, a hang, ...), and it is left out of the next start.
+    # Broken hardware counts twice. 0: keep and read no ledger of nodes.
+    blame_threshold: int = 2
+    blame_expiry_h: float = 24.0  # what a node has done is forgotten after so many hours
 
     @property
     def starts_in_place(self) -> bool:

@@ -427,6 +427,12 @@ def _check_ranges(config: Config) -> None:
     _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
     _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
+    _at_least("requeue.blame_threshold", config.requeue.blame_threshold, 0)
+    if not 0 < config.requeue.blame_expiry_h < math.inf:
+        raise ConfigError(
+            f"requeue.blame_expiry_h={config.requeue.blame_expiry_h} is no time after which to forget",
+            hint="give hours above 0, for example 24; requeue.blame_threshold=0 keeps no ledger of nodes",
+        )
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == JobKind.TRAIN:
         for group in ("model", "data"):

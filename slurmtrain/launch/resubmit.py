@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.script import EXCLUDED_MAX, directive
+from slurmtrain.launch.node_exclusion import leave_out
+from slurmtrain.launch.script import directive
 from slurmtrain.launch.submit import note, submit_existing_script
 from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts
@@ -26,7 +27,6 @@ from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import ENDS_RUN, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
-from slurmtrain.slurm.nodelist import expand_nodelist
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def requeue(
     if not going_on:
         client.cancel(job_id)
         return "cancelled: taken out of the queue again"
-    excluded = leave_out(going_on, job_id, client)
+    excluded = leave_out([run_dir for run_dir, _ in going_on], job_id, client)
     if delay_s:
         # SLURM holds a requeued job until its credentials have expired. It may be asked for less.
         with contextlib.suppress(ClusterError):
@@ -191,53 +191,6 @@ def _requeue(
                 raise
             sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
             pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
-
-
-def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
-    """Exclude bad nodes from the next start of a job that is pending or about to be, and return all excluded nodes."""
-    facts = client.job(job_id)
-    before, excluded = facts.excluded if facts is not None else "", ""
-    for run_dir, number in runs:  # each of a pack has its own attempts, and may have met a bad node alone
-        excluded = excluding(run_dir, number, client, before=excluded or before) or excluded
-    if not excluded:
-        return ""
-    try:
-        client.update_pending(job_id, ExcNodeList=excluded)
-    except ClusterError as error:
-        log.warning("%s cannot be left out: %s", excluded, error.message)
-        return ""
-    for run_dir, _ in runs:
-        run_dir.event(Event.NODES_LEFT_OUT, nodes=excluded, job_id=job_id)
-    return excluded
-
-
-def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "") -> str:
-    """Return the list of nodes that the start after attempt `number` should exclude; empty when there are none, or no new ones.
-
-    A job that may use none of the remaining nodes would wait for ever, so SLURM is asked first.
-
-    Args:
-        before: nodes that are excluded already.
-    """
-    bad = attempts.bad_nodes_before(attempts.all_attempts(run_dir), number + 1)
-    known = set(expand_nodelist(before)) if before else set()
-    if set(bad) <= known:
-        return ""
-    script = run_dir.script.read_text()
-    own = directive(script, "exclude") or ""
-    nodes = ",".join(dict.fromkeys([*filter(None, [before or own]), *(node for node in bad if node not in known)]))
-    try:
-        # SLURM may have forgotten what the script waits for, which does not matter here.
-        options = [f"--exclude={nodes}", *(["--dependency=singleton"] if directive(script, "dependency") else [])]
-        code, words = client.test_only(run_dir.script, options) if len(bad) <= EXCLUDED_MAX else (1, "")
-    except ClusterError as error:
-        code, words = 1, error.message
-    if code != 0:
-        why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
-        log.warning("%s cannot be left out, since the job may then never start: %s", ", ".join(bad), why)
-        run_dir.event(Event.NODES_NOT_LEFT_OUT, nodes=",".join(bad), why=why)
-        return ""
-    return nodes
 
 
 def submit_again(
@@ -304,9 +257,8 @@ def _find_or_submit(
 
     def options(script: str) -> list[str]:
         # SLURM starts it when this job is completely gone, so that no rank that lingers runs beside its successor.
-        return [*waiting_for(script, [job_id]), *([f"--exclude={without}"] if without else [])]
+        return waiting_for(script, [job_id])
 
-    without = excluding(run_dir, number, client)
     for pause in (*TRIES_S, None):
         try:
             found = client.find_by_comment(TOKEN_PREFIX + mine)

@@ -19,6 +19,7 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
+from slurmtrain.launch import node_exclusion
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
@@ -92,11 +93,16 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
         for run_dir in run_dirs:
             files.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
-    job_id = _hand_over(first.script.read_text(), first, slurm_conf, export_option(config), shared=shared)
+    exclusion = node_exclusion.for_new_job(run_dirs, first.script, SlurmClient(slurm_conf), config)
+    options = [*export_option(config), *exclusion.options]
+    job_id = _hand_over(first.script.read_text(), first, slurm_conf, options, shared=shared)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.add_job(element, slurm_conf=slurm_conf)
         run_dir.event(Event.SUBMITTED, job_id=element)
+        if exclusion.blamed:
+            exclusion.record(run_dir, element)
+    exclusion.tell()
     return job_id
 
 
@@ -144,13 +150,18 @@ def submit_existing_script(
     slurm_conf = run_dir.slurm_conf()
     check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
-    words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    exclusion = node_exclusion.for_new_job([run_dir], run_dir.script, SlurmClient(slurm_conf), config)
+    words = [*options(script), *exclusion.options, *export_option(config)]
     if token is not None:
         words = [comment_option(script, token), *words]
         job_id = sbatch(script, run_dir.path / "submitit", slurm_conf, words)
     else:
         job_id = _hand_over(script, run_dir, slurm_conf, options=words)
     note(run_dir, job_id, **facts)
+    if exclusion.blamed:
+        exclusion.record(run_dir, job_id)
+    exclusion.tell()
     return job_id
 
 

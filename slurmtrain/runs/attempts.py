@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import JobFacts, parse_time
+from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import (
@@ -78,6 +79,7 @@ class Attempt:
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
         failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
+        fault: what it says against a node: the values of a `NodeRecord`; None if it says nothing.
         said: rank 0's last word, a `LastWord`.
         program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
@@ -118,6 +120,7 @@ class Attempt:
     verdict: str | None = None
     stalled: bool = False
     bad_nodes: list[str] = field(default_factory=list)
+    fault: dict[str, Any] | None = None
     failed_on: str | None = None
     unseen: bool = False
     lasted: bool = False
@@ -193,13 +196,13 @@ def all_attempts(run_dir: RunDir) -> list[Attempt]:
     return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
 
 
-def stalled_before(attempts: list[Attempt], number: int) -> int:
-    """Return the number of attempts directly before `number` that used up the budget.
+def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
+    """Return the numbers of the attempts directly before `number` that used up the budget, the last one first.
 
     Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
     run that had ended. An attempt that ended for another reason does not count.
     """
-    count, moved_on = 0, _moved_on(attempts, number)
+    counted, moved_on = [], _moved_on(attempts, number)
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
         if (
             attempt.progressed
@@ -208,8 +211,14 @@ def stalled_before(attempts: list[Attempt], number: int) -> int:
             or attempt.verdict in (Verdict.DONE, Verdict.END)
         ):
             break
-        count += attempt.stalled and not attempt.unseen
-    return count
+        if attempt.stalled and not attempt.unseen:
+            counted.append(attempt.number)
+    return counted
+
+
+def stalled_before(attempts: list[Attempt], number: int) -> int:
+    """Return how many attempts directly before `number` used up the budget."""
+    return len(stalled_numbers(attempts, number))
 
 
 def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
@@ -236,16 +245,6 @@ def unseen_before(attempts: list[Attempt], number: int) -> int:
             break
         count += attempt.unseen
     return count
-
-
-def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
-    """Return the nodes that attempts before `number` could not start on, since the last progress."""
-    found: dict[str, None] = {}
-    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
-            break
-        found |= dict.fromkeys(attempt.bad_nodes)
-    return list(found)
 
 
 def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
@@ -387,6 +386,13 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
     )
 
 
+def failed_nodes(attempt_dir: AttemptDir) -> tuple[str, ...]:
+    """Return the nodes on which a rank failed by itself."""
+    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
+    nodes = (str(record["node"]) for record in found if record.get("node") and not record.get("because_of_peer"))
+    return tuple(dict.fromkeys(nodes))
+
+
 def record_hang(attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int]) -> None:
     """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other."""
     write_json(attempt_dir.hang_file, {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()})
@@ -462,6 +468,23 @@ def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     return match.group(1).strip() if match else None
 
 
+def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
+    """Return the nodes of the tasks that have ended in a way that srun reports, in its order.
+
+    Args:
+        how: a regular expression for srun's words: "Exited with exit code 1".
+    """
+    try:
+        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return []
+    nodes: dict[str, None] = {}
+    for hosts in re.findall(rf"^srun: error: (\S+): tasks? [\d,-]+: (?:{how})\b", text, re.MULTILINE):
+        with contextlib.suppress(EnvironmentMismatchError):
+            nodes |= dict.fromkeys(expand_nodelist(hosts))
+    return list(nodes)
+
+
 def node_of_killed_tasks(killed: str) -> str | None:
     """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if they name none."""
     match = re.match(r"(\S+): tasks? [\d,-]+: ", killed) or re.search(r"missing step on node ([^\s,]+)", killed)
@@ -470,11 +493,20 @@ def node_of_killed_tasks(killed: str) -> str | None:
 
 def node_without_tasks(attempt_dir: AttemptDir) -> str | None:
     """Return the node on which srun could not start its tasks, by its own words; None if it started them on all."""
+    return _named_by_srun(attempt_dir, r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):")
+
+
+def lost_node(attempt_dir: AttemptDir) -> str | None:
+    """Return the node whose failure srun has reported; None if it has reported none."""
+    return _named_by_srun(attempt_dir, r"^srun: error: Node failure on ([A-Za-z0-9_.-]+)$")
+
+
+def _named_by_srun(attempt_dir: AttemptDir, words: str) -> str | None:
     try:
         text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
     except UnreadableRecordError:
         return None
-    match = re.search(r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):", text)
+    match = re.search(words, text, re.MULTILINE)
     return match.group(1) if match else None
 
 

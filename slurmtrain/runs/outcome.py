@@ -11,13 +11,26 @@ Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.node_ledger import (
+    BUS_ERROR,
+    FAST_S,
+    HARDWARE,
+    NODE_NAME,
+    NOT_THE_NODE,
+    BlamePolicy,
+    NodeEvent,
+    NodeRecord,
+    blamed_nodes,
+    short,
+)
 from slurmtrain.system.signals import StopCause
 
 
@@ -99,6 +112,8 @@ class Evidence:
         set_up: message of a set-up that failed before any rank was started.
         on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
         failed_on: the node of the first failure; None if it is not known.
+        failed_nodes: all nodes on which a rank failed by itself.
+        lost_node: the node that failed, as srun has said; None if it has not.
         dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
         usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
         failed_before: nodes at fault for earlier attempts in this start of the job, the newest first.
@@ -123,6 +138,10 @@ class Evidence:
         lasted_s: seconds from its beginning to its end, or to the last thing that it wrote.
         stalled_before: number of attempts directly before this one that also stalled.
         unseen_before: number of long attempts before this one that show no progress.
+        run, number: id of the run, and number of this attempt.
+        now: unix seconds.
+        stalled_numbers: the numbers of the attempts that `stalled_before` counts.
+        node_records: what is on record against nodes, by earlier attempts of this run and in this person's ledger.
     """
 
     exit_code: int
@@ -133,6 +152,8 @@ class Evidence:
     set_up: str | None = None
     on_any_node: bool = False
     failed_on: str | None = None
+    failed_nodes: tuple[str, ...] = ()
+    lost_node: str | None = None
     dead_nodes: tuple[str, ...] = ()
     usable_nodes: tuple[str, ...] = ()
     failed_before: tuple[str, ...] = ()
@@ -155,6 +176,11 @@ class Evidence:
     lasted_s: float = 0.0
     stalled_before: int = 0
     unseen_before: int = 0
+    run: str = ""
+    number: int = 0
+    now: float = 0.0
+    stalled_numbers: tuple[int, ...] = ()
+    node_records: tuple[NodeRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +193,7 @@ class Policy:
         max_unseen_attempts: requeue.max_unseen_attempts.
         long_attempt_s: seconds after which an attempt may have made progress that is not visible.
         signal_lead_s: seconds before the time limit at which the early warning was requested.
+        blame: what decides which nodes are left out.
         in_place: the ranks may start again in the same job (requeue.in_place).
         node_counts: numbers of nodes that the ranks can run on, the best first.
     """
@@ -178,6 +205,7 @@ class Policy:
     long_attempt_s: float = 3600.0
     signal_lead_s: float = 120.0
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
+    blame: BlamePolicy = field(default_factory=BlamePolicy)
     in_place: bool = False
     node_counts: tuple[int, ...] = ()
 
@@ -191,6 +219,7 @@ class AttemptOutcome:
         unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
         lasted: it was a long attempt of such a program, whatever the cause of its end.
         bad_node: the node on which it could not start; the next start should exclude it.
+        fault: what this attempt says against a node, for the ledger; None if it says nothing.
         nodes: nodes on which the ranks start again in the same job; () otherwise.
         wait_s: seconds before that start.
     """
@@ -202,6 +231,7 @@ class AttemptOutcome:
     unseen: bool = False
     lasted: bool = False
     bad_node: str | None = None
+    fault: NodeRecord | None = None
     nodes: tuple[str, ...] = ()
     wait_s: float = 0.0
 
@@ -214,10 +244,11 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     sentence += _doubt(evidence)
     if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
         return AttemptOutcome(reason, Verdict.END, sentence)
-    outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence), evidence, policy)
+    fault = fault_of_node(evidence, reason)
+    outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence, fault=fault), evidence, policy)
     if _slurm_restarts(evidence):
         return replace(outcome, verdict=Verdict.RESTARTING, sentence=f"{outcome.sentence}; SLURM starts it again")
-    nodes = _nodes_in_place(reason, evidence, policy)
+    nodes = _nodes_in_place(outcome, evidence, policy)
     if policy.mode == RequeueMode.OFF and nodes is None:
         return replace(outcome, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
     spent = budget_spent(outcome, evidence, policy)
@@ -239,14 +270,14 @@ def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Polic
     return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_node=bad_node)
 
 
-def _nodes_in_place(reason: Reason, evidence: Evidence, policy: Policy) -> tuple[str, ...] | None:
+def _nodes_in_place(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> tuple[str, ...] | None:
     """Return the nodes on which the ranks can start again in the same job; None if they cannot, or should not.
 
     A job that SLURM is about to end, or whose time is almost over, is of no use to them. A set-up that has failed is run
-    again by a new start only.
+    again by a new start only. A blamed node is used only if no other start would come without it.
     """
     facts = evidence.facts
-    if not policy.in_place or reason not in FAILURES or facts is None or facts.state != "RUNNING":
+    if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != "RUNNING":
         return None
     if evidence.set_up is not None or evidence.step_left:
         return None
@@ -254,11 +285,13 @@ def _nodes_in_place(reason: Reason, evidence: Evidence, policy: Policy) -> tuple
     if evidence.seconds_to_limit is not None and evidence.seconds_to_limit < needs_s:
         return None
     at_fault = (evidence.failed_on,) if evidence.failed_on is not None else ()
+    blamed = nodes_to_leave_out(outcome.fault, evidence, policy.blame)
+    last_start = policy.mode == RequeueMode.OFF or (policy.mode == RequeueMode.CHAIN and policy.links_left == 0)
     return nodes_of_next_start(
         evidence.usable_nodes,
         policy.node_counts,
-        refused=at_fault if reason is Reason.BAD_NODE else (),
-        avoided=(*at_fault, *evidence.failed_before),
+        refused=(*(at_fault if outcome.reason is Reason.BAD_NODE else ()), *(() if last_start else blamed)),
+        avoided=(*at_fault, *blamed, *evidence.failed_before),
     )
 
 
@@ -448,7 +481,8 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if outcome.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
         each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
         return f"{each}: giving up (requeue.max_unseen_attempts)"
-    if not outcome.stalled or evidence.stalled_before + 1 < policy.max_attempts_without_progress:
+    counted = evidence.stalled_before + 1 - _spared(outcome.fault, evidence, policy)
+    if not outcome.stalled or counted < policy.max_attempts_without_progress:
         return None
     ours = evidence.program_code is None and evidence.progress_visible
     what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT} show it)"
@@ -456,6 +490,79 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if policy.max_attempts_without_progress == 1:
         tries = f"an attempt without {what}"
     return f"{tries}: giving up (requeue.max_attempts_without_progress)"
+
+
+def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
+    """Return what an attempt that ended for this reason says against a node; None if it says nothing.
+
+    A crash speaks against a node when it comes within seconds, or with words about broken hardware. It does not when ranks
+    failed by themselves on several nodes, or were killed, as for want of memory.
+    """
+    node = evidence.failed_on
+    said = evidence.failure[1] if evidence.failure is not None else evidence.set_up or evidence.killed or ""
+    if reason is Reason.NODE_FAILURE or (evidence.dead_nodes and reason in FAILURES):
+        node, event = evidence.lost_node or next(iter(evidence.dead_nodes), None), NodeEvent.LOST
+    elif reason is Reason.BAD_NODE:
+        event = NodeEvent.BAD_START
+    elif reason is Reason.HANG:
+        said, event = evidence.hang or "", NodeEvent.HANG
+    elif reason is Reason.CRASH and HARDWARE.search(said):
+        event = NodeEvent.HARDWARE
+    elif reason is Reason.CRASH and not NOT_THE_NODE.search(said) and len(evidence.failed_nodes) < 2:
+        event = NodeEvent.CRASH
+        if not BUS_ERROR.search(said) and (evidence.progressed or evidence.lasted_s >= FAST_S):
+            return None
+    else:
+        return None
+    if node is None or NODE_NAME.fullmatch(node) is None or not evidence.run:
+        return None
+    return NodeRecord(
+        time=evidence.now,
+        node=node,
+        event=event,
+        run=evidence.run,
+        attempt=evidence.number,
+        said=short(said or f"exit code {evidence.exit_code}"),
+        lasted_s=round(evidence.lasted_s, 1),
+        proven=event in (NodeEvent.HARDWARE, NodeEvent.BAD_START)
+        or (event is NodeEvent.HANG and evidence.trained)
+        or _has_trained_elsewhere(evidence, node),
+    )
+
+
+def _has_trained_elsewhere(evidence: Evidence, node: str) -> bool:
+    trained = [each for each in evidence.node_records if each.event is NodeEvent.TRAINED and each.run == evidence.run]
+    return any(node not in each.nodes for each in trained)
+
+
+def _spared(fault: NodeRecord | None, evidence: Evidence, policy: Policy) -> int:
+    """Return how many of the attempts without progress do not count, since a blamed node ended them within seconds.
+
+    If the run came back to a node that was blamed already, that node cannot be left out, and its attempts count. At most
+    as many are spared as may count, so that a run that is itself broken ends.
+    """
+    found = [*evidence.node_records, *([fault] if fault is not None else [])]
+    own = [each for each in found if each.run == evidence.run and each.node and each.fast]
+    spared: set[int] = set()
+    for node in {each.node for each in own}:
+        numbers = {each.attempt for each in own if each.node == node}
+        before_the_last = [each for each in found if (each.run, each.attempt) != (evidence.run, max(numbers))]
+        if _is_blamed(node, found, evidence, policy) and not _is_blamed(node, before_the_last, evidence, policy):
+            spared |= numbers
+    spared &= {*evidence.stalled_numbers, evidence.number}
+    return min(len(spared), policy.max_attempts_without_progress)
+
+
+def nodes_to_leave_out(fault: NodeRecord | None, evidence: Evidence, policy: BlamePolicy) -> tuple[str, ...]:
+    """Return the nodes that the next start should leave out, after this attempt has said this of a node."""
+    found = [*evidence.node_records, *([fault] if fault is not None else [])]
+    return tuple(each.node for each in blamed_nodes(found, policy, now=evidence.now, run=evidence.run))
+
+
+def _is_blamed(node: str, found: Sequence[NodeRecord], evidence: Evidence, policy: Policy) -> bool:
+    ever = replace(policy.blame, expiry_s=math.inf)  # what was spared stays so
+    blamed = blamed_nodes(found, ever, now=evidence.now, run=evidence.run)
+    return node in [each.node for each in blamed]
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:

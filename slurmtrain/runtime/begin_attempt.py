@@ -69,7 +69,7 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
             return None
         run_hook_of(run_dir, last.number, config)
         return Verdict(last.verdict)
-    spent = spent_by(attempts.all_attempts(run_dir), config)
+    spent = spent_by(run_dir, config)
     if spent is None:
         return None
     said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import step_of
@@ -20,7 +21,7 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, chain
+from slurmtrain.runs import attempts, chain, node_blame
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.events import Event
@@ -40,6 +41,14 @@ from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
+from slurmtrain.slurm.node_ledger import (
+    BlamePolicy,
+    NodeRecord,
+    append_to_ledger,
+    is_worth_telling,
+    ledger_file,
+    read_ledger,
+)
 from slurmtrain.system import process
 
 log = logging.getLogger(__name__)
@@ -77,6 +86,8 @@ def finish_attempt(
     can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
     evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
+    if client is not None:
+        evidence = replace(evidence, run=run_dir.id, node_records=tuple(_node_records(run_dir, config)))
     if client is not None and decides.in_place and attempt.said is None:
         evidence = in_place.with_allocation(evidence, attempt, client)
     outcome = decide_outcome(evidence, decides)
@@ -86,12 +97,38 @@ def finish_attempt(
         _record(run_dir, attempt, outcome)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
         log.warning("cannot complete the record of attempt %d: %s", number, error)
+    if client is not None:
+        _tell_ledger(run_dir, attempt, outcome, config)
     if outcome.verdict is Verdict.IN_PLACE and client is not None:
         outcome = in_place.await_next_start(run_dir, attempt, outcome, evidence, decides, client)
     if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return outcome
+
+
+def _node_records(run_dir: RunDir, config: Config) -> list[NodeRecord]:
+    """Return what is on record for and against nodes."""
+    own = node_blame.records_of(run_dir.id, attempts.all_attempts(run_dir))
+    return [*node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config)), *own]
+
+
+def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, config: Config) -> None:
+    """Write to this person's ledger what an attempt says against a node, or for the nodes that it has trained on."""
+    cluster = node_blame.cluster_of_this_job()
+    if cluster is None or config.requeue.blame_threshold == 0:
+        return
+    new = [outcome.fault] if outcome.fault is not None else []
+    try:
+        path = ledger_file(cluster)
+        if not new and node_blame.has_trained_well(attempt):
+            new = node_blame.records_of(run_dir.id, [attempt])
+            new = new if is_worth_telling(run_dir.id, attempt.nodes, read_ledger(path)) else []
+        if new:
+            append_to_ledger(path, new)
+    except OSError as error:
+        where = error.filename or "the ledger of nodes"
+        log.warning("%s cannot be written here: %s; other runs do not hear of this attempt", where, error.strerror)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
@@ -206,6 +243,8 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
     attempt.reason, attempt.verdict, attempt.sentence = outcome.reason, outcome.verdict, outcome.sentence
     if outcome.bad_node is not None:
         attempt.bad_nodes = [outcome.bad_node]
+    if outcome.fault is not None:
+        attempt.fault = outcome.fault.values()
     attempts.write_attempt(run_dir, attempt)
     run_dir.event(
         Event.ATTEMPT_ENDED,
@@ -233,9 +272,15 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         max_unseen_attempts=config.requeue.max_unseen_attempts,
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
+        blame=blame_policy(config),
         in_place=can_start_again and config.requeue.starts_in_place,
         node_counts=tuple(reversed(usable_sizes(config))),
     )
+
+
+def blame_policy(config: Config) -> BlamePolicy:
+    """Return the part of the config that decides which nodes are left out."""
+    return BlamePolicy(config.requeue.blame_threshold, 3600 * config.requeue.blame_expiry_h)
 
 
 def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
@@ -268,6 +313,7 @@ def _evidence(
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
+    counted = attempts.stalled_numbers(tries, attempt.number)
     hang = attempts.found_hang(attempt_dir)
     return Evidence(
         exit_code=exit_code,
@@ -277,7 +323,11 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
-        failed_on=hang.node if hang is not None else _node_at_fault(attempt_dir, failure, killed, set_up),
+        failed_on=hang.node
+        if hang is not None
+        else _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code),
+        failed_nodes=attempts.failed_nodes(attempt_dir),
+        lost_node=attempts.lost_node(attempt_dir),
         failed_before=attempts.failed_before(tries, attempt),
         seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
@@ -297,34 +347,55 @@ def _evidence(
         progressed=attempt.progressed,
         progress_visible=_progress_is_visible(attempt, config),
         lasted_s=ended - attempt.started if attempt.started else 0.0,
-        stalled_before=attempts.stalled_before(tries, attempt.number),
+        stalled_before=len(counted),
         unseen_before=attempts.unseen_before(tries, attempt.number),
+        number=attempt.number,
+        now=ended,
+        stalled_numbers=tuple(counted),
     )
 
 
 def _node_at_fault(
-    attempt_dir: AttemptDir, failure: Failure | None, killed: str | None, set_up: str | None
+    attempt: Attempt,
+    attempt_dir: AttemptDir,
+    failure: Failure | None,
+    killed: str | None,
+    set_up: str | None,
+    code: int,
 ) -> str | None:
-    """Return the node of the first failure, by SLURM's name; None if it is not known."""
+    """Return the node of the first failure, by SLURM's name; None if it is not known.
+
+    Args:
+        code: exit code of srun.
+    """
     if failure is not None and failure.node is not None:
         return failure.node
-    if failure is None and set_up is None:
-        return attempts.node_of_killed_tasks(killed) if killed else attempts.node_without_tasks(attempt_dir)
-    # The ranks of one node, or the batch script itself, have failed.
-    return os.environ.get("SLURMD_NODENAME") if failure is not None or set_up is not None else None
+    if failure is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
+        return os.environ.get("SLURMD_NODENAME")
+    if killed is not None:
+        return attempts.node_of_killed_tasks(killed)
+    ended = attempts.nodes_of_tasks(attempt_dir, f"Exited with exit code {code}") or attempt.nodes
+    return attempts.node_without_tasks(attempt_dir) or (ended[0] if len(ended) == 1 else None)
 
 
-def spent_by(tries: list[Attempt], config: Config) -> str | None:
-    """Say why the last of these attempts, which has an outcome, has used up a budget; return None while there may be others."""
+def spent_by(run_dir: RunDir, config: Config) -> str | None:
+    """Say why the last attempt of a run, which has an outcome, has used up a budget; return None while there may be others."""
+    tries = attempts.all_attempts(run_dir)
     last = tries[-1]
     if not last.stalled:
         return None
+    counted = attempts.stalled_numbers(tries, last.number)
     evidence = Evidence(
         exit_code=last.exit_code or 1,
         program_code=last.program_code,
         progress_visible=_progress_is_visible(last, config),
-        stalled_before=attempts.stalled_before(tries, last.number),
+        stalled_before=len(counted),
         unseen_before=attempts.unseen_before(tries, last.number),
+        run=run_dir.id,
+        number=last.number,
+        now=time.time(),
+        stalled_numbers=tuple(counted),
+        node_records=tuple(_node_records(run_dir, config)),
     )
     outcome = AttemptOutcome(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
     return budget_spent(outcome, evidence, policy(config))

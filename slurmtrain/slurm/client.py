@@ -266,6 +266,18 @@ class SlurmClient:
         """Return slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
         return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
 
+    def cluster_name(self) -> str | None:
+        """Return SLURM's name of the cluster; None when it cannot be asked. A job has it in its environment."""
+        here = (
+            os.environ.get("SLURM_CLUSTER_NAME") if "SLURM_JOB_ID" in os.environ and self.slurm_conf is None else None
+        )
+        return here or self.configuration().get("ClusterName") or None
+
+    def existing_nodes(self, names: Iterable[str]) -> set[str] | None:
+        """Return those of these nodes that the cluster has; None when it cannot be asked."""
+        answer = self._glance(["sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(names)}", "--format=%N"])
+        return None if answer is None else set(answer.split())
+
     def max_array_size(self) -> int | None:
         """Return the greatest number of tasks of an array; None when it cannot be asked."""
         size = self.configuration().get("MaxArraySize", "")

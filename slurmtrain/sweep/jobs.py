@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch import evaluations
+from slurmtrain.launch import evaluations, node_exclusion
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.changes import undo_unfinished
 from slurmtrain.launch.dependencies import waiting_for_runs, with_dependency
@@ -170,12 +170,16 @@ def _hand_over(
     files.write_text(path / "job.sbatch", script)
     for run_id in sweep.members(number):
         _link_script(path / "job.sbatch", sweep.run_dir(run_id))
+    members = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
+    config = load_frozen(members[0].config_file, with_secrets=False)
+    exclusion = node_exclusion.for_new_job(members, path / "job.sbatch", client, config)
+    exclusion.tell()
     job_id = submit_exactly_once(
         script,
         path / "submitit",
         sweep.token(number),
         client,
-        options=export_option(load_frozen(sweep.run_dir(sweep.members(number)[0]).config_file, with_secrets=False)),
+        options=[*export_option(config), *exclusion.options],
         looked_for_before=somebody_before,
         patience=patience,
     )

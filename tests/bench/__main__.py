@@ -9,6 +9,7 @@ BENCHMARKS = (
     "cli",
     "quickstart",
     "throughput",
+    "overhead",
     "stop",
     "checkpoint",
     "node_copies",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ import pytest
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
+from slurmtrain.runs import attempts
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.node_ledger import NodeRecord, ledger_file, read_ledger, record_of
 from slurmtrain.slurm.nodelist import expand_nodelist
 from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, events, make_project
 from tests.support.local_runs import assert_steps_join
@@ -343,6 +348,65 @@ def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_el
     assert (bad.reason, bad.verdict, bad.bad_nodes) == ("bad node", "requeue", first.nodes), run.logs()
     assert last.reason == "finished" and last.nodes != first.nodes
     assert run.cluster.job(run.job_id)["ExcNodeList"] == first.nodes[0]
+
+
+def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out_until_that_is_forgotten(
+    project: Project, tmp_path: Path
+) -> None:
+    """The first node that the run gets is the bad one."""
+    (tmp_path / "program").write_text(
+        'cd "$SLURMTRAIN_RUN_DIR"; [ -e bad ] || echo "$SLURMD_NODENAME" >bad\n'
+        '[ "$SLURMD_NODENAME" = "$(cat bad)" ] && [ "$SLURMTRAIN_ATTEMPT" -lt 4 ] && exit 3\n'
+        f'[ "$SLURMTRAIN_ATTEMPT" -gt 3 ] && exit 0; until [ -e {tmp_path}/go ]; do sleep 0.1; done; exit 75\n'
+    )
+    words = [f"job.command='bash {tmp_path}/program'", "requeue.restart_delay_s=1", *ONE]
+    run = project.submit("job=command", *words, "requeue.max_attempts_without_progress=2", small=False)
+    run.wait_until(lambda: len(run.attempts()) == 3 and bool(run.attempts()[2].nodes), "started elsewhere")
+    (bad,) = run.attempts()[0].nodes
+    # Two attempts are all that the run has without progress, and a blamed node has not eaten them.
+    assert [(each.reason, each.nodes == [bad]) for each in run.attempts()[:2]] == [("crash", True)] * 2, run.logs()
+    assert bad not in run.attempts()[2].nodes and run.cluster.job(run.job_id)["ExcNodeList"] == bad
+    assert re.search(rf"left out: {bad} \(crashed 2 attempts in \d+ s, forgotten in 24 h\)", run.status()), run.status()
+    listed = json.loads(run.cli("nodes", "list", "--json"))
+    assert [(each["node"], len(each["records"])) for each in listed] == [(bad, 2)]
+
+    # A day later.
+    ledger = ledger_file("sandbox")
+    ledger.write_text("".join(json.dumps(each.values()) + "\n" for each in aged(read_ledger(ledger))))
+    for attempt in run.attempts()[:2]:
+        attempt.fault = aged([found for found in [record_of(attempt.fault)] if found])[0].values()
+        attempts.write_attempt(run.run_dir, attempt)
+    (tmp_path / "go").touch()
+    assert run.wait_for_end().number == 4, run.logs()
+    assert run.attempts()[3].reason == "finished" and run.cluster.job(run.job_id)["ExcNodeList"] == "(null)"
+
+
+def aged(found: Sequence[NodeRecord]) -> list[NodeRecord]:
+    return [replace(each, time=each.time - 25 * 3600) for each in found]
+
+
+def test_new_runs_leave_out_a_node_that_is_blamed_and_none_that_the_cluster_does_not_have_any_more(
+    project: Project,
+) -> None:
+    def nodes(*words: str, check: bool = True) -> str:
+        done = project.cluster.run([PYTHON, "-m", "slurmtrain", "nodes", *words], cwd=project.path, check=check)
+        return done.stdout + done.stderr
+
+    program = ["job=command", "job.command=true", *ONE]
+    assert "n2 is left out of the next starts" in nodes("blame", "n2", "--reason", "its disk is full")
+    assert "has no node 'n17'" in nodes("blame", "n17", check=False)
+    nodes("blame", "n17", "--cluster", "sandbox")  # as if it had been removed since
+    blamed = project.submit(*program, "cluster.exclude=n1", small=False)
+    assert expand_nodelist(project.cluster.job(blamed.job_id)["ExcNodeList"]) == ["n1", "n2"]
+    (left_out,) = json.loads(blamed.cli("status", blamed.run_dir.id, "--json"))["left_out"]
+    assert (left_out["node"], left_out["why"]) == ("n2", "blamed by hand: its disk is full")
+    pinned = project.submit(*program, small=False, nodes="n2")  # without its node it could never start
+    assert project.cluster.job(pinned.job_id)["ExcNodeList"] == "(null)"
+    nodes("forgive", "--all")
+    forgiven = project.submit(*program, "cluster.exclude=n1", small=False)
+    assert project.cluster.job(forgiven.job_id)["ExcNodeList"] == "n1"
+    for run in (blamed, pinned, forgiven):
+        run.wait_for_end()
 
 
 def test_a_run_leaves_out_a_node_that_has_lost_its_run_directory(

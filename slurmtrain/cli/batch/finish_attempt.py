@@ -43,11 +43,11 @@ def main(verb: str, words: list[str]) -> int:
     if outcome.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
     over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
-    if outcome.bad_node is not None and outcome.verdict is Verdict.NEXT:
-        from slurmtrain.launch.resubmit import leave_out
+    if outcome.verdict is Verdict.NEXT:
+        from slurmtrain.launch.node_exclusion import leave_out
 
         for link in chain.waiting_after(run_dir, own_job_id(), SlurmClient())[:1]:
-            leave_out([(run_dir, options.attempt)], link, SlurmClient())
+            leave_out([run_dir], link, SlurmClient())
     if config.requeue.mode == RequeueMode.CHAIN and over:
         cancel_rest(run_dir, own_job_id())
     return 0

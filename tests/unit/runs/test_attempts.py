@@ -18,6 +18,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.node_blame import blamed_for
 from slurmtrain.runs.outcome import Reason, RunAction, Verdict, decide_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
@@ -25,6 +26,7 @@ from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
 from slurmtrain.slurm.client import JobFacts, SlurmClient
 from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.node_ledger import BlamePolicy
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
 
@@ -341,7 +343,7 @@ def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
     assert bad_start("set-up") == (Verdict.REQUEUE, ["n3"])
     monkeypatch.setenv("SLURMD_NODENAME", "n4")
     assert bad_start("no GPU") == (Verdict.REQUEUE, ["n4"])
-    assert sorted(attempts.bad_nodes_before(attempts.all_attempts(run), 99)) == ["n3", "n4"]
+    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n3", "n4"]
     assert bad_start("no GPU")[0] == Verdict.END
     sentence = attempts.all_attempts(run)[-1].sentence or ""
     assert "the fault of n4" in sentence and "giving up" in sentence

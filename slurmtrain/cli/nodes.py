@@ -1,0 +1,202 @@
+"""nodes: the ledger of nodes: list what is on record, blame a node, forgive one. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.columns import one_line, print_table
+from slurmtrain.cli.json_output import print_json
+from slurmtrain.config.schema import RequeueConfig
+from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.report.progress import roughly
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.node_ledger import (
+    ALL,
+    FAULTS,
+    NODE_NAME,
+    Blamed,
+    BlamePolicy,
+    NodeEvent,
+    NodeRecord,
+    append_to_ledger,
+    blamed_nodes,
+    ledger_file,
+    read_ledger,
+    short,
+    state_folder,
+)
+
+HEADER = ("cluster", "node", "left out", "what", "last", "")
+# What a run is submitted with unless its config says otherwise: no run is asked here.
+POLICY = BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = _parser(verb).parse_args(words)
+    if options.action == "list":
+        return _list(options)
+    return _blame(options) if options.action == "blame" else _forgive(options)
+
+
+def _parser(verb: str) -> Parser:
+    parser = Parser.of(verb)
+    actions = parser.add_subparsers(dest="action", metavar="list|blame|forgive", title="actions", required=True)
+    hours = RequeueConfig().blame_expiry_h
+    listing = actions.add_parser(
+        "list",
+        help="list what is on record, and what is left out",
+        description="List the nodes that something is on record against, and whether all your runs leave them out. Records "
+        f"count for {hours:g} hours (requeue.blame_expiry_h).",
+    )
+    blaming = actions.add_parser(
+        "blame",
+        help="leave a node out of the next starts of your runs",
+        description=f"Leave a node out of the next starts of your runs, for {hours:g} hours (requeue.blame_expiry_h). Jobs "
+        "that run or wait already are not changed.",
+    )
+    blaming.add_argument("node", metavar="NODE", help="its name, as SLURM has it")
+    blaming.add_argument("--reason", default="", metavar="TEXT", help="why, for `nodes list` and `status`")
+    forgiving = actions.add_parser(
+        "forgive",
+        help="use a node again",
+        description="Use a node again: what was recorded of it until now does not count any more.",
+    )
+    forgiving.add_argument("node", nargs="?", metavar="NODE", help="its name, as SLURM has it")
+    forgiving.add_argument("--all", action="store_true", help="all nodes of the cluster")
+    for action in (listing, blaming, forgiving):
+        action.add_argument(
+            "--cluster", metavar="NAME", help="SLURM's name of the cluster; default: the one of this shell"
+        )
+        action.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    clusters = [_cluster(options)] if options.cluster else sorted(path.stem for path in _folder().glob("*.jsonl"))
+    now = time.time()
+    objects = [each for cluster in clusters for each in _objects(cluster, now)]
+    if options.json:
+        print_json(objects)
+    elif objects:
+        print_table(HEADER, [_row(each, now) for each in objects])
+    else:
+        print("nothing is on record against any node")
+    return 0
+
+
+def _objects(cluster: str, now: float) -> list[dict[str, Any]]:
+    """Return the nodes of a cluster that something is on record against: what `nodes list --json` prints.
+
+    cluster, node
+    until        unix time until which all runs leave it out; null: they do not
+    why          what counts against it, or is on record
+    records      what has been recorded of it, oldest first: time, event, run, attempt, said, lasted_s
+    """
+    found = read_ledger(_ledger(cluster))
+    blamed = {each.node: each for each in blamed_nodes(found, POLICY, now=now)}
+    by_node: dict[str, list[NodeRecord]] = {}
+    for each in found:
+        if each.event in FAULTS and now - each.time < POLICY.expiry_s:
+            by_node.setdefault(each.node, []).append(each)
+    return [
+        {
+            "cluster": cluster,
+            "node": node,
+            "until": blamed[node].until if node in blamed else None,
+            "why": (blamed[node] if node in blamed else Blamed(node, now, tuple(on_record))).why(),
+            "records": [
+                {name: getattr(each, name) for name in ("time", "event", "run", "attempt", "said", "lasted_s")}
+                for each in on_record
+            ],
+        }
+        for node, on_record in sorted(by_node.items())
+    ]
+
+
+def _row(node: dict[str, Any], now: float) -> list[str]:
+    last = node["records"][-1]
+    until = "no" if node["until"] is None else f"for {roughly(node['until'] - now)}"
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(last["time"]))
+    return [node["cluster"], node["node"], until, one_line(node["why"]), when, one_line(last["said"])]
+
+
+def _blame(options: argparse.Namespace) -> int:
+    cluster, node = _cluster(options), _node(options.node)
+    known = SlurmClient().existing_nodes([node]) if not options.cluster else None
+    if known is not None and node not in known:
+        raise UsageError(f"cluster {cluster} has no node {node!r}", hint="`sinfo -N` lists its nodes")
+    now = time.time()
+    _append(cluster, NodeRecord(now, node, NodeEvent.BY_HAND, said=short(options.reason)))
+    until = time.strftime("%m-%d %H:%M", time.localtime(now + POLICY.expiry_s))
+    return _say(
+        options, cluster, node, f"{node} is left out of the next starts of your runs on {cluster} until {until}"
+    )
+
+
+def _forgive(options: argparse.Namespace) -> int:
+    if options.all == (options.node is not None):
+        raise UsageError("which nodes are to be forgiven?", hint="nodes forgive NODE, or nodes forgive --all")
+    cluster = _cluster(options)
+    node = ALL if options.all else _node(options.node)
+    _append(cluster, NodeRecord(time.time(), node, NodeEvent.FORGIVEN))
+    what = "all nodes are" if options.all else f"{node} is"
+    return _say(options, cluster, node, f"{what} forgiven on {cluster}")
+
+
+def _say(options: argparse.Namespace, cluster: str, node: str, said: str) -> int:
+    if options.json:
+        print_json({"cluster": cluster, "node": node, "said": said})
+    else:
+        print(said)
+    return 0
+
+
+def _cluster(options: argparse.Namespace) -> str:
+    """Return SLURM's name of the cluster that is meant.
+
+    Raises:
+        ClusterError: SLURM cannot be asked for it.
+    """
+    cluster = options.cluster or SlurmClient().cluster_name()
+    if cluster is None:
+        raise ClusterError(
+            "SLURM does not say which cluster this is", hint="--cluster NAME; `nodes list` shows the names"
+        )
+    return str(cluster)
+
+
+def _node(name: str) -> str:
+    if NODE_NAME.fullmatch(name) is None:
+        raise UsageError(f"{name!r} is no name of a node", hint="one node, as `sinfo -N` shows it, such as n3")
+    return name
+
+
+def _folder() -> Path:
+    try:
+        return state_folder()
+    except OSError as error:
+        raise UsageError(f"there is no ledger of nodes: {error.strerror}", hint="set HOME or XDG_STATE_HOME") from None
+
+
+def _ledger(cluster: str) -> Path:
+    try:
+        return ledger_file(cluster)
+    except OSError as error:
+        raise UsageError(
+            f"there is no ledger of cluster {cluster!r}: {error.strerror}", hint="--cluster NAME"
+        ) from None
+
+
+def _append(cluster: str, record: NodeRecord) -> None:
+    path = _ledger(cluster)
+    try:
+        append_to_ledger(path, [record])
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}", hint="is its disk full, or another user's?"
+        ) from None

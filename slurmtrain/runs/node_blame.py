@@ -1,0 +1,101 @@
+"""What a run's own attempts, and this person's ledger of the cluster, say against nodes.
+
+A run's directory is enough by itself: where the ledger cannot be read or written, as on compute nodes without the home
+directory, the run still leaves out the nodes that its own attempts speak against.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.node_ledger import (
+    Blamed,
+    BlamePolicy,
+    LeftOut,
+    NodeEvent,
+    NodeRecord,
+    blamed_nodes,
+    ledger_file,
+    read_ledger,
+    record_of,
+)
+from slurmtrain.system import records
+
+# An attempt that ended so says nothing for its nodes unless it made progress.
+FAILED = (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE, Reason.BAD_NODE, Reason.CONFIG)
+
+
+def cluster_of_this_job() -> str | None:
+    """Return SLURM's name of the cluster that this process runs on, as a job has it in its environment; None outside of one."""
+    return os.environ.get("SLURM_CLUSTER_NAME") or None
+
+
+def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
+    """Return what the attempts of a run say for and against nodes."""
+    found = []
+    for attempt in tries:
+        fault = record_of(attempt.fault)
+        if fault is not None:
+            found.append(fault)
+            continue
+        ended = attempt.ended or attempt.started
+        found += [
+            NodeRecord(ended, node, NodeEvent.BAD_START, run, attempt.number, attempt.sentence or "", proven=True)
+            for node in attempt.bad_nodes
+        ]
+        if has_trained_well(attempt):
+            found.append(
+                NodeRecord(ended, "", NodeEvent.TRAINED, run, attempt.number, nodes=tuple(attempt.nodes), proven=True)
+            )
+    return found
+
+
+def has_trained_well(attempt: Attempt) -> bool:
+    """Return whether an attempt has trained, and did not fail."""
+    return attempt.reason not in FAILED and (
+        attempt.stepping is not None or attempt.said is not None or attempt.progressed
+    )
+
+
+def ledger_of(cluster: str | None, policy: BlamePolicy) -> list[NodeRecord]:
+    """Return the records of this person's ledger of a cluster; none if it is not kept or cannot be read."""
+    if cluster is None or policy.threshold == 0:
+        return []
+    try:
+        return read_ledger(ledger_file(cluster))
+    except OSError:
+        return []
+
+
+def blamed_for(runs: Sequence[RunDir], policy: BlamePolicy, cluster: str | None, now: float) -> list[Blamed]:
+    """Return the nodes that the next start of these runs, which share a job, should leave out, by name.
+
+    Args:
+        cluster: SLURM's name of the cluster; None if it is not known: then only the runs' own attempts count.
+        now: unix seconds.
+    """
+    ledger = ledger_of(cluster, policy)
+    of_others = blamed_nodes(ledger, policy, now=now)
+    found: dict[str, Blamed] = {}
+    for run in runs:  # each of a pack has its own attempts, and may have met a bad node alone
+        own = records_of(run.id, attempts.all_attempts(run))
+        blamed = blamed_nodes([*ledger, *own], policy, now=now, run=run.id) if own else of_others
+        found |= {each.node: each for each in blamed}
+    return [found[node] for node in sorted(found)]
+
+
+def left_out_of(run: RunDir, job_id: str | None) -> list[LeftOut]:
+    """Return the blamed nodes that a job of a run leaves out, by the run's latest event about it."""
+    events = [each for each in run.events() if each["event"] == Event.NODES_LEFT_OUT and each.get("job_id") == job_id]
+    blamed = events[-1].get("blamed") if events else None
+    found = []
+    for each in blamed if isinstance(blamed, list) else ():
+        if isinstance(each, dict) and isinstance(each.get("node"), str) and records.is_time(each.get("until")):
+            found.append(LeftOut(each["node"], str(each.get("why")), float(each["until"])))
+    return found

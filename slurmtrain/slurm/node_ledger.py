@@ -1,0 +1,427 @@
+"""The ledger of nodes: what went wrong on which node of a cluster, for one person, and which nodes that speaks against.
+
+Records are lines of JSON in ${XDG_STATE_HOME:-~/.local/state}/slurmtrain/nodes/CLUSTER.jsonl. Jobs on several nodes append to
+it at the same time, through a lock where the file system has one; torn and foreign lines are left out. It may be missing or
+read-only on compute nodes: then what a run's own attempts have recorded is all that counts.
+
+`blamed_nodes` decides; it is a pure function from records to nodes. In doubt the node is not at fault: what a run crashes with
+on two different nodes is the program's fault, and a fast crash counts against a node for other runs only once that run has
+trained on another node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.system import records
+from slurmtrain.system.redaction import redact
+
+FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks against its node
+SAID_LENGTH = 200  # characters that are kept of what a rank said
+READ_BYTES = 1 << 20  # read from the end of the ledger: about 4,000 records
+LOCK_S = 5.0  # longest wait for another writer, which takes milliseconds
+LOCK_POLL_S = 0.01
+ALL = "*"  # stands for all nodes in a record of forgiveness
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
+CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
+# Words of drivers, CUDA and the kernel about broken hardware. They count on any number of nodes.
+HARDWARE = re.compile(
+    r"uncorrectable|\becc error|\bxid\b|fallen off the bus|fell off the bus|busy or unavailable|"
+    r"no cuda-capable device|unable to determine the device handle|hardware (?:stack )?error|nvlink error|"
+    r"system not yet initialized",
+    re.IGNORECASE,
+)
+BUS_ERROR = re.compile(r"\bbus error\b|\bSIGBUS\b", re.IGNORECASE)
+# Words after which the node is not at fault: too little memory was asked for, or somebody has killed the rank.
+NOT_THE_NODE = re.compile(
+    r"out of memory|oom[-_ ]?kill|out_of_memory|memoryerror|\bkilled\b|sigkill|signal 9\b", re.IGNORECASE
+)
+
+
+class NodeEvent(StrEnum):
+    """The kind of a record."""
+
+    CRASH = "fast crash"
+    HARDWARE = "hardware"
+    HANG = "hang"
+    BAD_START = "could not start"  # on that node, though the run has trained before
+    LOST = "lost"  # SLURM said that the node failed
+    BY_HAND = "by hand"
+    FORGIVEN = "forgiven"  # by hand: what was recorded before does not count any more
+    TRAINED = "trained"  # a run has trained on these nodes without a fault
+
+
+SOFT = (NodeEvent.CRASH, NodeEvent.HANG, NodeEvent.LOST)  # a program can cause them, too
+FAULTS = (*SOFT, NodeEvent.HARDWARE, NodeEvent.BAD_START, NodeEvent.BY_HAND)
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One record of the ledger.
+
+    Attributes:
+        time: unix seconds.
+        node: node that it is about; `ALL` in a record of forgiveness; empty for TRAINED.
+        run, attempt: id of the run and number of its attempt; empty and 0 for what a person has typed.
+        said: what the failing rank said, or the person's reason, without secrets and short.
+        lasted_s: seconds from the beginning of the attempt to its end; None if not known.
+        proven: the run had trained on another node before, so its program works.
+        nodes: nodes of a TRAINED record.
+    """
+
+    time: float
+    node: str
+    event: NodeEvent
+    run: str = ""
+    attempt: int = 0
+    said: str = ""
+    lasted_s: float | None = None
+    proven: bool = False
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def fast(self) -> bool:
+        """Whether the attempt was over within seconds."""
+        return self.lasted_s is not None and self.lasted_s < FAST_S
+
+    def values(self) -> dict[str, Any]:
+        """Return the record as values for JSON, without fields that have their default."""
+        defaults = {name: each.default for name, each in NodeRecord.__dataclass_fields__.items()}
+        found = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        return found | ({"nodes": list(self.nodes)} if self.nodes else {})
+
+
+@dataclass(frozen=True)
+class BlamePolicy:
+    """The part of the config that decides which nodes are left out.
+
+    Attributes:
+        threshold: requeue.blame_threshold; 0: no ledger is kept or read.
+        expiry_s: requeue.blame_expiry_h, in seconds.
+    """
+
+    threshold: int = 2
+    expiry_s: float = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A node that a job leaves out, as the run has recorded it.
+
+    Attributes:
+        why: what counts against it.
+        until: unix seconds at which that is forgotten.
+    """
+
+    node: str
+    why: str
+    until: float
+
+    def values(self) -> dict[str, Any]:
+        """Return it as values for JSON."""
+        return {"node": self.node, "why": self.why, "until": round(self.until)}
+
+    def sentence(self, now: float) -> str:
+        """Say which node it is, why, and for how long: "n3 (crashed 2 attempts in 1 s, forgotten in 23 h)"."""
+        when = f"forgotten in {_about(self.until - now)}" if self.until > now else "forgotten by now"
+        return f"{self.node} ({self.why}, {when})"
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """A node that is to be left out.
+
+    Attributes:
+        until: unix seconds at which so many records will have expired that it is not blamed any more.
+        records: the records that count against it, oldest first.
+    """
+
+    node: str
+    until: float
+    records: tuple[NodeRecord, ...] = ()
+
+    @property
+    def by_hand(self) -> bool:
+        return any(record.event is NodeEvent.BY_HAND for record in self.records)
+
+    def why(self) -> str:
+        """Say what counts against it: "crashed 2 attempts in 1 s"."""
+        by_event: dict[NodeEvent, list[NodeRecord]] = defaultdict(list)
+        for record in self.records:
+            by_event[record.event].append(record)
+        return ", ".join(_phrase(event, found) for event, found in by_event.items())
+
+    def left_out(self) -> LeftOut:
+        """Return what a run records when it leaves the node out."""
+        return LeftOut(self.node, self.why(), self.until)
+
+
+def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
+    attempts = "1 attempt" if len(found) == 1 else f"{len(found)} attempts"
+    said = next((record.said for record in reversed(found) if record.said), "")
+    if event is NodeEvent.CRASH:
+        seconds = max(record.lasted_s or 0.0 for record in found)
+        return f"crashed {attempts}" + (f" in {max(1.0, seconds):.0f} s" if seconds < FAST_S else "")
+    if event is NodeEvent.HANG:
+        return f"hung in {attempts}"
+    if event is NodeEvent.BAD_START:
+        return f"could not start {attempts}"
+    if event is NodeEvent.LOST:
+        return f"failed in {attempts}"
+    if event is NodeEvent.HARDWARE:
+        return f"broken hardware in {attempts}: {said[:80]}"
+    return f"blamed by hand: {said[:80]}" if said else "blamed by hand"
+
+
+def _about(seconds: float) -> str:
+    """Return a duration in the unit that a person would choose."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def blamed_nodes(
+    found: Iterable[NodeRecord], policy: BlamePolicy, *, now: float, run: str | None = None
+) -> list[Blamed]:
+    """Return the nodes that are to be left out of the next start, by name.
+
+    Evidence counts 1, broken hardware 2, and a node is blamed when its count within the expiry has reached the threshold. A
+    node that a person has blamed, or on which this run could not start though it has trained before, is blamed at once.
+
+    Args:
+        found: records of the ledger and of the run's own attempts, in any order; the same one may be there twice.
+        run: id of the run that is to start: what has happened to it counts even if nothing else shows that the node is at
+            fault. None: what counts for a run that has not begun.
+    """
+    live = _without_twins(
+        each for each in sorted(found, key=lambda each: each.time) if now - each.time < policy.expiry_s
+    )
+    weigh = _Scales(live, policy, run).weight
+    by_node: dict[str, list[NodeRecord]] = defaultdict(list)
+    for each in live:
+        if weigh(each):
+            by_node[each.node].append(each)
+    result = []
+    for node, against in sorted(by_node.items()):
+        total = 0
+        for each in reversed(against):
+            total += weigh(each)
+            if total >= max(1, policy.threshold):
+                result.append(Blamed(node, each.time + policy.expiry_s, tuple(against)))
+                break
+    return result
+
+
+def _without_twins(found: Iterable[NodeRecord]) -> list[NodeRecord]:
+    """Return the records without second ones of the same attempt and node: the ledger has one, and the run itself, too."""
+    kept: dict[tuple[object, ...], NodeRecord] = {}
+    for each in found:
+        key = (each.run, each.attempt, each.node, each.event) if each.run else (each.time, each.node, each.event)
+        if key not in kept or each.proven:
+            kept[key] = each
+    return list(kept.values())
+
+
+class _Scales:
+    """What each record counts against its node, beside all others."""
+
+    def __init__(self, live: Iterable[NodeRecord], policy: BlamePolicy, run: str | None):
+        self._policy, self._run = policy, run
+        self._forgiven: dict[str, float] = {}  # by node, when a person has last forgiven it
+        self._trained: dict[str, float] = {}  # by node, when a run has last trained there
+        self._trained_by: dict[str, list[tuple[str, ...]]] = defaultdict(list)  # by run, on which nodes
+        self._nodes_alike: dict[tuple[str, str], set[str]] = defaultdict(set)  # by run and words, on which nodes
+        for each in live:
+            if each.event is NodeEvent.FORGIVEN:
+                self._forgiven[each.node] = each.time
+            elif each.event is NodeEvent.TRAINED:
+                self._trained |= dict.fromkeys(each.nodes, each.time)
+                self._trained_by[each.run].append(each.nodes)
+            elif each.event in SOFT:
+                self._nodes_alike[each.run, alike(each)].add(each.node)
+
+    def weight(self, each: NodeRecord) -> int:
+        """Return how much a record counts."""
+        if each.event not in FAULTS or self._is_taken_back(each):
+            return 0
+        own = bool(each.run) and each.run == self._run
+        if each.event is NodeEvent.BAD_START and own:
+            return max(1, self._policy.threshold)
+        if self._policy.threshold == 0:
+            return 0
+        if each.event is NodeEvent.BY_HAND:
+            return self._policy.threshold
+        if each.event is NodeEvent.HARDWARE:
+            return 2
+        if each.event is NodeEvent.BAD_START:
+            return 1
+        if len(self._nodes_alike[each.run, alike(each)]) > 1:  # the program's fault
+            return 0
+        return int(own or self._is_proven(each))
+
+    def _is_taken_back(self, each: NodeRecord) -> bool:
+        """Return whether a person has forgiven the node since, or a run has trained there, which only few faults allow."""
+        if max(self._forgiven.get(each.node, 0.0), self._forgiven.get(ALL, 0.0)) >= each.time:
+            return True
+        trained_since = self._trained.get(each.node, 0.0) >= each.time
+        return trained_since and each.event in (NodeEvent.CRASH, NodeEvent.LOST, NodeEvent.BAD_START)
+
+    def _is_proven(self, each: NodeRecord) -> bool:
+        """Return whether the run of a record has trained on other nodes, before or after, so that its program works."""
+        return each.proven or any(each.node not in nodes for nodes in self._trained_by[each.run])
+
+
+def alike(record: NodeRecord) -> str:
+    """Return what a rank said without what differs between nodes and attempts: numbers, addresses, the node's name."""
+    text = record.said.replace(record.node, "#") if record.node else record.said
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", re.sub(r"^rank \d+: ", "", text)).lower()
+
+
+def is_worth_telling(run: str, nodes: Iterable[str], found: Iterable[NodeRecord]) -> bool:
+    """Return whether it changes what earlier records mean that this run has trained on these nodes; it seldom does."""
+    there = set(nodes)
+    return any(each.event in SOFT and (each.node in there or (each.run == run and not each.proven)) for each in found)
+
+
+def short(text: str) -> str:
+    """Return what a rank said in one line for the ledger: without secrets, and not too long."""
+    line = " ".join(redact(text).split())
+    return line if len(line) <= SAID_LENGTH else f"{line[: SAID_LENGTH - 3]}..."
+
+
+# Functions that read and write the ledger.
+
+
+def state_folder() -> Path:
+    """Return the folder of the ledgers of this person, one for each cluster.
+
+    Raises:
+        OSError: there is no home directory.
+    """
+    given = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise OSError(errno.ENOENT, "there is no home directory") from None
+    return home / "slurmtrain" / "nodes"
+
+
+def ledger_file(cluster: str) -> Path:
+    """Return the ledger of a cluster, by SLURM's ClusterName.
+
+    Raises:
+        OSError: there is no home directory, or the name cannot be that of a file.
+    """
+    if CLUSTER_NAME.fullmatch(cluster) is None:
+        raise OSError(errno.EINVAL, "its name cannot be that of a file", cluster)
+    return state_folder() / f"{cluster}.jsonl"
+
+
+def is_kept() -> bool:
+    """Return whether this person has a ledger of any cluster."""
+    try:
+        return any(state_folder().glob("*.jsonl"))
+    except OSError:
+        return False
+
+
+def read_ledger(path: Path) -> list[NodeRecord]:
+    """Return the records of a ledger, oldest first; none if there is no file of this user's that can be read."""
+    try:
+        if not records.is_mine(path):
+            return []
+        lines = records.read_tail(path, READ_BYTES).splitlines()
+    except UnreadableRecordError:
+        return []
+    found = (record_of(records.parse(line)) for line in lines if line.endswith(b"}"))
+    return [each for each in found if each is not None]
+
+
+def record_of(values: object) -> NodeRecord | None:
+    """Return the record that these values of JSON are; None if they are none."""
+    if not isinstance(values, dict) or values.get("event") not in tuple(NodeEvent):
+        return None
+    node, nodes, event = values.get("node", ""), values.get("nodes", []), NodeEvent(values["event"])
+    run, attempt, said = values.get("run", ""), values.get("attempt", 0), values.get("said", "")
+    known = (
+        records.is_time(values.get("time"))
+        and isinstance(node, str)
+        and (NODE_NAME.fullmatch(node) or (node == ALL and event is NodeEvent.FORGIVEN) or event is NodeEvent.TRAINED)
+        and isinstance(nodes, list)
+        and all(isinstance(each, str) for each in nodes)
+        and isinstance(run, str)
+        and isinstance(said, str)
+        and records.is_count(attempt)
+    )
+    if not known:
+        return None
+    return NodeRecord(
+        time=float(values["time"]),
+        node=node,
+        event=event,
+        run=run,
+        attempt=attempt,
+        said=said[:SAID_LENGTH],
+        lasted_s=records.finite(values.get("lasted_s")),
+        proven=values.get("proven") is True,
+        nodes=tuple(nodes),
+    )
+
+
+def append_to_ledger(path: Path, new: Iterable[NodeRecord]) -> None:
+    """Append records to a ledger, and make it if need be.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(path):
+        for each in new:
+            records.append_line(path, json.dumps(each.values()) + "\n")
+        if path.stat().st_size > 2 * READ_BYTES:
+            _shorten(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock on a ledger while it is changed; without one where the file system has none, or a writer is stuck."""
+    descriptor = records.open_to_append(path)
+    try:
+        give_up = time.monotonic() + LOCK_S
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_POLL_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _shorten(path: Path) -> None:
+    """Keep only what is read of a ledger that has grown long. The file stays the same one, since others lock it."""
+    kept = records.read_tail(path, READ_BYTES).partition(b"\n")[2]
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 0)
+        while kept:
+            kept = kept[os.write(descriptor, kept) :]
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,228 @@
+"""The ledger of nodes: which nodes records speak against, and a file that many jobs append to at the same time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.slurm.node_ledger import (
+    ALL,
+    BlamePolicy,
+    NodeEvent,
+    NodeRecord,
+    append_to_ledger,
+    blamed_nodes,
+    is_worth_telling,
+    ledger_file,
+    read_ledger,
+    short,
+)
+from slurmtrain.system import redaction
+
+NOW = 1_000_000.0
+HOUR = 3600.0
+POLICY = BlamePolicy(threshold=2, expiry_s=24 * HOUR)
+
+
+def crash(
+    node: str, attempt: int, *, run: str = "a", said: str = "rank 0: ValueError: no", ago: float = 10, **more: object
+) -> NodeRecord:
+    return NodeRecord(NOW - ago, node, NodeEvent.CRASH, run, attempt, said, lasted_s=1.0, **more)  # type: ignore[arg-type]
+
+
+def other(
+    event: NodeEvent, node: str = "n3", attempt: int = 1, *, run: str = "a", ago: float = 10, said: str = ""
+) -> NodeRecord:
+    return NodeRecord(NOW - ago, node, event, run, attempt, said)
+
+
+def trained(*nodes: str, run: str = "a", attempt: int = 9, ago: float = 0) -> NodeRecord:
+    return NodeRecord(NOW - ago, "", NodeEvent.TRAINED, run, attempt, nodes=nodes)
+
+
+def names(*found: NodeRecord, run: str | None = "a", now: float = NOW, policy: BlamePolicy = POLICY) -> list[str]:
+    return [each.node for each in blamed_nodes(found, policy, now=now, run=run)]
+
+
+def test_a_node_that_has_crashed_a_run_twice_is_left_out_of_its_next_start() -> None:
+    assert names(crash("n3", 1)) == []
+    assert names(crash("n3", 1), crash("n3", 2)) == ["n3"]
+
+
+def test_one_record_that_ledger_and_run_both_have_counts_once() -> None:
+    assert names(crash("n3", 1), crash("n3", 1), crash("n3", 1, proven=True)) == []
+
+
+def test_what_a_run_crashes_with_on_two_nodes_speaks_against_none_of_them() -> None:
+    alike = [
+        crash("n3", 1, said="rank 0: step 17 at 0x7f01 on n3"),
+        crash("n3", 2, said="rank 4: step 9 at 0xaa on n3"),
+    ]
+    assert names(*alike) == ["n3"]
+    assert names(*alike, crash("n12", 3, said="rank 1: step 1 at 0xbc on n12")) == []
+    assert names(*alike, crash("n12", 3, said="rank 1: something else")) == ["n3"]
+
+
+def test_a_crash_speaks_against_a_node_for_other_runs_once_the_run_has_trained_on_another_one() -> None:
+    crashes = [crash("n3", 1), crash("n3", 2)]
+    assert names(*crashes, run="b") == []
+    assert names(*crashes, trained("n4"), run="b") == ["n3"]
+    assert names(*crashes, trained("n4", run="c"), run="b") == []
+    assert names(*(replace(each, proven=True) for each in crashes), run="b") == ["n3"]
+
+
+def test_two_runs_that_their_programs_crash_blame_no_node() -> None:
+    """Somebody tries a program again and again, and SLURM gives it the first idle node each time."""
+    assert names(*(crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"), run="g") == []
+
+
+def test_a_run_that_has_trained_on_the_node_since_takes_a_crash_back_but_no_broken_hardware() -> None:
+    assert names(crash("n3", 1, ago=30), crash("n3", 2, ago=20), trained("n3", "n4", ago=10)) == []
+    assert names(other(NodeEvent.HARDWARE, ago=20), trained("n3", ago=10)) == ["n3"]
+
+
+@pytest.mark.parametrize(
+    ("event", "times", "for_own", "for_others"),
+    [
+        (NodeEvent.HARDWARE, 1, True, True),  # counts twice
+        (NodeEvent.BY_HAND, 1, True, True),
+        (NodeEvent.BAD_START, 1, True, False),  # the run has trained before
+        (NodeEvent.BAD_START, 2, True, True),
+        (NodeEvent.HANG, 1, False, False),
+        (NodeEvent.HANG, 2, True, False),
+        (NodeEvent.LOST, 2, True, False),
+    ],
+)
+def test_what_counts_how_much(event: NodeEvent, times: int, for_own: bool, for_others: bool) -> None:
+    found = [other(event, attempt=number + 1) for number in range(times)]
+    assert (names(*found) == ["n3"], names(*found, run="b") == ["n3"]) == (for_own, for_others)
+
+
+def test_a_node_is_forgotten_after_the_expiry() -> None:
+    found = [crash("n3", 1, ago=2 * HOUR), crash("n3", 2, ago=HOUR)]
+    (blamed,) = blamed_nodes(found, POLICY, now=NOW, run="a")
+    assert blamed.until == NOW + 22 * HOUR  # then only one record is left
+    assert names(*found, now=blamed.until - 1) == ["n3"]
+    assert names(*found, now=blamed.until + 1) == []
+
+
+def test_a_person_forgives_a_node_or_all_and_what_comes_later_counts_again() -> None:
+    found = [crash("n3", 1, ago=50), crash("n3", 2, ago=40), other(NodeEvent.BY_HAND, "n4", run="", ago=40)]
+    assert names(*found) == ["n3", "n4"]
+    assert names(*found, other(NodeEvent.FORGIVEN, "n3", run="", ago=30)) == ["n4"]
+    forgiven = [*found, other(NodeEvent.FORGIVEN, ALL, run="", ago=30)]
+    assert names(*forgiven) == []
+    assert names(*forgiven, crash("n3", 3, ago=20), crash("n3", 4, ago=10)) == ["n3"]
+
+
+def test_a_threshold_of_0_leaves_out_only_a_node_on_which_this_run_could_not_start() -> None:
+    off = BlamePolicy(threshold=0)
+    assert names(crash("n3", 1), crash("n3", 2), other(NodeEvent.BY_HAND, "n4", run=""), policy=off) == []
+    assert names(other(NodeEvent.BAD_START), policy=off) == ["n3"]
+
+
+def test_a_person_reads_why_a_node_is_left_out_and_for_how_long() -> None:
+    (blamed,) = blamed_nodes([crash("n3", 1, ago=HOUR), crash("n3", 2)], POLICY, now=NOW, run="a")
+    assert blamed.left_out().sentence(NOW) == "n3 (crashed 2 attempts in 1 s, forgotten in 23 h)"
+    by_hand = other(NodeEvent.BY_HAND, said="its disk is full", run="", ago=23.75 * HOUR)
+    (blamed,) = blamed_nodes([by_hand], POLICY, now=NOW)
+    assert blamed.left_out().sentence(NOW) == "n3 (blamed by hand: its disk is full, forgotten in 15 min)"
+
+
+def test_thousands_of_records_are_judged_within_a_second() -> None:
+    found = [crash(f"n{number % 97}", 1, run=f"r{number % 1000}", said=f"bug {number % 5}") for number in range(4000)]
+    before = time.process_time()
+    names(*found)
+    assert time.process_time() - before < 1.0
+
+
+def test_only_news_is_told_of_a_run_that_has_trained() -> None:
+    assert not is_worth_telling("a", ["n4"], [])
+    assert not is_worth_telling("a", ["n4"], [crash("n3", 1, run="b")])
+    assert is_worth_telling("a", ["n4"], [crash("n3", 1)])  # it proves that the program works
+    assert is_worth_telling("a", ["n3"], [crash("n3", 1, run="b")])  # it proves that the node works
+
+
+# The file.
+
+
+def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "nodes" / "big.jsonl"
+    found = [crash("n3", 1, proven=True), trained("n3", "n4"), other(NodeEvent.FORGIVEN, ALL, run="")]
+    append_to_ledger(path, found[:1])
+    append_to_ledger(path, found[1:])
+    assert read_ledger(path) == found
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    append_to_ledger(path, [crash("n3", 1)])
+    whole = path.read_text()
+    foreign = [
+        "[]",
+        "7",
+        '{"event": "no such"}',
+        json.dumps({**crash("n3", 2).values(), "time": "now"}),
+        json.dumps({**crash("n3", 2).values(), "node": "n3,n4"}),
+        json.dumps({**crash("n3", 2).values(), "node": "--all"}),
+        json.dumps({**crash("n3", 2).values(), "run": 7}),
+    ]
+    path.write_text(whole + "\n".join(foreign) + "\n" + whole[:20])
+    append_to_ledger(path, [crash("n4", 2)])
+    assert read_ledger(path) == [crash("n3", 1), crash("n4", 2)]
+
+
+def write_many(path: Path, run: str) -> None:
+    for attempt in range(50):
+        append_to_ledger(path, [crash("n3", attempt, run=run, said="x" * 150)])
+
+
+def test_many_jobs_write_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(path, run)) for run in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    found = read_ledger(path)
+    assert sorted((each.run, each.attempt) for each in found) == [(run, n) for run in "abcd" for n in range(50)]
+
+
+def test_a_ledger_that_has_grown_long_keeps_the_newest_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmtrain.slurm.node_ledger.READ_BYTES", 2000)
+    path = tmp_path / "ledger.jsonl"
+    for attempt in range(100):
+        append_to_ledger(path, [crash("n3", attempt)])
+    assert path.stat().st_size <= 4000
+    kept = [each.attempt for each in read_ledger(path)]
+    assert kept == list(range(kept[0], 100)) and len(kept) > 5
+
+
+def test_the_ledger_of_somebody_else_or_a_link_is_not_read(tmp_path: Path) -> None:
+    append_to_ledger(tmp_path / "real.jsonl", [crash("n3", 1)])
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
+    assert read_ledger(tmp_path / "link.jsonl") == []
+    assert read_ledger(tmp_path / "missing" / "ledger.jsonl") == []
+
+
+def test_each_cluster_has_a_ledger_below_the_persons_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the specification of XDG says to ignore
+    assert ledger_file("big") == Path("/home/me/.local/state/slurmtrain/nodes/big.jsonl")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert ledger_file("big") == Path("/state/slurmtrain/nodes/big.jsonl")
+    with pytest.raises(OSError, match="cannot be that of a file"):
+        ledger_file("../big")
+
+
+def test_what_a_rank_said_is_kept_short_and_without_secrets() -> None:
+    redaction.hide({"TOKEN": "hunter2-hunter2"})
+    assert short("no access\nwith hunter2-hunter2") == "no access with ***TOKEN***"
+    assert len(short("x" * 1000)) == 200
