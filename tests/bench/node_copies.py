@@ -19,6 +19,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import PendingSave
 from tests.bench.checkpoint import LAYOUTS, RANKS, Training, rotated, timed
 from tests.bench.checkpoint_reference import drop_from_page_cache
@@ -77,7 +79,7 @@ class Bench:
         self.memory = memory / f"node{rank}"
         self.memory.mkdir()
         self.training = Training(layout, gb, 0.01)
-        self.objects = {"model": self.training.model, "optimizer": self.training.optimizer}
+        self.objects: dict[str, Any] = {"model": self.training.model, "optimizer": self.training.optimizer}
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.group = dist.new_group(backend="gloo")
         self.step = 0
@@ -131,17 +133,17 @@ class Bench:
         for where in ("from the page cache", "from the disk"):
             if where == "from the disk":
                 os.sync()
-                for path in committed(self.directory):
-                    drop_from_page_cache(path)
+                drop_from_page_cache([file for path in committed(self.directory) for file in path.iterdir()])
             self.restore(f"checkpoint, {where}", None, local=False)
 
     def restore(self, name: str, step: int | None, *, local: bool) -> None:
         checkpointer = self.checkpointer(local=local)
         dist.barrier()
-        found = []
-        seconds = timed(lambda: found.append(checkpointer.restore(**self.objects)))
-        assert found[0] is not None
-        assert step is None or (found[0].step == step and found[0].origin)
+        restored: list[Restored | None] = []
+        seconds = timed(lambda: restored.append(checkpointer.restore(**self.objects)))
+        found = restored[0]
+        assert found is not None
+        assert step is None or (found.step == step and found.origin)
         self.note(f"restore: {name}", seconds)
         checkpointer.close()
 
