@@ -97,7 +97,7 @@ def build_trainer(
         hooks=[
             *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
             StepReports(config.train),
-            NonfiniteGuard(config.train.max_nonfinite, checkpointer),
+            NonfiniteGuard(config.train),
             _evaluation_hook(config, evaluator, source, jobs),
             *_configured_hooks(config),
             *hooks,
