@@ -11,6 +11,7 @@ BENCHMARKS = (
     "throughput",
     "overhead",
     "stop",
+    "recovery",
     "checkpoint",
     "node_copies",
     "collect",
