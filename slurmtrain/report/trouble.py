@@ -21,7 +21,7 @@ def trouble(events: Iterable[Mapping[str, Any]]) -> str:
     if skipped:
         last = skipped[-1]
         total = last.get("skipped")
-        number = int(total) if records.is_count(total) else len(skipped)
+        number = total if isinstance(total, int) and records.is_count(total) else len(skipped)
         parts.append(f"{_times(number, 'update')} skipped (the last in step {last.get('step')})")
     if spikes:
         parts.append(f"{_times(len(spikes), 'spike')} of the loss (the last in step {spikes[-1].get('step')})")
