@@ -167,7 +167,7 @@ def _build_checkpointer(
         on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         local=keeping.local,
-        node=distributed.environment.node,
+        node=distributed.environment.node if keeping.local else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )
 
@@ -365,7 +365,13 @@ def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     """Move the model to `device`; one on the meta device gets its values there, each rank its own part of them."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
-    model.to_empty(device=device)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) in (torch.Tensor, nn.Parameter):  # as empty_like, which first imports sympy for a meta tensor
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    model._apply(empty)
     model.initialize(seed)  # type: ignore[operator]
     return model
 
