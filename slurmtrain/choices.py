@@ -138,6 +138,22 @@ class Allow(Choice):
     DATA = "data"
 
 
+class OnNonfinite(Choice):
+    """What training does about a step whose loss or gradient norm is not finite. Its update never happens."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+class OnSpike(Choice):
+    """What training does about a loss far above those of the steps before."""
+
+    IGNORE = "ignore"
+    TELL = "tell"
+    ROLLBACK = "rollback"
+
+
 class EvalMode(Choice):
     """Where evaluations run."""
 

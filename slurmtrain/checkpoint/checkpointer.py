@@ -155,7 +155,8 @@ class Checkpointer:
         on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
         rank are saved.
 
-        Parameters that are trained have to be finite, else the save fails (NonFiniteError) and the older checkpoints stay.
+        Parameters that are trained, and the state of optimisers, have to be finite, else the save fails (NonFiniteError) and
+        the older checkpoints stay.
         The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
 
         Args:
@@ -225,6 +226,26 @@ class Checkpointer:
         return self._saves.in_flight
 
     @property
+    def sound_step(self) -> int | None:
+        """The newest step that is known to be sound; None: not known.
+
+        The newest checkpoint of at most this step is never removed to make room for newer ones, which may be from after a
+        trouble that nobody has noticed yet. A training that looks at its numbers sets it.
+        """
+        return self._saves.sound_step
+
+    @sound_step.setter
+    def sound_step(self, step: int | None) -> None:
+        self._saves.sound_step = step
+
+    def remove_newer(self, step: int) -> None:
+        """Remove the checkpoints of later steps than `step`, to which training has gone back. All ranks call it together.
+
+        Copies of them in the mirror are removed, too.
+        """
+        self._saves.remove_newer(step)
+
+    @property
     def last_step(self) -> int | None:
         """The newest step that was saved, is being saved, or was restored."""
         return self._saves.last_step
@@ -250,6 +271,7 @@ class Checkpointer:
         self,
         *,
         path: Path | str | None = None,
+        at_most: int | None = None,
         allow: Collection[str] = (),
         per_rank: Mapping[str, Any] | None = None,
         as_start: bool = False,
@@ -262,13 +284,14 @@ class Checkpointer:
 
         Args:
             path: load this checkpoint and no other, from whatever run.
+            at_most: load the newest checkpoint of at most this step.
             allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": tensors that do not fit
                 keep their initial values, dtypes are converted.
             as_start: another training starts with `objects` out of the checkpoint `path`, which holds more. Only the
                 part of the config that has their names has to agree, and random states stay as they are.
 
         Returns:
-            None when there is no checkpoint: a fresh start. Never None when `path` is given.
+            None when there is no such checkpoint: a fresh start. Never None when `path` is given.
 
         Raises:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
@@ -279,12 +302,12 @@ class Checkpointer:
         non_finite = self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
         asked_for = Path(path) if path is not None else None
-        restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start))
+        restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
         if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
             self._saves.last_committed_step = restored.step
         if restored is None or not as_start:
             self._saves.reserve(objects, per_rank, restored_size=restored.size if restored is not None else None)
-        if restored is not None and self._ranks.rank == 0:
+        if restored is not None and at_most is None and self._ranks.rank == 0:
             log.info(restored.sentence)
         # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
         if self._ranks.maximum(int(bool(non_finite))):

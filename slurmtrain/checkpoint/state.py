@@ -217,6 +217,19 @@ def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name in found if name is not None)
 
 
+def optimizer_tensors(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tensors that the given optimisers keep for parameters."""
+    names = parameter_names(objects)
+    return frozenset(
+        f"{key}.state.{names[id(parameter)]}.{field}"
+        for key, value in objects.items()
+        if isinstance(value, Optimizer)
+        for parameter, fields in plain_optimizer(value).state.items()
+        if isinstance(fields, Mapping) and id(parameter) in names
+        for field in fields
+    )
+
+
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 

@@ -17,9 +17,12 @@ from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
 # Counted up whenever a field is renamed or removed, which tests/unit/config/frozen keeps an example of.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 # By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
-CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
+CHANGED: dict[int, dict[str, str | None]] = {
+    2: {"parallel.ep": None},
+    4: {"train.max_nonfinite": "train.max_skipped"},
+}
 # Removed fields that could have one value only. The identity of an experiment counts them still: a config of before and
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
@@ -29,6 +32,11 @@ ADDED: dict[str, Any] = {
     "requeue.blame_threshold": 2,
     "requeue.blame_expiry_h": 24.0,
     "watchdog": dataclasses.asdict(WatchdogConfig()),
+    "train.on_nonfinite": "skip",
+    "train.max_rollbacks": 2,
+    "train.on_spike": "tell",
+    "train.spike_window": 100,
+    "train.spike_threshold": 10.0,
 }
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
@@ -84,6 +92,9 @@ def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
     values = without_unused(with_earlier_names(values))
     for field, value in CONSTANT.items():
         _put(values, field, value)
+    found, most = _take(values, "train.max_skipped")
+    if found:
+        _put(values, "train.max_nonfinite", most)
     return values
 
 

@@ -21,6 +21,8 @@ from slurmtrain.choices import (
     EvalMode,
     GradientCompression,
     JobKind,
+    OnNonfinite,
+    OnSpike,
     ParamDtype,
     PpSchedule,
     RawFormat,
@@ -190,7 +192,18 @@ class TrainConfig:
     data_ahead: int = 2  # steps that data_workers read ahead, and that are announced to the file system
     log_every: int = 10  # steps between log lines
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
-    max_nonfinite: int = 5  # this many steps in a row without a finite loss and gradient norm end the run; 0: never
+    # The update of a step whose loss or gradient norm is not finite never happens. After that: "skip": train on with the next
+    # batch; "rollback": go back to the last sound checkpoint, and leave out the samples since; "stop": end the run (exit 78)
+    on_nonfinite: OnNonfinite = OnNonfinite.SKIP
+    max_skipped: int = 5  # after this many skipped steps in a row, go back to the last sound checkpoint; 0: never
+    max_rollbacks: int = (
+        2  # end the run when this many rollbacks in a row have not got it any further; 0: never go back
+    )
+    # a loss that is `spike_threshold` robust standard deviations above the median of the last `spike_window` steps is a
+    # spike: "tell", "rollback" (as for on_nonfinite) or "ignore"
+    on_spike: OnSpike = OnSpike.TELL
+    spike_window: int = 100  # steps
+    spike_threshold: float = 10.0  # in standard deviations, estimated by the median absolute deviation
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: Device = Device.AUTO
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`

@@ -361,8 +361,10 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_skipped", "max_rollbacks"):
         _at_least(f"train.{name}", getattr(train, name), 0)
+    _at_least("train.spike_window", train.spike_window, 10, why="a median of fewer losses says little")
+    _at_least("train.spike_threshold", train.spike_threshold, 1, why="train.on_spike=ignore looks for no spikes")
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
         raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
     if not 0 <= optim.min_lr_ratio <= 1:

@@ -63,11 +63,26 @@ class PowerSGD:
         self._hook = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
         self._device = next(model.parameters()).device
         self._of = [group.size(), rank, sum(parameter.numel() for parameter in model.parameters())]
+        self._before: tuple[dict[int, Tensor], dict[int, Tensor]] = {}, {}  # errors and Qs, by bucket
         model.register_comm_hook(self._hook, powerSGD_hook)
 
     def begin(self, step: int) -> None:
         """Count steps from `step` on, so that all ranks agree, including those that have restored no state."""
         self._hook.iter = step
+
+    def begin_step(self) -> None:
+        """Keep the state before a step. The errors are made anew in each step, so that it takes no copy of them."""
+        hook = self._hook
+        self._before = dict(hook.error_dict), {bucket: q.clone() for bucket, q in hook.q_memory_dict.items()}
+
+    def take_back(self, skips: Tensor) -> None:
+        """Bring that state back where `skips`, a bool scalar on the device, is true."""
+        hook, (errors, qs) = self._hook, self._before
+        for bucket, error in hook.error_dict.items():
+            hook.error_dict[bucket] = torch.where(skips, errors.get(bucket, 0.0), error)
+        for bucket, q in hook.q_memory_dict.items():
+            hook.q_memory_dict[bucket] = torch.where(skips, qs[bucket] if bucket in qs else _random_like(q), q)
+        self._before = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state: the next backward pass writes into it while a checkpoint may still be being written."""
@@ -87,3 +102,8 @@ class PowerSGD:
 
     def _on_device(self, held: dict[int, Tensor]) -> dict[int, Tensor]:
         return {bucket: tensor.to(self._device) for bucket, tensor in held.items()}
+
+
+def _random_like(matrix: Tensor) -> Tensor:
+    """Return random numbers that are the same on all ranks, as torch's hook begins with in a bucket's first step."""
+    return torch.randn(matrix.shape, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0)).to(matrix.device)

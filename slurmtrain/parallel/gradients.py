@@ -16,8 +16,8 @@ def clip_gradients(
     limit: float,
     group: dist.ProcessGroup | None,
     tied_parameters: Sequence[nn.Parameter] = (),
-) -> Tensor:
-    """Scale all gradients so that their norm is at most `limit`, and return the norm before, a scalar.
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Scale all gradients so that their norm is at most `limit`.
 
     `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have no mesh in common. Here
     every rank adds up its own part, where an element that n ranks hold counts 1/n on each, and one sum over all ranks
@@ -28,12 +28,17 @@ def clip_gradients(
         limit: the greatest norm; 0: gradients are not scaled.
         group: all ranks; None for a single one.
         tied_parameters: those of `parameters` that another stage of the pipeline also has, with the same gradient.
+
+    Returns:
+        The norm before, a scalar; and of each parameter the norm of this rank's part of its gradient before, a scalar; None
+        if it has no gradient.
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     twice = {id(parameter.grad) for parameter in tied_parameters}
     local = [gradient.to_local() for gradient in gradients]
+    norms = torch._foreach_norm(local)
     by_holders: dict[int, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+    for gradient, norm in zip(gradients, norms, strict=True):
         by_holders.setdefault(_holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
     # No tensor comes from the host, since its copy would wait until the GPU has finished its backward pass.
     parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
@@ -43,7 +48,8 @@ def clip_gradients(
     norm = total.sqrt().float()
     if limit:
         torch._foreach_mul_(local, (limit / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    each = iter(norms)
+    return norm, [next(each) if isinstance(parameter.grad, DTensor) else None for parameter in parameters]
 
 
 def _holders(tensor: DTensor) -> int:

@@ -47,6 +47,9 @@ class Event(StrEnum):
     TRAINING_STARTED = "training started"
     TRAINING_FINISHED = "training finished"
     TRAINING_STOPPED = "training stopped"
+    UPDATE_SKIPPED = "update skipped"  # of a step whose loss or gradient norm was not finite
+    LOSS_SPIKE = "loss spike"
+    ROLLED_BACK = "rolled back"  # to a checkpoint from before a trouble
     CHECKPOINT = "checkpoint"
     CHECKPOINT_FAILED = "checkpoint failed"
     EVALUATION_SUBMITTED = "evaluation submitted"

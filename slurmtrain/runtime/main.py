@@ -174,7 +174,10 @@ def _join(
 ) -> tuple[DistributedContext, AttemptContext]:
     """Meet the other ranks, and return what connects this rank with them, and its run and attempt."""
     from slurmtrain.runtime.distributed_context import init_distributed
+    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
 
+    if not config.parallel.compile:
+        load_dynamo_on_demand()
     timeline.mark("interpreter and imports")
     if environment.world_size > 1:
         timeline.begin(f"waiting for the other {environment.world_size - 1} ranks")

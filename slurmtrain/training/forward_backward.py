@@ -106,7 +106,8 @@ class _SequentialSchedule:
 
     def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
-        (loss_sum * _per_token_weight(self._distributed_model, global_tokens)).backward()
+        weighted = loss_sum * _per_token_weight(self._distributed_model, global_tokens)
+        weighted.backward(_one_if_finite(weighted))
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -162,7 +163,12 @@ class _Pipelined:
         whole = concatenate(micro_batches)
         scale = _per_token_weight(self._distributed_model, global_tokens)
         self._length = tokens_per_row(whole)
-        self._last_stage_fn = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale
+
+        def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+            weighted = loss_sum(self._distributed_model, logits, targets) * scale
+            return weighted * _one_if_finite(weighted)
+
+        self._last_stage_fn = loss_fn
         return self._sum(self._run_pipeline(self._pipeline.train, _own(whole, self._distributed_model))) / scale
 
     def prepare_evaluation(self, max_length: int) -> None:
@@ -202,6 +208,16 @@ def _per_token_weight(distributed_model: DistributedModel, global_tokens: Callab
     Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
     """
     return distributed_model.dims.dp * distributed_model.dims.cp / global_tokens()
+
+
+def _one_if_finite(loss: Tensor) -> Tensor:
+    """Return 1, or NaN if `loss` is not finite: the gradients then are not finite either, on any rank.
+
+    So the norm of all gradients, which all ranks have anyway, also tells of a loss that only one rank has; and a loss can
+    be infinite where its gradient is not.
+    """
+    value = loss.detach()
+    return value - value + 1
 
 
 def _is_own(distributed_model: DistributedModel) -> bool:

@@ -16,7 +16,9 @@ from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe import Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.training.health import Health
 from slurmtrain.training.nonfinite import all_finite
+from slurmtrain.training.step_numbers import NumbersReader, StepNumbers
 from slurmtrain.training.stopping import StepDecision
 
 if TYPE_CHECKING:
@@ -43,6 +45,21 @@ class TrainingRanks:
             dist.all_reduce(total, group=self.control_group)
         return total
 
+    def sum_integers(self, values: Tensor) -> Tensor:
+        """Return the sum of integers (int64, on the CPU) over all ranks."""
+        total = values.clone()
+        if self.control_group is not None:
+            dist.all_reduce(total, group=self.control_group)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        if self.control_group is None:
+            return [value]
+        values = [None] * self.control_group.size()
+        dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks."""
         common = torch.tensor(int(value))
@@ -64,18 +81,30 @@ class Counters:
 
     Attributes:
         data_hash: digest of all samples so far, see `data.loading.sample_digest`; None: not known.
+        health: what is remembered of the numbers of the steps.
+        unread: numbers of the last steps, which nobody has looked at yet; up to date when a checkpoint is written.
     """
 
     step: int = 0
     evaluated_at: int = 0
     data_hash: str | None = None
+    health: Health = field(default_factory=Health)
+    unread: list[StepNumbers] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "evaluated_at": self.evaluated_at, "data_hash": self.data_hash}
+        return {
+            "step": self.step,
+            "evaluated_at": self.evaluated_at,
+            "data_hash": self.data_hash,
+            "health": self.health.to_json(),
+            "unread": [numbers.to_json() for numbers in self.unread],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
         self.data_hash = state.get("data_hash")  # earlier versions did not have it, and half of a digest proves nothing
+        self.health = Health.from_json(state.get("health", {}))
+        self.unread = [StepNumbers.from_json(values) for values in state.get("unread", ())]
 
 
 class StepResult(NamedTuple):
@@ -110,6 +139,7 @@ class TrainingState:
         hooks: the trainer's, for a hook that has something to report: `state.hooks.message(text)`.
         parameters: those that are trained.
         begins_finite: whether all of them were finite when the attempt began; others are meant to be as they are.
+        numbers: reads loss and gradient norm of each step two steps later.
         throughput: tokens and seconds of the last steps.
         first_step: step at which this attempt began.
         restored: the checkpoint that it began from, if any.
@@ -130,6 +160,7 @@ class TrainingState:
     hooks: TrainingHooks
     parameters: list[nn.Parameter]
     begins_finite: bool
+    numbers: NumbersReader
     throughput: Throughput = field(default_factory=Throughput)
     first_step: int = 0
     restored: Restored | None = None
@@ -158,14 +189,27 @@ class TrainingState:
 
     def objects(self) -> dict[str, Any]:
         """Return what a checkpoint consists of, as arguments of `Checkpointer.save` and `Checkpointer.restore`."""
+        return self.objects_but_loader() | {"loader": self.loader}
+
+    def objects_but_loader(self) -> dict[str, Any]:
+        """Return what a checkpoint consists of, besides the position in the data."""
         compression = self.distributed_model.compression
         return {
             "model": self.distributed_model.model,
             "optimizer": self.optimizer,
-            "loader": self.loader,
             "trainer": self.counters,
             "per_rank": {"compression": compression} if compression is not None else {},
         }
+
+    def begin_at_checkpoint(self) -> None:
+        """Bring what is in no object of a checkpoint to the step that was restored, if one was."""
+        if self.distributed_model.compression is not None:
+            self.distributed_model.compression.begin(self.step)
+        self.numbers.restore(self.counters.unread)
+
+    def read_numbers(self) -> None:
+        """Make `counters.unread` complete before a checkpoint is written. All ranks call it together."""
+        self.counters.unread = self.numbers.read_all()
 
     def is_finite(self) -> bool:
         """Return whether the parameters are finite on all ranks, which call this together before they save."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class StepDecision(Protocol):
-    """The decision of all ranks after a step: give up; or else, stop; or else, save."""
+    """The decision of all ranks after a step: give up; or else, stop; or else, go back to a checkpoint; or else, save."""
 
     @property
     def give_up(self) -> bool: ...
@@ -17,11 +17,14 @@ class StepDecision(Protocol):
     @property
     def save(self) -> bool: ...
 
+    @property
+    def roll_back(self) -> bool: ...
+
 
 class StopCheck(Protocol):
     """The check by which all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
 
-    def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
+    def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
         """Start to ask, and return at once. save=None: no checkpoint can be written at this moment."""
 
     def finish(self) -> StepDecision:

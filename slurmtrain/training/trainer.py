@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,20 +16,23 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, Step
-from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
+from slurmtrain.parallel.ddp import clip_whole_gradients, warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
+from slurmtrain.training.rollback import roll_back
 from slurmtrain.training.state import Counters, StepResult, TrainingRanks, TrainingState
+from slurmtrain.training.step_numbers import NumbersReader
 from slurmtrain.training.stopping import StopCheck
+from slurmtrain.training.undo import RunningBuffers, Undo
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +62,12 @@ class StepSums(NamedTuple):
     Attributes:
         tokens: number of targets that are not ignored; at least 1.
         digest: digest of the samples.
+        numbers: sums of what `NumbersReader.own_part` returns, of an earlier step; empty if nobody wants its numbers.
     """
 
     tokens: int
     digest: list[int]
+    numbers: list[int]
 
 
 class Trainer:
@@ -109,7 +113,16 @@ class Trainer:
             hooks=TrainingHooks(hooks),
             parameters=self._parameters,
             begins_finite=all_finite(self._parameters),
+            numbers=NumbersReader(ranks, ranks.control_group.size() if ranks.control_group is not None else 1),
         )
+        self._hears_numbers = self.state.hooks.hear("numbers_known")
+        compression = distributed_model.compression
+        # Changed by a step before its optimiser, and brought back if it skips the update.
+        self._undos: list[Undo] = (
+            [RunningBuffers(distributed_model.stages)] if self.state.hooks.hear("skips_update") else []
+        )
+        if self._undos and compression is not None:
+            self._undos.append(compression)
 
     @property
     def step(self) -> int:
@@ -136,8 +149,7 @@ class Trainer:
         hooks.setup(state)
         self._warm_up()
         hooks.load(state)
-        if self._distributed_model.compression is not None:
-            self._distributed_model.compression.begin(state.step)
+        state.begin_at_checkpoint()
         state.first_step = state.step
         hooks.start(state)
         state.throughput.start()
@@ -148,6 +160,8 @@ class Trainer:
         self._loader.start()  # before a hook opens files that the workers would then share
         state.stopping = self._is_told_to_stop()
         hooks.before_first_step(state)
+        if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
+            roll_back(state, self._train, state.counters.health.due)
         while not state.stopping and not state.is_last_step:
             self._train_step()
         hooks.finish(state)
@@ -170,31 +184,72 @@ class Trainer:
         data = next(self._loader)
         data_wait_s = time.perf_counter() - began
         sums = self._begin_sums(data)
+        for undo in self._undos:
+            undo.begin_step()
         rate = learning_rate(state.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
         loss_sum = self._forward_backward.train(data.micro_batches, lambda: sums().tokens)
-        tokens, digest = sums()
+        tokens, digest, known = sums()
+        if self._hears_numbers and (numbers := state.numbers.finish(known)) is not None:
+            hooks.numbers_known(state, numbers)
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        self._stop_check.begin(save=hooks.wants_save(state), give_up=hooks.gives_up(state))
-        norm = self._clip()
+        why = hooks.wants_rollback(state)
+        self._stop_check.begin(save=hooks.wants_save(state), give_up=hooks.gives_up(state), roll_back=why is not None)
+        norm, parameter_norms = self._clip()
         hooks.before_optimizer_step(state, norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._update(norm)
         decision = self._stop_check.finish()
 
         state.advance(digest)
+        if self._hears_numbers:
+            samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
+            state.numbers.note(state.step, samples, loss_sum, norm, tokens, parameter_norms)
         state.longest_step_s = max(state.longest_step_s, state.throughput.step(tokens, data_wait_s))
         state.stopping = decision.stop and not state.is_last_step
-        state.save_requested = decision.save
+        goes_back = decision.roll_back and not state.stopping
+        state.save_requested = decision.save and not goes_back
+        if state.is_last_step and not goes_back:
+            goes_back, why = self._look_at_last_steps()
         hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision))
+        if goes_back:
+            roll_back(state, self._train, why or "another rank wanted to go back to a checkpoint")
 
-    def _clip(self) -> Tensor:
-        """Scale the gradients so that their norm is at most `optim.grad_clip`, and return the norm before."""
+    def _update(self, norm: Tensor) -> None:
+        """Let the optimiser change the parameters, unless a hook skips the update, which only the device knows so far."""
+        skips = self.state.hooks.skips_update(self.state, norm)
+        if skips is None:
+            self._optimizer.step()
+        else:
+            # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
+            self._optimizer.found_inf = skips.float()  # type: ignore[attr-defined]
+            self._optimizer.step()
+            for undo in self._undos:
+                undo.take_back(skips)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _look_at_last_steps(self) -> tuple[bool, str | None]:
+        """Look at the numbers of the last steps, which no later step would.
+
+        Returns:
+            Whether some rank wants to go back, and why, if this one does.
+        """
+        state, hooks = self.state, self.state.hooks
+        for numbers in state.numbers.take_all() if self._hears_numbers else ():
+            hooks.numbers_known(state, numbers)
+        why = hooks.wants_rollback(state)
+        return not self._ranks.all_true(why is None), why
+
+    def _clip(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Scale the gradients so that their norm is at most `optim.grad_clip`.
+
+        Returns:
+            The norm before, and that of each parameter's gradient, as far as this rank has it.
+        """
         if self._distributed_model.mesh is None:  # the same on all ranks
-            return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
+            return clip_whole_gradients(self._parameters, self._optim.grad_clip)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
         return clip_gradients(
@@ -208,7 +263,8 @@ class Trainer:
             A function that waits for the sums.
         """
         counted = self._distributed_model.counts_samples  # otherwise another rank has the same samples
-        sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * counted
+        own = self.state.numbers.own_part() if self._hears_numbers else []
+        sums = torch.tensor([*(value * counted for value in (data.targets, *data.digest)), *own], dtype=torch.int64)
         work = None
         if self._ranks.control_group is not None:
             work = dist.all_reduce(sums, group=self._ranks.control_group, async_op=True)
@@ -219,7 +275,7 @@ class Trainer:
                 work.wait()
                 work = None
             tokens, *digest = sums.tolist()
-            return StepSums(max(1, tokens), digest)
+            return StepSums(max(1, tokens), digest[: len(data.digest)], digest[len(data.digest) :])
 
         return wait
 

@@ -337,7 +337,7 @@ class Bench:
             forward_backward,
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),
             stop_check=self.stop,
-            hooks=[StepReports(train), NonfiniteGuard(train.max_nonfinite, None), *hooks],
+            hooks=[StepReports(train), NonfiniteGuard(train), *hooks],
             data_hash=data_hash,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,41 @@ RAISES = len(FAULTS)  # the attempt after these
 WATCHED = ["watchdog.min_s=3", "watchdog.factor=1", "watchdog.first_step_s=60"]
 
 
+OWN_LOOP = """
+import os, time
+import slurmtrain
+
+def dig():
+    while os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+        pass
+
+run = slurmtrain.init(device="cpu", watchdog=3)
+for step in range(5):
+    time.sleep(0.3)
+    if run.rank == 1 and step == 3:
+        dig()
+    slurmtrain.should_stop()
+"""
+
+OWN_PROGRAM = """
+import faulthandler, os, pathlib, time
+
+def dig():
+    while os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+        pass
+
+faulthandler.enable()
+rank = os.environ["RANK"]
+for step in range(5):
+    pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"], "beat-" + rank).write_text(str(step))
+    time.sleep(0.2)
+    if rank == "1" and step == 3:
+        dig()
+while rank == "0" and os.environ["SLURMTRAIN_ATTEMPT"] == "1":  # it waits for the other one, as in a collective
+    time.sleep(0.1)
+"""
+
+
 class Ended(NamedTuple):
     run: LocalRun
     attempts: list[Attempt]
@@ -158,3 +194,36 @@ def test_after_hangs_the_run_finishes_and_nothing_is_left(ended: Ended) -> None:
     while ended.run.processes() and time.monotonic() < until:
         time.sleep(0.1)
     assert ended.run.processes() == []
+
+
+def run_program(project: Project, text: str, *overrides: str) -> LocalRun:
+    """Until it has finished: a program of two ranks, the second of which hangs in its first attempt."""
+    (project.path / "own.py").write_text(text)
+    command = f"{sys.executable} -u own.py"
+    two = ("cluster.tasks_per_node=2", "cluster.cpus_per_task=1", "cluster.srun_wait_s=20")
+    run = project.submit("+cluster=local", "job=command", f"job.command='{command}'", *two, *overrides, small=False)
+    return run.finish()
+
+
+def test_a_rank_that_hangs_in_a_loop_of_ones_own_is_named(project: Project) -> None:
+    run = run_program(project, OWN_LOOP)
+    first, _ = run.attempts()
+    assert first.reason == "hang"
+    named = f"hung: rank 1 on {first.nodes[0]} did not come to where the others wait in step 4"
+    assert first.sentence is not None
+    assert first.sentence.startswith(named), first.sentence
+    assert "dig (own.py:" in first.sentence
+    assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
+
+
+def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(project: Project) -> None:
+    run = run_program(project, OWN_PROGRAM, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.min_s=3")
+    first, second = run.attempts()
+    assert (first.reason, second.reason) == ("hang", "finished")
+    assert first.sentence is not None
+    assert first.sentence.startswith(f"hung: rank 1 on {first.nodes[0]} hangs, beat-1 has not changed for"), (
+        first.sentence
+    )
+    assert "is busy" in first.sentence
+    assert "1 other rank waited" in first.sentence
+    assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()

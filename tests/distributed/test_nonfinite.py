@@ -1,8 +1,10 @@
-"""Loss or gradients that are no numbers: the run ends with a sentence, and what it has saved before stays."""
+"""Numbers that break: updates that are left out, training that goes back by itself, and runs that end with a sentence."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,94 +13,372 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import EXIT_CONFIG
 from slurmtrain.models import Decoder
-from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps, all_finite
-from tests.distributed.test_training import StopAt, alone, fit, losses
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.nonfinite import DivergedError, all_finite
+from slurmtrain.training.state import StepResult, TrainingState
+from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
-from tests.support.local_runs import Project
+from tests.support.local_runs import Project, assert_same_tensors
+from tests.support.reading import checkpoint_tensors
+
+POISON = 200  # the first token of a sample that breaks the model
+LENGTH = 64
 
 
-class Breaking(Decoder):
-    """As a `model._target_`: its logits are not finite from one training pass on.
+class Samples:
+    """Sequences of random tokens below 128; `poisoned` ones begin with POISON."""
+
+    def __init__(self, poisoned: Sequence[int]):
+        self._poisoned = set(poisoned)
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(128, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        if index in self._poisoned:
+            tokens[0] = POISON
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+
+class PoisonedData:
+    """As a `data._target_`."""
+
+    def __init__(self, poisoned: Sequence[int] = (), **ignored: Any):
+        self.train, self.valid = Samples(poisoned), Samples([])
+
+
+class Fragile(Decoder):
+    """As a `model._target_`: what a poisoned sample makes of its logits depends on `value`."""
+
+    def __init__(self, value: str = "nan", **settings: Any):
+        super().__init__(**settings)
+        self.value = float(value)
+
+    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
+        result = super().forward(tokens_BS, *more, **named)
+        if self.training and not tokens_BS.is_floating_point():  # a stage that is not the first has no tokens
+            result = result + torch.where((tokens_BS[:, 0] == POISON).any(), self.value, 0.0)
+        return result
+
+
+# In the data's own order, step n has samples 8 (n - 1) to 8 n - 1; with two ranks, rank 1 has the later four.
+BASE = [
+    f"data._target_={__name__}.PoisonedData",
+    "train.shuffle=false",
+    "train.eval_every=0",
+    "checkpoint.every_steps=4",
+    "model.dropout=0.1",
+    "train.steps=16",
+]
+
+
+def poisoned(*steps: int, **more: Any) -> list[str]:
+    """Overrides: the last sample of each of these steps is poisoned."""
+    samples = ",".join(str(8 * step - 1) for step in steps)
+    words = [f"+model.{name}={value}" for name, value in more.items()]
+    return [*BASE, f"model._target_={__name__}.Fragile", f"+data.poisoned=[{samples}]", *words]
+
+
+class WithoutUpdate(TrainingHook):
+    """Leaves out the optimiser's work in some steps.
 
     Args:
-        at: number of that pass, from 1.
-        until: and of the first that is sound again.
-        rank: where this happens; None: everywhere.
-        value: what is added to the logits.
+        ask: by asking for that, as any hook may; else by other means than the trainer's.
     """
 
-    def __init__(self, at: int, until: int = 1 << 30, value: str = "nan", **settings: Any):
-        super().__init__(**settings)
-        self.at, self.until, self.value, self.passes = at, until, float(value), 0
+    def __init__(self, steps: Sequence[int], ask: bool):
+        self._steps, self._ask = steps, ask
 
-    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
-        self.passes += self.training
-        logits = super().forward(tokens_BS, *more, **named)
-        broken = self.training and self.at <= self.passes < self.until
-        return logits + self.value if broken else logits
+    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
+        return torch.tensor(True) if self._ask and state.step + 1 in self._steps else None
 
+    def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
+        if state.step + 1 in self._steps and not self._ask:
+            state.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
 
-class BreakingText(Decoder):
-    """As a `model._target_`: not finite wherever a sequence has a certain byte at a certain place."""
-
-    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
-        logits = super().forward(tokens_BS, *more, **named)
-        return logits + torch.where(tokens_BS[:, :1, None] % 16 == 7, math.nan, 0.0)
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        state.optimizer.__dict__.pop("step", None)
 
 
-def breaking(at: int, **more: Any) -> list[str]:
-    words = [f"+model.{name}={value}" for name, value in {"at": at, **more}.items()]
-    return [f"model._target_={__name__}.Breaking", *words, "checkpoint.every_steps=5", "train.eval_every=0"]
+def without_updates(*steps: int, ask: bool = False) -> list[str]:
+    """Overrides: as `poisoned`, with a model that does not mind, and no update in these steps."""
+    samples = ",".join(str(8 * step - 1) for step in steps)
+    hook = f"{{_target_: {__name__}.WithoutUpdate, steps: {list(steps)}, ask: {str(ask).lower()}}}"
+    return [*BASE, f"+data.poisoned=[{samples}]", f"train.hooks=[{hook}]"]
 
 
 def saved(run_path: Path) -> list[int]:
     return [step_of(path) for path in committed(run_path / "checkpoints")]
 
 
-def test_after_some_steps_in_a_row_that_are_not_finite_it_ends_and_keeps_what_was_sound(tmp_path: Path) -> None:
+def events(run_path: Path, event: Event) -> list[dict[str, Any]]:
+    return [each for each in RunDir(run_path).events() if each["event"] == event]
+
+
+def assert_same_run(one: Path, other: Path, *, but: Sequence[int] = ()) -> None:
+    """The same steps with the same losses, besides those of some steps, and the same last checkpoint to the last bit."""
+    logs = [losses(path) for path in (one, other)]
+    assert logs[0].keys() == logs[1].keys()
+    assert [step for step in logs[0] if step not in but and logs[0][step] != logs[1][step]] == []
+    assert_same_tensors(checkpoint_tensors(one / "checkpoints"), checkpoint_tensors(other / "checkpoints"))
+    hashes = [losses(path, "data_hash") for path in (one, other)]
+    assert hashes[0] == hashes[1]
+
+
+LAYOUTS = {
+    "one rank": (1, []),
+    "DDP": (2, []),
+    "FSDP": (2, ["parallel.dp_shard=2"]),
+    "TP": (2, ["parallel.tp=2", "model.dropout=0"]),
+    "pipeline": (2, ["parallel.pp=2", "train.micro_batch_size=4", "model.dropout=0"]),
+    "PowerSGD": (2, ["parallel.gradient_compression=powersgd", "parallel.powersgd_start_step=2"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
+    gloo_ranks: GlooRanks, tmp_path: Path, layout: str
+) -> None:
+    ranks, words = LAYOUTS[layout]
+    # What PowerSGD has put off is brought back, too, for which it has to be told.
+    bad, good = [*poisoned(6), *words], [*without_updates(6, ask=layout == "PowerSGD"), *words]
+    if ranks == 1:
+        fit(alone(), tmp_path / "bad", bad)
+        fit(alone(), tmp_path / "good", good)
+    else:
+        size = f"cluster.tasks_per_node={ranks}"
+        gloo_ranks(ranks, fit, tmp_path / "bad", [*bad, size])
+        gloo_ranks(ranks, fit, tmp_path / "good", [*good, size])
+    assert math.isnan(losses(tmp_path / "bad")[6]) and math.isfinite(losses(tmp_path / "good")[6])
+    assert_same_run(tmp_path / "bad", tmp_path / "good", but=[6])
+    (told,) = events(tmp_path / "bad", Event.UPDATE_SKIPPED)
+    alone_or_last = None if layout == "TP" else ranks - 1  # with TP both have the loss
+    assert (told["step"], told["samples"], told["rank"], told["skipped"]) == (6, [40, 48], alone_or_last, 1)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "1e38"])
+def test_a_loss_that_is_infinite_is_skipped_like_one_that_is_no_number(tmp_path: Path, value: str) -> None:
+    """+inf makes NaN of the softmax; the others may leave gradients finite."""
+    fit(alone(), tmp_path / "run", poisoned(6, value=value))
+    assert len(events(tmp_path / "run", Event.UPDATE_SKIPPED)) == (value != "1e38")
+    assert all_finite([nn.Parameter(tensor) for tensor in floats(tmp_path / "run")])
+
+
+def floats(run_path: Path) -> list[Tensor]:
+    return [tensor for tensor in checkpoint_tensors(run_path / "checkpoints").values() if tensor.is_floating_point()]
+
+
+@pytest.mark.parametrize("stop_after", [5, 6, 7, 8])
+def test_a_stop_around_a_skipped_step_changes_no_bit(tmp_path: Path, stop_after: int) -> None:
+    words = poisoned(6)
+    fit(alone(), tmp_path / "whole", words)
+    assert fit(alone(), tmp_path / "stopped", words, StopAt(stop_after)).step == stop_after
+    fit(alone(), tmp_path / "stopped", words, attempt=2)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", but=[6])
+    assert state(tmp_path / "whole") == state(tmp_path / "stopped")
+    assert len(events(tmp_path / "stopped", Event.UPDATE_SKIPPED)) == 1
+
+
+def state(run_path: Path) -> str:
+    """What the newest checkpoint says of everything that is no tensor: what the trainer remembers, too."""
+    return json.dumps(read_manifest(committed(run_path / "checkpoints")[-1]).state, sort_keys=True)
+
+
+TROUBLE = (7, 8, 9)  # with max_skipped=3: noticed for the third time in step 11
+ROLLBACK = ["train.max_skipped=3"]
+
+
+def test_too_many_skips_in_a_row_go_back_past_the_batches_that_broke_it(tmp_path: Path) -> None:
+    outcome = fit(alone(), tmp_path / "run", [*poisoned(*TROUBLE), *ROLLBACK])
+    assert outcome.finished and outcome.step == 16
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"]) == (4, 11)
+    newest = read_manifest(committed(tmp_path / "run" / "checkpoints")[-1])
+    assert newest.state["loader"]["samples_consumed"] == 8 * (16 + 11 - 4)  # steps 5 to 11 were left out
+    assert list(losses(tmp_path / "run")) == list(range(1, 17))  # each step once
+    assert all(map(math.isfinite, losses(tmp_path / "run").values()))
+    assert newest.state["trainer"]["health"]["skipped"] == 3
+
+
+def test_what_follows_a_rollback_is_a_run_that_has_never_seen_those_samples(tmp_path: Path) -> None:
+    """Against a run that stops at that checkpoint, and goes on from there with the samples after the trouble."""
+    fit(alone(), tmp_path / "run", [*poisoned(*TROUBLE), *ROLLBACK])
+    words = poisoned()
+    assert fit(alone(), tmp_path / "other", words, StopAt(4)).step == 4
+    moved = trainer(alone(), tmp_path / "other", words, attempt=2, hooks=[BeginWith(11 * 8)])
+    moved.fit()
+    assert_same_run(tmp_path / "run", tmp_path / "other")
+
+
+class BeginWith(TrainingHook):
+    """Moves the position in the data before the first step."""
+
+    def __init__(self, sample: int):
+        self._sample = sample
+
+    def start(self, state: TrainingState) -> None:
+        state.loader.load_state_dict({"samples_consumed": self._sample})
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP"])
+def test_all_ranks_go_back_together(gloo_ranks: GlooRanks, tmp_path: Path, layout: str) -> None:
+    ranks, more = LAYOUTS[layout]
+    words = [*poisoned(*TROUBLE), *ROLLBACK, *more, f"cluster.tasks_per_node={ranks}"]
+    assert [each.step for each in gloo_ranks(ranks, fit, tmp_path / "run", words)] == [16] * ranks
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"]) == (4, 11)
+
+
+@pytest.mark.parametrize("stop_after", [6, 8, 9, 10, 11, 12])
+def test_a_stop_around_a_rollback_changes_no_bit(tmp_path: Path, stop_after: int) -> None:
+    """Asked once at the start and once a step, so the 12th is after the rollback, in its first step."""
+    words = [*poisoned(*TROUBLE), *ROLLBACK]
+    fit(alone(), tmp_path / "whole", words)
+    assert fit(alone(), tmp_path / "stopped", words, StopAt(stop_after)).step == (5 if stop_after == 12 else stop_after)
+    fit(alone(), tmp_path / "stopped", words, attempt=2)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert state(tmp_path / "whole") == state(tmp_path / "stopped")
+
+
+def test_rollback_goes_back_at_the_first_such_step(tmp_path: Path) -> None:
+    fit(alone(), tmp_path / "run", [*poisoned(10), "train.on_nonfinite=rollback"])
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"]) == (8, 12)
+
+
+def test_what_breaks_in_the_last_steps_is_looked_at_before_the_run_is_finished(tmp_path: Path) -> None:
+    outcome = fit(alone(), tmp_path / "run", [*poisoned(16), "train.on_nonfinite=rollback"])
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"], outcome.finished) == (12, 16, True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stop_ends_with_a_sentence_that_names_step_rank_parameters_and_samples(
+    gloo_ranks: GlooRanks, tmp_path: Path, ranks: int
+) -> None:
+    words = [*poisoned(10), "train.on_nonfinite=stop", f"cluster.tasks_per_node={ranks}"]
+    if ranks == 1:
+        with pytest.raises(DivergedError) as caught:
+            fit(alone(), tmp_path / "run", words)
+        messages = [caught.value.message]
+        assert caught.value.exit_code == EXIT_CONFIG
+    else:
+        endings = gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings()
+        messages = [str(ending.error) for ending in endings]
+    for message in messages:
+        for what in (
+            "step 10 has loss nan and gradient norm nan",
+            f"by the loss of rank {ranks - 1}",
+            "the gradients of all parameters are not finite",
+            "its samples are 72 to 79 of the run's order (in the data set: 72, 73,",
+            "train.on_nonfinite=stop",
+        ):
+            assert what in message
+    assert saved(tmp_path / "run") == [4, 8]  # and of the 12th step, in which it is noticed, none
+
+
+class OneBadGradient(TrainingHook):
+    """Makes one parameter's gradient infinite in some step, after which the loss is still finite."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def before_step(self, state: TrainingState) -> None:
+        if state.step + 1 == self._step:
+            name, parameter = list(state.distributed_model.model.named_parameters())[3]
+            self.name = name
+
+            def broken(gradient: Tensor) -> Tensor:
+                self.handle.remove()
+                return gradient * math.inf
+
+            self.handle = parameter.register_hook(broken)
+
+
+def test_the_parameter_whose_gradient_is_not_finite_is_named(tmp_path: Path) -> None:
+    hook = OneBadGradient(6)
     with pytest.raises(DivergedError) as caught:
-        fit(alone(), tmp_path / "run", [*breaking(12), "train.max_nonfinite=4", "train.steps=100"])
+        trainer(alone(), tmp_path / "run", [*poisoned(), "train.on_nonfinite=stop"], hooks=[hook]).fit()
+    assert f"the gradient of {hook.name} is not finite" in caught.value.message
+    assert "by the loss of" not in caught.value.message and "loss nan" not in caught.value.message
+
+
+def test_after_some_rollbacks_that_do_not_help_the_run_ends_and_keeps_what_was_sound(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError) as caught:
+        fit(alone(), tmp_path / "run", [*poisoned(*range(10, 40)), "train.max_skipped=2", "train.max_rollbacks=3"])
     assert caught.value.exit_code == EXIT_CONFIG
-    for words in (
-        "for 4 steps in a row",
-        "train.max_nonfinite=4",
-        "from step 12 on",
-        "loss nan",
-        "norm nan",
-        "step 10",
-    ):
+    for words in ("for 2 steps in a row", "train.max_skipped=2", "going back 3 times in a row has not helped"):
         assert words in caught.value.message
-    assert saved(tmp_path / "run") == [5, 10]  # and not 15, which would have been due
-    assert list(losses(tmp_path / "run"))[-1] == 16
+    assert saved(tmp_path / "run") == [8]  # that of step 12 had taken the place of step 4's
 
 
-def test_all_ranks_end_together_when_one_of_them_sees_it(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    words = [f"model._target_={__name__}.BreakingText", "train.max_nonfinite=2", "cluster.tasks_per_node=2"]
-    endings = gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings()
-    for ending in endings:
-        assert (
-            ending.error is not None
-            and "DivergedError: loss or gradient norm are not finite for 2 steps" in ending.error
-        )
-    assert saved(tmp_path / "run") == []
+def test_without_a_checkpoint_from_before_it_ends(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="there is no checkpoint from before"):
+        fit(alone(), tmp_path / "run", [*poisoned(3, 4, 5), *ROLLBACK])
 
 
-def test_a_stop_meanwhile_saves_nothing_and_the_next_attempt_goes_on_from_what_was_sound(tmp_path: Path) -> None:
-    words = [*breaking(12), "train.max_nonfinite=100", "train.steps=100"]
-    outcome = fit(alone(), tmp_path / "run", words, StopAt(13))
-    assert (outcome.finished, outcome.step) == (False, 13)
-    assert saved(tmp_path / "run") == [5, 10]
-    assert fit(alone(), tmp_path / "run", words, StopAt(3), attempt=2).first_step == 10
+def test_checkpoints_of_skipped_steps_never_push_out_the_last_one_from_before(tmp_path: Path) -> None:
+    """Three steps in a row save each; the newest two would be of the trouble."""
+    words = [*poisoned(*range(6, 13)), "train.max_skipped=0", "checkpoint.every_steps=1", "train.steps=12"]
+    fit(alone(), tmp_path / "run", words)
+    assert saved(tmp_path / "run") == [4, 11, 12]  # step 5 gave finite numbers, so step 4 was sound
 
 
-@pytest.mark.parametrize("limit", [0, 5])
-def test_a_run_is_not_finished_when_its_weights_are_no_numbers(limit: int, tmp_path: Path) -> None:
-    words = [*breaking(19), "checkpoint.every_steps=20", f"train.max_nonfinite={limit}"]
-    with pytest.raises(DivergedError, match="the parameters are not finite after step 20"):
-        fit(alone(), tmp_path / "run", words)
-    assert saved(tmp_path / "run") == []
+class WildRate(TrainingHook):
+    """Sets a rate that no training survives, from some step on."""
+
+    def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
+        for group in state.optimizer.param_groups:
+            group["lr"] = 1e30 if state.step >= 9 else group["lr"]
+
+
+def test_parameters_that_blow_up_end_the_run_with_its_sound_checkpoint_kept(tmp_path: Path) -> None:
+    words = [*poisoned(), "train.steps=100", "optim.grad_clip=0", "checkpoint.every_steps=2"]
+    with pytest.raises(DivergedError, match="going back 2 times in a row has not helped") as caught:
+        trainer(alone(), tmp_path / "run", words, hooks=[WildRate()]).fit()
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert saved(tmp_path / "run")[0] == 8 and losses(tmp_path / "run")[9] < 10
+    everything = [load(path) for path in committed(tmp_path / "run" / "checkpoints")]
+    assert all(tensor.isfinite().all() for tensors in everything for tensor in tensors.values())
+
+
+def test_a_rate_far_too_high_from_the_start_is_no_finished_run(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"not finite for 5 steps in a row.*no checkpoint from before"):
+        fit(alone(), tmp_path / "run", [*poisoned(), "optim.lr=1e30", "optim.grad_clip=0"])
+
+
+class Jump(TrainingHook):
+    """Adds to the loss that is noted of some step, as a spike would."""
+
+    def __init__(self, step: int, by: float = 50.0):
+        self._step, self._by = step, by
+
+    def setup(self, state: TrainingState) -> None:
+        note = state.numbers.note
+
+        def jumping(step: int, samples: tuple[int, int], loss_sum: Tensor, *more: Any) -> None:
+            note(step, samples, loss_sum + (self._by * 512 if samples[1] == 8 * self._step else 0), *more)
+
+        state.numbers.note = jumping  # type: ignore[method-assign, assignment]
+
+
+SPIKES = ["train.spike_window=10", "train.steps=20", "optim.lr=1e-4"]
+
+
+@pytest.mark.parametrize(("on_spike", "told", "back"), [("tell", 1, 0), ("ignore", 0, 0), ("rollback", 1, 1)])
+def test_a_spike_of_the_loss_is_told_and_can_go_back(tmp_path: Path, on_spike: str, told: int, back: int) -> None:
+    words = [*poisoned(), *SPIKES, f"train.on_spike={on_spike}"]
+    trainer(alone(), tmp_path / "run", words, hooks=[Jump(14)]).fit()
+    spikes, backs = (events(tmp_path / "run", event) for event in (Event.LOSS_SPIKE, Event.ROLLED_BACK))
+    assert [each["step"] for each in spikes] == [14] * told
+    assert [(each["step"], each["from_step"]) for each in backs] == [(12, 16)] * back
 
 
 def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) -> None:
@@ -108,24 +388,13 @@ def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) ->
         "    def forward(self, tokens):\n"
         "        return super().forward(tokens) * float('nan')\n"
     )
-    run = project.submit("model._target_=mine.Mine", "train.max_nonfinite=2", "~model.dropout")
+    run = project.submit("model._target_=mine.Mine", "train.max_skipped=2", "~model.dropout")
     assert run.wait() == EXIT_CONFIG
     (attempt,) = run.attempts()
-    assert (attempt.first_step, attempt.last_step) == (0, 3)  # one more, since a step is looked at during the next one
+    assert (attempt.first_step, attempt.last_step) == (0, 4)  # two more, since a step is looked at two steps later
     assert not committed(run.run_dir.checkpoints)
-    status = project.cli("status", "last").stdout
-    assert "not finite for 2 steps in a row" in " ".join(status.split()) and "finished" not in status
-
-
-def test_a_finite_step_begins_the_count_anew() -> None:
-    steps, one, nothing = NonfiniteSteps(2), torch.tensor(1.0), torch.tensor(math.inf)
-    answers = []
-    for number, (loss, norm) in enumerate([(one, nothing), (one, one), (nothing, one), (nothing, one)], start=1):
-        steps.note(number, loss, norm, 4)
-        answers.append(steps.update())
-    assert answers == [False, False, False, True]
-    assert (steps.first, steps.last, steps.in_a_row) == (3, 4, 2)
-    assert steps.update() and steps.in_a_row == 2  # nothing new
+    status = " ".join(project.cli("status", "last").stdout.split())
+    assert "not finite for 2 steps in a row" in status and "finished" not in status
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ class Observed(StopAgreement):
         super().__init__(signals.install_signal_handlers(), distributed.control_group)
         self._hook, self._asked = hook, 0
 
-    def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
+    def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
         self._hook(self._asked)
         self._asked += 1
-        super().begin(save=save, give_up=give_up)
+        super().begin(save=save, give_up=give_up, roll_back=roll_back)
 
     def finish(self) -> AgreedDecision:
         time.sleep(STEP_S)

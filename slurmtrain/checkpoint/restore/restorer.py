@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import INDEX, committed, damaged, newer_without_complete, set_aside
+from slurmtrain.checkpoint.format.directory import INDEX, committed, damaged, newer_without_complete, set_aside, step_of
 from slurmtrain.checkpoint.format.dtypes import check_types
 from slurmtrain.checkpoint.format.index_file import damage_of, read_index, read_whole_index
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
@@ -88,6 +88,7 @@ class RestoreRequest:
         objects: those that all ranks share.
         own_objects: those that this rank has for itself.
         path: the checkpoint that was asked for; None: the newest.
+        at_most: without `path`, the newest of at most this step; None: of any step.
     """
 
     objects: Mapping[str, Any]
@@ -95,6 +96,7 @@ class RestoreRequest:
     path: Path | None = None
     allow: Collection[str] = ()
     as_start: bool = False
+    at_most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class Restorer:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
         if self._node_copies is None:
             return self._restore_from_directory(request)
-        found = self._restore_from_nodes(self._node_copies, request) if request.path is None else None
+        newest = request.path is None and request.at_most is None
+        found = self._restore_from_nodes(self._node_copies, request) if newest else None
         restored, base = found or (self._restore_from_directory(request), None)
         self._node_copies.begin(self._ranks, base)
         return restored
@@ -187,13 +190,16 @@ class Restorer:
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
         while True:
-            choice = self._agree_on_choice(request.path)
+            choice = self._agree_on_choice(request.path, request.at_most)
             if choice is None:
-                copy = self._mirror_uploader.fetch(self._ranks) if self._mirror_uploader is not None else None
+                copy = None
+                if self._mirror_uploader is not None:
+                    copy = self._mirror_uploader.fetch(self._ranks, request.at_most)
                 if copy is not None:
                     fetched[copy[0]] = copy[1]
                     continue
-                self._check_never_damaged(set_aside)
+                if request.at_most is None:
+                    self._check_never_damaged(set_aside)
                 return None
             damage, path = choice.damage, choice.path
             if not damage:
@@ -220,15 +226,15 @@ class Restorer:
             as_start=request.as_start,
         )
 
-    def _agree_on_choice(self, asked_for: Path | None) -> Choice | None:
+    def _agree_on_choice(self, asked_for: Path | None, at_most: int | None) -> Choice | None:
         def choose() -> list[Any] | None:
-            choice = self._choose(asked_for)
+            choice = self._choose(asked_for, at_most)
             return choice.to_json() if choice is not None else None
 
         values = self._ranks.on_rank_0(choose)
         return Choice.from_json(values) if values is not None else None
 
-    def _choose(self, asked_for: Path | None) -> Choice | None:
+    def _choose(self, asked_for: Path | None, at_most: int | None) -> Choice | None:
         """Choose, on rank 0, the checkpoint to read, and look at everything but its contents."""
         if asked_for is not None:
             path = asked_for
@@ -244,6 +250,8 @@ class Restorer:
                 with suppress(OSError):
                     blocks.refresh(newer)
             candidates = blocks.patiently(partial(committed, directory), directory)
+            if at_most is not None:
+                candidates = [path for path in candidates if step_of(path) <= at_most]
             if not candidates:
                 return None
             path = candidates[-1]

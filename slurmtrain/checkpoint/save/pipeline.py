@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies.copies import NodeCopies
 from slurmtrain.checkpoint.node_copies.save import NodesDestination
 from slurmtrain.checkpoint.ranks import RankGroups
@@ -82,6 +84,7 @@ class SavePipeline:
     Attributes:
         last_committed_step: step of the last checkpoint that was committed or restored.
         non_finite_from_start: parameters that were not finite before anything was trained: they may stay so.
+        sound_step: see `Checkpointer.sound_step`.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class SavePipeline:
         self._last_size = 0  # bytes of the newest checkpoint
         self.last_committed_step: int | None = None
         self.non_finite_from_start: set[str] = set()
+        self.sound_step: int | None = None
 
     def save(
         self,
@@ -144,7 +148,8 @@ class SavePipeline:
             flat.plain,
             optimizers={key for key, value in objects.items() if isinstance(value, Optimizer)},
             metrics=flat.metrics,
-            finite=state.trained_parameters(objects).keys() - self.non_finite_from_start,
+            finite=(state.trained_parameters(objects).keys() | state.optimizer_tensors(objects))
+            - self.non_finite_from_start,
         )
         pending.stall_s = time.monotonic() - begun
         self._thread.run(lambda: self._carry_out(staged, pending))
@@ -207,6 +212,22 @@ class SavePipeline:
     def wait_staged(self) -> None:
         """Wait until the copy that is written to disk is complete."""
         self._staging.wait()
+
+    def remove_newer(self, step: int) -> None:
+        """Remove the checkpoints of later steps than `step`, here and in the mirror; see `Checkpointer.remove_newer`."""
+        self.wait_idle()
+
+        def remove() -> None:
+            identity = self._identity
+            check_fence(identity.directory, identity.incarnation)
+            for path in committed(identity.directory):
+                if step_of(path) > step:
+                    remove_checkpoint(path, identity.incarnation.order)
+
+        self._ranks.on_rank_0(remove)
+        if self._mirror_uploader is not None:
+            self._mirror_uploader.remove_newer(self._ranks, step)
+        self.last_committed_step = step
 
     def hurry(self) -> None:
         """Leave everything that a commit does not need to the next incarnation."""
@@ -447,6 +468,8 @@ class SavePipeline:
             if damage and ranks.rank == 0:
                 log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
             if damage == []:
+                if self._mirror_uploader is not None:
+                    self._mirror_uploader.sound_step = self.sound_step
                 if self._mirror_uploader is not None and not ranks.maximum(int(self._hurried.is_set())):
                     self._mirror_uploader.offer(ranks, path, job.names)
                 ranks.on_rank_0(lambda: self._prune(saved.step))
@@ -458,7 +481,8 @@ class SavePipeline:
         if not self._hurried.is_set():
             check_fence(self._identity.directory, self._identity.incarnation)
             order = self._identity.incarnation.order
-            retention.prune(self._identity.directory, self._settings.keep, order, spare=[saved_step])
+            directory, keep = self._identity.directory, self._settings.keep
+            retention.prune(directory, keep, order, spare=[saved_step], sound_step=self.sound_step)
 
 
 def _step(step: object) -> int:

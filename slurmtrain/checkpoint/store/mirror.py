@@ -174,12 +174,16 @@ class Mirror:
 
     # Reading.
 
-    def committed(self) -> list[str]:
+    def committed(self, at_most: int | None = None) -> list[str]:
         """Return the names of the complete copies, oldest first: by step, then by incarnation.
 
         The list is empty if there is no such folder.
+
+        Args:
+            at_most: those of at most this step; None: of all steps.
         """
-        return [name for name in self._names() if self._is_complete(name)]
+        names = [name for name in self._names() if at_most is None or _parts(name)[0] <= at_most]
+        return [name for name in names if self._is_complete(name)]
 
     def manifest_bytes(self, name: str) -> tuple[bytes, str]:
         """Return the bytes of manifest.json of a copy and the digest in its COMPLETE, unchecked.
@@ -252,13 +256,14 @@ class Mirror:
         """Return the names of the copies that were set aside and still exist."""
         return [name for name in self._names() if DAMAGED in self._sizes(name) and not self._is_complete(name)]
 
-    def prune(self, keep: Keep, *, spare: Collection[str] = ()) -> list[str]:
+    def prune(self, keep: Keep, *, spare: Collection[str] = (), sound_step: int | None = None) -> list[str]:
         """Remove the copies that `keep` does not want, and leftovers of uploads that ended more than a day ago.
 
         Copies that were set aside stay, and so do leftovers whose times the store does not report.
 
         Args:
             spare: names of copies that stay in any case: the last one, which is not the newest after a step back.
+            sound_step: the newest copy of at most this step stays, too.
 
         Returns:
             Names of what was removed.
@@ -266,15 +271,24 @@ class Mirror:
         present = self._names()
         complete = [name for name in present if self._is_complete(name)]
         kept = [Kept(_parts(name)[0], self._metrics_of(name) if keep.best else {}) for name in complete]
-        steps = set(surplus(kept, keep, in_use={_parts(name)[0] for name in spare}))
+        steps = set(surplus(kept, keep, in_use={_parts(name)[0] for name in spare}, sound_step=sound_step))
         gone = [name for name in complete if _parts(name)[0] in steps]
         now = time.time()
         gone += [name for name in present if name not in complete and self._is_leftover(name, now)]
         for name in gone:
-            # Without COMPLETE no reader sees the copy while its other files are removed, even if that is cut short.
-            self._remove(f"{name}/{COMPLETE}", recursive=False)
-            self._remove(name, recursive=True)
+            self._remove_copy(name)
         return gone
+
+    def remove_newer(self, step: int) -> None:
+        """Remove the complete copies of later steps than `step`."""
+        for name in self.committed():
+            if _parts(name)[0] > step:
+                self._remove_copy(name)
+
+    def _remove_copy(self, name: str) -> None:
+        # Without COMPLETE no reader sees the copy while its other files are removed, even if that is cut short.
+        self._remove(f"{name}/{COMPLETE}", recursive=False)
+        self._remove(name, recursive=True)
 
     def _metrics_of(self, name: str) -> Mapping[str, float]:
         """Return the metrics of a copy; a damaged copy has none.

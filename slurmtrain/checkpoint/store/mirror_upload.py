@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.background_thread import BackgroundThread
 from slurmtrain.checkpoint.store import commit, retention
@@ -42,6 +43,7 @@ class MirrorUploader:
         self._ranks, self._identity, self._keep = ranks.own_group(SLOWEST_S), identity, keep
         self._thread = BackgroundThread("checkpoint-uploader")
         self._leaving = threading.Event()
+        self.sound_step: int | None = None  # see `Checkpointer.sound_step`
         self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
 
     def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
@@ -66,7 +68,7 @@ class MirrorUploader:
 
         def finish(_: list[None]) -> None:
             self._mirror.complete(path, order)
-            self._mirror.prune(self._keep, spare=[copy_name(path, order)])
+            self._mirror.prune(self._keep, spare=[copy_name(path, order)], sound_step=self.sound_step)
 
         try:
             with held:
@@ -95,8 +97,18 @@ class MirrorUploader:
         if self._thread.stop(grace_s):
             self._ranks.end()
 
-    def fetch(self, ranks: RankGroup) -> tuple[Path, str] | None:
+    def remove_newer(self, ranks: RankGroup, step: int) -> None:
+        """Remove the copies of later steps than `step`, once a copy that is being made is done."""
+        self._thread.wait_idle()
+        if self._skipped is not None and step_of(self._skipped[0]) > step:
+            self._skipped = None
+        ranks.on_rank_0(lambda: self._mirror.remove_newer(step))
+
+    def fetch(self, ranks: RankGroup, at_most: int | None = None) -> tuple[Path, str] | None:
         """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the store.
+
+        Args:
+            at_most: take the newest of at most this step; None: of any step.
 
         Raises:
             CheckpointError: the store does not answer, which is not the same as a fresh start.
@@ -105,7 +117,7 @@ class MirrorUploader:
 
         def choose() -> list[Any] | None:
             """Return name, manifest, its digest, and where to write."""
-            for name in reversed(self._mirror.committed()):
+            for name in reversed(self._mirror.committed(at_most)):
                 texts = self._mirror.manifest_bytes(name)
                 try:
                     manifest = self._mirror.parse_manifest(name, *texts)

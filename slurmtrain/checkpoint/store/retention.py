@@ -93,8 +93,12 @@ class Kept:
     metrics: Mapping[str, float] | None
 
 
-def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = ()) -> list[int]:
+def surplus(
+    checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = (), sound_step: int | None = None
+) -> list[int]:
     """Return the steps that may be removed, oldest first: those that no rule of `keep` wants and nobody reads.
+
+    The newest of at most `sound_step` stays: newer ones may be from after a trouble.
 
     Saves made because of a preemption or the time limit count like any other. Checkpoints of one step are kept or
     removed together. They are never all removed: `keep.last` is at least 2.
@@ -102,6 +106,8 @@ def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] 
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     unknown = [checkpoint.step for checkpoint in checkpoints if checkpoint.metrics is None]
     stay = {*steps[-keep.last :], *_best(checkpoints, keep), *unknown, *in_use}
+    if sound_step is not None:
+        stay.update([step for step in steps if step <= sound_step][-1:])
     if keep.every > 0:
         stay.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in stay]
@@ -267,13 +273,16 @@ def _newest_change(path: Path) -> float | None:
     return newest
 
 
-def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
+def prune(
+    directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (), sound_step: int | None = None
+) -> list[str]:
     """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
 
     Called when the newest one is known to be sound.
 
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
+        sound_step: the newest step that is known to be sound, see `Checkpointer`; None: not known.
 
     Returns:
         Names of what was removed.
@@ -282,7 +291,7 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}
-    steps = set(surplus(kept, keep, in_use=wanted))
+    steps = set(surplus(kept, keep, in_use=wanted, sound_step=sound_step))
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

@@ -147,6 +147,11 @@ class BatchLoader:
         finally:
             reader.close()
 
+    def indices(self, first: int, end: int) -> list[int]:
+        """Return the indices in the data set of the samples with the numbers from `first` up to but not `end`."""
+        indices: list[int] = self.order.at(np.arange(first, end)).tolist()
+        return indices
+
     def start(self) -> None:
         """Start the workers, before anything else in this process reads from the data set."""
         if self._micro_batches is None and self._num_workers:

@@ -36,6 +36,7 @@ from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
+from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json, write_json
@@ -95,12 +96,19 @@ def run_command(
             hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
         ) from None
     threading.Thread(target=_pass_on, args=(stop_flag, environment.source), name="pass-signals-on", daemon=True).start()
+    watch = _watch(config, environment, context, program.pid, stop_flag)
     code = program.wait()
+    if watch is not None:
+        watch.close()
     Published(context.attempt_dir.master_file, environment).forget()
     if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop_flag.wait(SIGNAL_LAG_S)
     _wait_for_descendants(config, code, context, environment, stop_flag)
+    if watch is not None and watch.fired:  # however it took that
+        if environment.rank == 0:
+            attempt_context.update_attempt(context, program_code=code)
+        return code if 0 < code < EXIT_REQUEUE else 1
     told, rule = stop_flag.requested, FinishedWhen.of(config.job.finished_when)
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
         _wait_for_ranks(context.attempt_dir, environment)
@@ -118,6 +126,19 @@ def run_command(
         said = {0: LastWord.FINISHED, EXIT_REQUEUE: LastWord.STOPPED}.get(left_with)
         attempt_context.update_attempt(context, said=said, program_code=code)
     return left_with if left_with >= 0 else 128 - left_with
+
+
+def _watch(
+    config: Config, environment: Environment, context: AttemptContext, pid: int, stop_flag: StopFlag
+) -> ProgramWatch | None:
+    """Start the watch over this rank's program; None if nobody asks for it, or rank 0 alone watches the file of all."""
+    limits = config.watchdog
+    if not limits.enabled or limits.heartbeat_file is None:
+        return None
+    if environment.rank != 0 and RANK not in limits.heartbeat_file:
+        return None
+    folders = context.run_dir.program_folders
+    return ProgramWatch(limits, folders, environment, context.attempt_dir, pid, lambda: stop_flag.requested)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.checkpoint.save.pending_save import SaveResult
@@ -43,6 +44,13 @@ class RunRecord(TrainingHook):
         seconds = self._timeline.seconds
         update_attempt(self._context, first_step=state.first_step, stepping=time.time(), start_up_s=seconds)
         self._event(Event.TRAINING_STARTED, step=state.first_step, start_up_s=seconds)
+
+    def event(self, event: Event, values: Mapping[str, Any]) -> None:
+        self._event(event, **values)
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        health = state.counters.health
+        self._event(Event.ROLLED_BACK, step=state.step, from_step=from_step, in_a_row=health.rollbacks)
 
     def on_ending(self, ending: SaveResult | CheckpointError) -> None:
         """Record the end of a save. Called by the thread that writes checkpoints."""

@@ -97,7 +97,7 @@ def build_trainer(
         hooks=[
             *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
             StepReports(config.train),
-            NonfiniteGuard(config.train.max_nonfinite, checkpointer),
+            NonfiniteGuard(config.train),
             _evaluation_hook(config, evaluator, source, jobs),
             *_configured_hooks(config),
             *hooks,
@@ -365,7 +365,13 @@ def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     """Move the model to `device`; one on the meta device gets its values there, each rank its own part of them."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
-    model.to_empty(device=device)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) in (torch.Tensor, nn.Parameter):  # as empty_like, which first imports sympy for a meta tensor
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    model._apply(empty)
     model.initialize(seed)  # type: ignore[operator]
     return model
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,25 +126,35 @@ def describe_children(pid: int, log: Path | None) -> list[dict[str, Any]]:
     Args:
         log: where such a process writes to; None: it is not known.
     """
-    return [
-        {
-            "pid": child,
-            "state": its.state,
-            "wchan": wait_channel(child),
-            "command": command_line(child),
-            "stacks": ask_for_stacks(child, its.state, log),
-        }
-        for child, its in children_of(pid).items()
-    ]
+    return describe_processes(children_of(pid), log)
 
 
-def ask_for_stacks(pid: int, state: str, log: Path | None) -> str:
+def describe_processes(pids: Iterable[int], log: Path | None, *, last: bool = False) -> list[dict[str, Any]]:
+    """Return what is known of each of these processes.
+
+    Args:
+        log: where they write to; None: it is not known.
+        last: they are to be ended: one that has enabled faulthandler may be ended by SIGABRT, at which it writes its stacks.
+    """
+    found = []
+    for pid in pids:
+        its = process.stat(pid)
+        if its is None or its.ended:
+            continue
+        described = {"pid": pid, "state": its.state, "wchan": wait_channel(pid), "command": command_line(pid)}
+        found.append({**described, "stacks": ask_for_stacks(pid, its.state, log, last=last)})
+    return found
+
+
+def ask_for_stacks(pid: int, state: str, log: Path | None, *, last: bool = False) -> str:
     """Have a process write its stacks, and return what it has written to its log; empty if it writes none."""
-    if log is None or state in "TtZX" or not catches(pid, DUMP_SIGNAL):
+    numbers = (DUMP_SIGNAL, signal.SIGABRT) if last else (DUMP_SIGNAL,)
+    number = next((each for each in numbers if catches(pid, each)), None)
+    if log is None or state in "TtZX" or number is None:
         return ""
     before = _size(log)
     try:
-        os.kill(pid, DUMP_SIGNAL)
+        os.kill(pid, number)
     except OSError:
         return ""
     deadline, seen = time.monotonic() + DUMP_WAIT_S, before

@@ -245,6 +245,39 @@ def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mappi
     return sentence
 
 
+def write_program_report(attempt_dir: AttemptDir) -> str:
+    """Write hang.md and hang.json on programs whose heartbeat files do not change, and return the sentence.
+
+    Those whose processes are stopped or busy are named; if there are none, or nothing else, all of them.
+    """
+    witnesses = all_witnesses(attempt_dir)
+    chosen = [each for each in witnesses.values() if not each.beat.waits] or list(witnesses.values())
+    named = [_program(each) for each in chosen]
+    others = len(witnesses) - len(named)
+    shown = "; ".join(each.sentence for each in named[:SHOWN])
+    more = f"; and {len(named) - SHOWN} more ranks" if len(named) > SHOWN else ""
+    waited = f"; {others} other rank{'s' * (others != 1)} waited" if others else ""
+    sentence = f"{shown}{more}{waited}"
+    nodes = sorted({each.node for each in named})
+    attempts.record_hang(
+        attempt_dir,
+        sentence=sentence,
+        nodes=nodes if len(nodes) == 1 else [],  # else it is no fault of one of them
+        ranks=[each.rank for each in named],
+    )
+    write_text(attempt_dir.hang_page, page(sentence, named, witnesses, len(witnesses)))
+    for path in attempt_dir.hang_witnesses():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return sentence
+
+
+def _program(witness: Witness) -> Absent:
+    beat = witness.beat
+    stacks = "\n".join(str(each["stacks"]) for each in witness.workers if each["stacks"])
+    return Absent(beat.rank, beat.node, beat.pid, None, beat.phase, "hangs", beat.where, stacks, witness.workers)
+
+
 def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witness], world_size: int) -> str:
     """Return the page as Markdown: first who did not come, then all who waited, in one table, then their stacks."""
     lines = [f"# Hung: {sentence}", ""]
@@ -254,7 +287,7 @@ def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witnes
         lines += [f"## Rank {missing.rank} on {missing.node} (pid {missing.pid or 'unknown'})", ""]
         lines += [f"{missing.sentence}.", ""]
         for worker in missing.workers:
-            lines += [f"Data worker {worker['pid']} {describe_worker(worker)}: `{worker['command']}`", ""]
+            lines += [f"Process {worker['pid']} {describe_worker(worker)}: `{worker['command']}`", ""]
             lines += _block(str(worker["stacks"]))
         lines += _block(missing.stacks) or ["No stack could be had.", ""]
     named = {missing.rank for missing in absent}

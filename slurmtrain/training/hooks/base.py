@@ -1,22 +1,28 @@
 """The protocol of what hangs on the training loop, and the list that calls it.
 
     setup ─> load ─> start ─> before_first_step
-        ─> each step: before_step ─> (forward and backward) ─> wants_save, gives_up ─> before_optimizer_step
+        ─> each step: before_step ─> (forward and backward) ─> numbers_known ─> wants_save, gives_up, wants_rollback
+                      ─> before_optimizer_step, skips_update
                       ─> (the optimiser, while all ranks agree on a decision) ─> after_step
+                      ─> if a rank wants to go back: roll_back ─> rolled_back
         ─> finish, or on_error ─> close
 
 A hook is called on every rank where it is in the list. One that calls collectives has to be in all of them, at the same
-place. What a hook reports goes through `log`, `evaluated` and `message`, which are no-ops on ranks that write nothing.
+place. What a hook reports goes through `log`, `evaluated`, `event` and `message`, which are no-ops on ranks that write nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from torch import Tensor
 
+from slurmtrain.runs.events import Event
 from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.step_numbers import StepNumbers
 
 
 class TrainingHook:
@@ -54,8 +60,32 @@ class TrainingHook:
         """
         return False
 
+    def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
+        """Look at the loss and the gradient norm of an earlier step, which are the same on all ranks.
+
+        Called once for each step, in their order: in the second step after it, or after the last one. Of a step that was
+        still unread when a checkpoint was written, in the attempt that goes on from there.
+        """
+
+    def wants_rollback(self, state: TrainingState) -> str | None:
+        """Return why training should go back to a checkpoint from before a trouble, a sentence; None: it should not.
+
+        Asked when `wants_save` is. One rank is enough: all go back together after this step, to the newest checkpoint of at
+        most `state.counters.health.sound_step`, and train on with the samples that come next. After train.max_rollbacks
+        times without getting further, the sentence ends the run.
+        """
+        return None
+
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         """Look at the gradients, or change them. They have been clipped; `grad_norm` is the norm before, a scalar."""
+
+    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
+        """Return whether to leave out this step's update: a bool scalar on the device, the same on all ranks; None: no.
+
+        Parameters and optimiser then stay as they are, and the batch counts as seen. Nobody waits for the answer. What only
+        one rank can tell has to be made common by a reduction before.
+        """
+        return None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         """Do what is due after step `state.step`.
@@ -63,6 +93,17 @@ class TrainingHook:
         It may set `state.stopping`; and `state.save_requested`, since hooks other than `Checkpointing` come before it. Both
         have to be the same on all ranks.
         """
+
+    def roll_back(self, state: TrainingState, at_most: int) -> bool:
+        """Load the newest checkpoint of at most step `at_most` into `state.objects_but_loader()`, and forget newer ones.
+
+        Returns:
+            False, and nothing is changed, if this hook has none.
+        """
+        return False
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        """Forget what was noted of the steps after `state.step`, to which training has gone back from `from_step`."""
 
     def finish(self, state: TrainingState) -> None:
         """Complete what is under way: all steps are done, or training stops early (`state.stopping`)."""
@@ -85,6 +126,9 @@ class TrainingHook:
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation after step `step`."""
 
+    def event(self, event: Event, values: Mapping[str, Any]) -> None:
+        """Record something that happened, with JSON values."""
+
     def message(self, text: str) -> None:
         """Show a sentence to the person who watches."""
 
@@ -102,6 +146,10 @@ class TrainingHooks(TrainingHook):
 
     def __iter__(self) -> Iterator[TrainingHook]:
         return iter(self._hooks)
+
+    def hear(self, event: str) -> bool:
+        """Return whether any hook has a method `event` of its own."""
+        return bool(self._of[event])
 
     def setup(self, state: TrainingState) -> None:
         for hook in self._of["setup"]:
@@ -131,13 +179,32 @@ class TrainingHooks(TrainingHook):
         given_up = [hook.gives_up(state) for hook in self._of["gives_up"]]
         return any(given_up)
 
+    def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
+        for hook in self._of["numbers_known"]:
+            hook.numbers_known(state, numbers)
+
+    def wants_rollback(self, state: TrainingState) -> str | None:
+        reasons = [hook.wants_rollback(state) for hook in self._of["wants_rollback"]]
+        return next((reason for reason in reasons if reason is not None), None)
+
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         for hook in self._of["before_optimizer_step"]:
             hook.before_optimizer_step(state, grad_norm)
 
+    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
+        answers = [hook.skips_update(state, grad_norm) for hook in self._of["skips_update"]]
+        return functools.reduce(_either, answers, None)
+
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         for hook in self._of["after_step"]:
             hook.after_step(state, result)
+
+    def roll_back(self, state: TrainingState, at_most: int) -> bool:
+        return any(hook.roll_back(state, at_most) for hook in self._of["roll_back"])
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        for hook in self._of["rolled_back"]:
+            hook.rolled_back(state, from_step)
 
     def finish(self, state: TrainingState) -> None:
         for hook in self._of["finish"]:
@@ -161,6 +228,17 @@ class TrainingHooks(TrainingHook):
         for hook in self._of["evaluated"]:
             hook.evaluated(step, values)
 
+    def event(self, event: Event, values: Mapping[str, Any]) -> None:
+        for hook in self._of["event"]:
+            hook.event(event, values)
+
     def message(self, text: str) -> None:
         for hook in self._of["message"]:
             hook.message(text)
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return where one of two bool scalars is true; None counts as false."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.logical_or(other)

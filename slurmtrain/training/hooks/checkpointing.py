@@ -54,6 +54,7 @@ class Checkpointing(TrainingHook):
             state.restored = self._begin_from(self._config.restore_from, state)
         # The config of this run decides the settings, the checkpoint only the learnt state.
         apply_settings(state.optimizer, settings)
+        self._checkpointer.sound_step = state.counters.health.sound_step
 
     def start(self, state: TrainingState) -> None:
         self._schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
@@ -62,12 +63,24 @@ class Checkpointing(TrainingHook):
         return self._schedule.due(state.step + 1, time.monotonic())
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
+        self._checkpointer.sound_step = state.counters.health.sound_step
         if not state.stopping and not state.is_last_step:
             if state.save_requested:
                 self._save(state)
             elif self._config.local_every_steps and state.step % self._config.local_every_steps == 0:
                 self._save_local(state)
         self._measure(state)
+
+    def roll_back(self, state: TrainingState, at_most: int) -> bool:
+        settings = settings_of(state.optimizer)
+        restored = self._checkpointer.restore(at_most=at_most, **state.objects_but_loader())
+        if restored is None:
+            return False
+        apply_settings(state.optimizer, settings)
+        self._checkpointer.remove_newer(restored.step)
+        self._pending_save = None
+        self._schedule.saved(restored.step, time.monotonic(), None)
+        return True
 
     def finish(self, state: TrainingState) -> None:
         only_on_nodes = state.restored is not None and state.restored.origin != ""
@@ -109,6 +122,7 @@ class Checkpointing(TrainingHook):
             state.hooks.message(f"step {state.step} is not saved: its parameters are not finite")
             self._schedule.saved(state.step, time.monotonic(), None)
             return
+        state.read_numbers()
         metrics = state.metrics if state.counters.evaluated_at == state.step else None
         pending = self._checkpointer.save(state.step, metrics=metrics, **state.objects())
         self._measure(state)  # the one before is decided by now
@@ -120,6 +134,7 @@ class Checkpointing(TrainingHook):
         """Begin to copy the state to the nodes, unless something is still being written: it would hold training up."""
         if not state.ranks.of_rank_0(int(self._checkpointer.idle)) or not state.is_finite():
             return
+        state.read_numbers()
         self._checkpointer.save_local(state.step, **state.objects())
         state.throughput.start()
 

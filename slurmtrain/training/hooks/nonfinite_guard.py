@@ -1,62 +1,154 @@
-"""The guard against numbers that are not finite: it ends a training that cannot become useful again."""
+"""The guard against numbers that break: it leaves out updates that are not finite, and says when to go back or to end."""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.state import trained_parameters
+from slurmtrain.config.schema import TrainConfig
+from slurmtrain.runs.events import Event
+from slurmtrain.training.health import Action, Finding
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps
+from slurmtrain.training.nonfinite import DivergedError
+from slurmtrain.training.rollback import HINT
 from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.step_numbers import StepNumbers
+
+ALL_TOLD = 10  # of more skipped steps in a row, each hundredth is told
+SAMPLES_NAMED = 8  # of a step's samples, at most
 
 
 class NonfiniteGuard(TrainingHook):
-    """Ends the attempt after too many steps in a row without a finite loss and gradient norm.
+    """Skips updates that are not finite, looks for spikes of the loss, and asks to go back, or ends the run.
 
-    Args:
-        limit: this many consecutive steps are too many; 0: any number is allowed.
-        checkpointer: names the newest checkpoint in the error; None: nothing is saved.
+    It judges by numbers that are the same on all ranks, after the same step on all of them; see `training/health.py`.
     """
 
-    def __init__(self, limit: int, checkpointer: Checkpointer | None):
-        self._steps, self._checkpointer = NonfiniteSteps(limit), checkpointer
+    def __init__(self, train: TrainConfig):
+        self._train = train
+        self._error: DivergedError | None = None
 
-    def gives_up(self, state: TrainingState) -> bool:
-        return self._steps.update()
+    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
+        # A loss that is not finite gives gradients that are not, see `training/forward_backward.py`.
+        return grad_norm.isfinite().logical_not()
 
-    def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
-        steps = self._steps
-        if steps.in_a_row == 1:
-            state.hooks.message(
-                f"step {steps.last}: loss or gradient norm are not finite"
-                + (f"; {steps.limit} such steps in a row end the run" if steps.limit else "")
-            )
+    def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
+        health = state.counters.health
+        finding = health.look(numbers, self._train)
+        if finding is None:
+            return
+        if finding.spike is None and (health.in_a_row <= ALL_TOLD or health.in_a_row % 100 == 0):
+            self._tell_skip(state, numbers)
+        elif finding.spike is not None:
+            self._tell_spike(state, numbers, finding.spike)
+        if finding.action is Action.GO_ON:
+            return
+        why = _sentence(state, numbers, finding, self._train)
+        if finding.action is Action.STOP:
+            self._error = DivergedError(f"{why}; train.on_nonfinite=stop", hint=HINT)
+        else:
+            health.due = why
+
+    def wants_rollback(self, state: TrainingState) -> str | None:
+        return state.counters.health.due
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if result.decision.give_up:  # by what the step before this one was
-            raise self._diverged(state)
-        self._steps.note(state.step, result.loss_sum, result.grad_norm, result.tokens)
+        if self._error is not None:
+            raise self._error
 
     def finish(self, state: TrainingState) -> None:
         if not state.stopping and not state.is_finite():
-            self._steps.update()
-            raise self._diverged(state)
+            raise DivergedError(f"the parameters are not finite after step {state.step}", hint=HINT)
 
-    def _diverged(self, state: TrainingState) -> DivergedError:
-        """Return the error that ends the run. All ranks call it together."""
-        steps = self._steps
-        loss = state.ranks.sum(torch.tensor(steps.loss)).item()
-        numbers = f"the last one looked at, {steps.last}, has loss {loss:.4g} and gradient norm {steps.norm:.4g}"
-        if 0 < steps.limit <= steps.in_a_row:
-            many = f"in a row (train.max_nonfinite={steps.limit})"
-            what = f"loss or gradient norm are not finite for {steps.in_a_row} steps {many}: from step {steps.first} on"
-        else:
-            what = f"the parameters are not finite after step {state.step}"
-        step = self._checkpointer.last_step if self._checkpointer is not None else None
-        before = "there is no checkpoint" if step is None else f"the newest checkpoint, of step {step}, is from before"
-        return DivergedError(
-            f"{what}; {numbers}; {before}",
-            hint="the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more "
-            "optim.warmup_steps or optim.grad_clip=1 may help, or other data",
+    def _tell_skip(self, state: TrainingState, numbers: StepNumbers) -> None:
+        health, limit = state.counters.health, self._train.max_skipped
+        state.hooks.event(
+            Event.UPDATE_SKIPPED,
+            {
+                "step": numbers.step,
+                "samples": list(numbers.samples),
+                "rank": numbers.failed_rank,
+                "in_a_row": health.in_a_row,
+                "skipped": health.skipped,
+            },
         )
+        if health.in_a_row == 1:
+            many = f"; after {limit} such steps in a row it goes back to a checkpoint" if limit > 1 else ""
+            state.hooks.message(
+                f"step {numbers.step}: loss or gradient norm are not finite{_where(numbers)}, so its update was left out{many}"
+            )
+
+    def _tell_spike(self, state: TrainingState, numbers: StepNumbers, spike: float) -> None:
+        values = {"step": numbers.step, "samples": list(numbers.samples), "loss": numbers.loss, "deviations": spike}
+        state.hooks.event(Event.LOSS_SPIKE, values)
+        state.hooks.message(f"step {numbers.step}: {_spike(numbers, spike, self._train)}")
+
+
+def _sentence(state: TrainingState, numbers: StepNumbers, finding: Finding, train: TrainConfig) -> str:
+    """Return what went wrong, where, and with which samples. All ranks call it together."""
+    health = state.counters.health
+    if finding.spike is not None:
+        what = f"{_spike(numbers, finding.spike, train)} in step {numbers.step}"
+    elif health.in_a_row > 1:
+        many = f" (train.max_skipped={train.max_skipped})" if health.in_a_row == train.max_skipped else ""
+        what = (
+            f"loss or gradient norm are not finite for {health.in_a_row} steps in a row{many}: from step {health.first} on; "
+            f"step {numbers.step} has loss {numbers.loss:.4g} and gradient norm {numbers.grad_norm:.4g}{_where(numbers)}"
+        )
+    else:
+        what = f"step {numbers.step} has loss {numbers.loss:.4g} and gradient norm {numbers.grad_norm:.4g}{_where(numbers)}"
+    parameters = _parameters(state, numbers)
+    return f"{what}{parameters}; its samples are {_samples(state, numbers)}"
+
+
+def _where(numbers: StepNumbers) -> str:
+    if numbers.failed_rank is not None:
+        return f", by the loss of rank {numbers.failed_rank}"
+    return f", by the losses of {numbers.failed_ranks} ranks" if numbers.failed_ranks else ""
+
+
+def _spike(numbers: StepNumbers, spike: float, train: TrainConfig) -> str:
+    return (
+        f"the loss {numbers.loss:.4g} is {spike:.3g} standard deviations above the median of the {train.spike_window} steps "
+        "before"
+    )
+
+
+def _parameters(state: TrainingState, numbers: StepNumbers) -> str:
+    """Say of which parameters the gradients are not finite, by the parts of all ranks."""
+    names = [name.partition(".")[2] for name in _names(state)]
+    wrong = [
+        name
+        for name, norm in zip(names, numbers.parameter_norms, strict=False)
+        if norm is not None and not math.isfinite(norm.item())
+    ]
+    parts = state.ranks.gather((names, wrong))
+    everywhere = list(dict.fromkeys(name for known, _ in parts for name in known))
+    found = {name for _, each in parts for name in each}
+    if not found:
+        return ""
+    if len(found) == len(everywhere):
+        return "; the gradients of all parameters are not finite"
+    last = next(name for name in reversed(everywhere) if name in found)
+    if len(found) == 1:
+        return f"; the gradient of {last} is not finite"
+    return f"; the gradients of {len(found)} of {len(everywhere)} parameters are not finite, the last of them is {last}"
+
+
+def _names(state: TrainingState) -> Sequence[str]:
+    """Return the names of `state.parameters`, in their order."""
+    names = {
+        id(parameter): name for name, parameter in trained_parameters({"model": state.distributed_model.model}).items()
+    }
+    return [names[id(parameter)] for parameter in state.parameters]
+
+
+def _samples(state: TrainingState, numbers: StepNumbers) -> str:
+    """Name the samples of a step: their numbers in the order of the run, and a few of their indices in the data set."""
+    first, end = numbers.samples
+    indices = state.loader.indices(first, min(end, first + SAMPLES_NAMED))
+    more = ", ..." if end - first > SAMPLES_NAMED else ""
+    return f"{first} to {end - 1} of the run's order (in the data set: {', '.join(map(str, indices))}{more})"

@@ -58,6 +58,7 @@ def test_the_same_experiment_before_and_after_fields_were_removed_and_renamed_is
     values = yaml.safe_load((FROZEN / "version_1.yaml").read_text())
     digested = to_values(before)
     digested["parallel"]["ep"], digested["model"] = values["parallel"]["ep"], values["model"]
+    digested["train"]["max_nonfinite"] = digested["train"].pop("max_skipped")
     assert as_first_digested(to_values(after)) == without_unused(digested)
     del digested["hooks"], digested["secrets"]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
@@ -80,6 +81,15 @@ def test_the_fields_of_our_own_decoder_are_called_as_in_llamas_files_and_other_m
     assert list(values["model"].values()) == list(ours.values())
     assert list(values["model"])[1:] == ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"]
     assert copied == other
+
+
+def test_the_limit_of_steps_in_a_row_keeps_its_value_under_its_name_of_today(tmp_path: Path) -> None:
+    path = frozen(tmp_path / "config.yaml", 3)
+    values = yaml.safe_load(path.read_text())
+    values["train"]["max_nonfinite"] = 7
+    del values["train"]["max_skipped"]
+    path.write_text("# Frozen by slurmtrain, schema version 3.\n" + yaml.safe_dump(values))
+    assert load_frozen(path).train.max_skipped == 7
 
 
 @pytest.mark.parametrize("word", ["model.width=64", "+model.width=64", "++model.heads=2"])

@@ -1,0 +1,56 @@
+"""Going back, within the process, to a checkpoint from before a trouble.
+
+Everything but the position in the data comes back. The samples since that checkpoint are left out, those of the steps that
+went wrong among them: the same steps would do the same again. The number of the step is that of the checkpoint, so that
+the schedule and the number of updates are those of the config; the digest of the samples says which were seen.
+"""
+
+from __future__ import annotations
+
+from slurmtrain.config.schema import TrainConfig
+from slurmtrain.training.nonfinite import DivergedError
+from slurmtrain.training.state import TrainingState
+
+HINT = (
+    "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
+    "optim.grad_clip=1 may help, or other data; `resume RUN --set optim.lr=...` goes on from the newest checkpoint"
+)
+
+
+def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
+    """Go back to the newest checkpoint of a sound step. All ranks call it together.
+
+    Args:
+        why: what went wrong, one sentence.
+
+    Raises:
+        DivergedError: going back is not possible, or has not helped.
+    """
+    step, health = state.step, state.counters.health
+    if health.rollbacks >= train.max_rollbacks:
+        tried = (
+            f"going back {health.rollbacks} times in a row has not helped"
+            if health.rollbacks
+            else "it does not go back"
+        )
+        raise DivergedError(f"{why}; {tried} (train.max_rollbacks={train.max_rollbacks})", hint=HINT)
+    if health.sound_step is None or not state.hooks.roll_back(state, health.sound_step):
+        raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
+    state.counters.health.went_back(health, from_step=step, to_step=state.step)
+    _check_samples_left(state, train, why)
+    state.begin_at_checkpoint()
+    state.hooks.rolled_back(state, step)
+    state.hooks.message(
+        f"{why}; so training went back from step {step} to step {state.step}, and leaves out the samples since"
+    )
+    state.throughput.start()
+
+
+def _check_samples_left(state: TrainingState, train: TrainConfig, why: str) -> None:
+    needed = state.loader.samples_consumed + (train.steps - state.step) * train.global_batch_size
+    if not train.repeat and needed > state.loader.order.once:
+        raise DivergedError(
+            f"{why}; after going back to step {state.step} the samples left would not do for {train.steps} steps "
+            "(train.repeat=false)",
+            hint=HINT,
+        )

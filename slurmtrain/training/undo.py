@@ -1,0 +1,65 @@
+"""State that a forward or backward pass changes, and that is brought back when the step's update is skipped.
+
+Running statistics (BatchNorm) have taken in the step's activations before its loss is known, and would stay NaN for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Undo(Protocol):
+    """Something that a step changes before its optimiser does."""
+
+    def begin_step(self) -> None:
+        """Keep what is there before the step."""
+
+    def take_back(self, skips: Tensor) -> None:
+        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it."""
+
+
+class RunningBuffers:
+    """The buffers that forward passes change. Those that stay as they are, such as tables of positions, cost nothing.
+
+    A buffer is known to change once it has changed, so the first step of an attempt keeps a copy of all of them that are
+    saved in checkpoints.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        modules = list(modules)
+        unsaved = {
+            id(module._buffers[name])
+            for root in modules
+            for module in root.modules()
+            for name in module._non_persistent_buffers_set
+        }
+        self._buffers = list(
+            {id(buffer): buffer for root in modules for buffer in root.buffers() if id(buffer) not in unsaved}.values()
+        )
+        self._versions: list[int] | None = None
+        self._before: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        if self._buffers:
+            self._before = [buffer.clone() for buffer in self._buffers]
+            if self._versions is None:
+                self._versions = [buffer._version for buffer in self._buffers]
+
+    def take_back(self, skips: Tensor) -> None:
+        if not self._buffers:
+            return
+        if self._versions is not None and self._versions:
+            changing = [
+                number for number, version in enumerate(self._versions) if self._buffers[number]._version != version
+            ]
+            self._buffers, self._before = (
+                [each[number] for number in changing] for each in (self._buffers, self._before)
+            )
+            self._versions = []
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(torch.where(skips, before, buffer))
+        self._before = []

@@ -1,0 +1,158 @@
+"""What the watch over a training costs: watchdog, heartbeats and the check of its numbers, on against off.
+
+Wanted: at most 0.5 % of the time of a step.
+
+python -m tests.bench overhead [--blocks 12] [--steps 60]
+
+One training of two ranks (DDP), in which the watch is switched on and off after every block of steps, so that whatever else the
+machine does meets both alike. Shown is the ratio of the median step with it to that without, of all blocks, with the standard
+error over pairs of neighbouring blocks, and the same of the processor time, all threads of both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.data import BatchLoader
+from slurmtrain.runtime.addresses import free_port
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.watchdog.progress import Position
+from slurmtrain.runtime.watchdog.watchdog import Watchdog
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.signals import install_signal_handlers
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.state import TrainingState
+from tests.bench import throughput
+from tests.bench.throughput import RANKS, Spent
+
+SKIPPED = 3  # steps at the beginning of a block, in which threads start or end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench overhead")
+    parser.add_argument("--blocks", type=int, default=12, help="of each kind")
+    parser.add_argument("--steps", type=int, default=60, help="of a block; a step takes about a tenth of a second")
+    options, _ = parser.parse_known_args()
+    with TemporaryDirectory() as folder:
+        mp.spawn(run_rank, args=(free_port(), folder, options), nprocs=RANKS)
+
+
+class Switch:
+    """Whether the watch is on now."""
+
+    on = False
+
+
+SWITCH = Switch()
+
+
+class SwitchedGuard(NonfiniteGuard):
+    """The check of the numbers, while the watch is on."""
+
+
+def _switch(event: str) -> None:
+    original = getattr(NonfiniteGuard, event)
+
+    def switched(self: NonfiniteGuard, *arguments: Any) -> Any:
+        return original(self, *arguments) if SWITCH.on else None
+
+    setattr(SwitchedGuard, event, switched)
+
+
+for _event in ("gives_up", "before_optimizer_step", "skips_update", "numbers_known", "wants_rollback", "after_step"):
+    if _event in vars(NonfiniteGuard):
+        _switch(_event)
+
+
+class Blocks(TrainingHook):
+    """Switches the watch on and off, and measures every step.
+
+    Attributes:
+        spent: of each block, on or off in turns, its steps.
+    """
+
+    def __init__(self, distributed: DistributedContext, agreement: StopAgreement, steps: int):
+        self._distributed, self._agreement, self._steps = distributed, agreement, steps
+        self._watchdog: Watchdog | None = None
+        self._began: Spent | None = None
+        self.spent: list[list[Spent]] = []
+
+    def before_step(self, state: TrainingState) -> None:
+        if self._began is not None:
+            self.spent[-1].append(Spent.now().since(self._began))
+        if state.step % self._steps == 0:
+            dist.barrier()
+            self.spent.append([])
+            SWITCH.on = len(self.spent) % 2 == 0
+            if SWITCH.on:
+                self._watchdog = Watchdog(WatchdogConfig(), self._distributed, None)
+                self._watchdog.follow(lambda: Position(self._agreement.rounds, state.step, True))
+            elif self._watchdog is not None:
+                self._watchdog.close()
+            dist.barrier()
+        self._began = Spent.now()
+
+    def close(self, state: TrainingState) -> None:
+        if SWITCH.on and self._watchdog is not None:
+            self._watchdog.close()
+
+
+def run_rank(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signals = install_signal_handlers()
+    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    setattr(throughput, "NonfiniteGuard", SwitchedGuard)  # noqa: B010 (what the trainer of the other benchmark is built with)
+    agreement = StopAgreement(signals, control := dist.new_group())
+    environment = Environment(
+        source="local", rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, tasks_per_node=(RANKS,)
+    )
+    distributed = DistributedContext(
+        environment, torch.device("cpu"), dist.group.WORLD, control, store_address=("127.0.0.1", port)
+    )
+    bench = throughput.Bench(rank, Path(folder), 2 * options.blocks * options.steps, agreement, control)
+    blocks = Blocks(distributed, agreement, options.steps)
+    loader = bench.loader(BatchLoader, throughput.LAYOUTS["DDP"])
+    with (Path(folder) / f"log-{rank}").open("w") as log, redirect_stdout(log):
+        bench.trainer("DDP", loader, [blocks]).fit()
+    kept = [block[SKIPPED:] for block in blocks.spent]
+    wall = [statistics.median(each.wall for each in block) for block in kept]
+    cpu = torch.tensor([sum(each.cpu for each in block) for block in kept], dtype=torch.float64)
+    dist.all_reduce(cpu)
+    if rank == 0:
+        print(
+            f"{RANKS} ranks, {options.blocks} blocks of {options.steps} steps each way, {wall[0] * 1e3:.0f} ms a step"
+        )
+        say("time of a step, on to off", wall)
+        say("processor time, on to off", cpu.tolist())
+    dist.destroy_process_group()
+
+
+def say(what: str, values: Sequence[float]) -> None:
+    """Print the ratio of blocks that are on to their neighbours that are off."""
+    off, on = values[2::2], values[3::2]  # the first two warm up
+    ratios = [one / other for one, other in zip(on, off, strict=False)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    print(f"{what}: {statistics.median(ratios):.4f} +- {error:.4f} ({', '.join(f'{ratio:.3f}' for ratio in ratios)})")
+
+
+if __name__ == "__main__":
+    main()
