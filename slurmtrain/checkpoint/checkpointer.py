@@ -70,7 +70,7 @@ class Checkpointer:
             checkpoints are copied there in the background, and fetched from there if the directory has none.
         local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and to the
             next node, and is restored from there while it is newer than the directory's.
-        node: name of this rank's node, for `local`; None: SLURM's, else the host's.
+        node: name of this rank's node, whose ranks read files together; None: the host's, with `local` first SLURM's.
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Raises:
@@ -105,7 +105,7 @@ class Checkpointer:
         json_config = shared_directory.config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        host = (node or node_name()) if local else None
+        host = node or (node_name() if local else None)
         hosts = shared_directory.agree_on_directory(ranks, self.directory, host)
         groups = RankGroups.make(ranks, hosts)
         claimed = shared_directory.claim_together(ranks, self.directory, incarnation)

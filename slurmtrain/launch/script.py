@@ -34,6 +34,7 @@ _ALWAYS_DECIDED = (
     "cluster.gpus_per_node",
     "cluster.cpus_per_task",
     "cluster.exclusive",
+    "cluster.tasks_per_node",
     "cluster.signal_lead_s",
     "requeue.mode",
     "the run directory",
@@ -148,7 +149,7 @@ def _in_script(folder: str) -> str:
 
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
     """Return the #SBATCH lines, in the order in which a person reads them."""
-    cluster = config.cluster
+    cluster, elastic = config.cluster, config.cluster.node_range.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
     log = "slurm-%A_%a.log" if paths.tasks > 1 else "slurm-%j.log"
     options: list[tuple[str, object]] = [
@@ -157,8 +158,10 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("account", cluster.account),
         ("qos", cluster.qos),
         ("nodes", cluster.node_range.larger(cluster.spare_nodes)),
-        ("ntasks-per-node", cluster.tasks_per_node),
-        ("cpus-per-task", cluster.cpus_per_task),
+        # A job of a range never has more nodes than tasks, and sbatch counts the tasks of the least nodes (seen on 22.05). So a
+        # node has one task that has all of the CPUs, and srun divides them.
+        ("ntasks-per-node", None if elastic else cluster.tasks_per_node),
+        ("cpus-per-task", cluster.cpus_per_task * (cluster.tasks_per_node if elastic else 1)),
         ("gpus-per-node", gpus or None),
         ("mem", _gigabytes(cluster.mem_per_node_gb)),
         ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb)),
@@ -334,7 +337,8 @@ def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list
     """
     count = len(nodes) or cluster.node_range.most
     named = [f"--nodelist={','.join(nodes)}"] if nodes else []
-    return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *named]
+    each = [f"--ntasks-per-node={cluster.tasks_per_node}"] if cluster.node_range.elastic else []
+    return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *each, *named]
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:

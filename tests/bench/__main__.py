@@ -13,6 +13,7 @@ BENCHMARKS = (
     "stop",
     "recovery",
     "checkpoint",
+    "node_copies",
     "collect",
     "status",
     "sweep",

@@ -167,7 +167,7 @@ def _build_checkpointer(
         on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         local=keeping.local,
-        node=distributed.environment.node,
+        node=distributed.environment.node if keeping.local else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )
 

@@ -159,4 +159,4 @@ def test_the_batch_script_starts_ranks_on_what_can_be_used_of_what_was_given(giv
         text=True,
         check=True,
     )
-    assert told.stdout.split() == [f"--nodes={used}", f"--ntasks={4 * used}"]
+    assert told.stdout.split() == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]

@@ -1,0 +1,94 @@
+"""A job of a range of nodes on a real SLURM: it takes what is there, and no sample and no step is lost or done twice."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.runs.lookup import all_runs
+from tests.slurm.project import Project, Run, make_project
+from tests.support.local_runs import assert_steps_join
+from tests.support.slurm_cluster import Cluster
+
+BATCH, STEPS, TOKENS = 24, 16, 64
+# The model of tests/slurm/project.py, which also notes every sample that it is trained on. The first pass of
+# DDP in a process is one whose gradients are discarded.
+SEEN_MODEL = """
+import hashlib, os
+from paced import Paced, RUN_DIR
+
+class Seen(Paced):
+    def forward(self, tokens):
+        if self.training and (self.passes or "SLURM_PROCID" not in os.environ):
+            rows = [hashlib.sha256(row.numpy().tobytes()).hexdigest() + "\\n" for row in tokens]
+            with (RUN_DIR / "seen").open("a") as file:
+                file.write("".join(rows))
+        return super().forward(tokens)
+"""
+SAME = [
+    "model._target_=seen.Seen",
+    "model.dropout=0.0",  # whose masks depend on the rank
+    f"train.steps={STEPS}",
+    f"train.global_batch_size={BATCH}",
+    "train.eval_every=0",
+]
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    made = make_project(tmp_path_factory.mktemp("elastic") / "project", sandbox)
+    (made.path / "seen.py").write_text(SEEN_MODEL)
+    sandbox.run(["git", "add", "-A"], cwd=made.path)
+    return made
+
+
+def seen(run_dir: Path) -> Counter[str]:
+    return Counter((run_dir / "seen").read_text().split())
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in run.losses() if "loss" in record}
+
+
+def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_loss_is_that_of_one_size(
+    project: Project, sandbox: Cluster
+) -> None:
+    """The losses differ by the order of float additions only.
+
+    A float32 sum of n terms in another order differs by up to about sqrt(n) * 2**-24 relative; n is the tokens of a global
+    batch. Each step feeds the differences of those before on, so that they stay within as many times that.
+    """
+    run = project.submit(*SAME, "cluster.nodes=2-4", "cluster.tasks_per_node=1", "+model.pause_s=0.2")
+    run.wait_for_step(3)
+    colleague = sandbox.submit_high(nodes=run.attempts()[0].nodes[2:], seconds=600)
+    try:
+        run.wait_for_attempt(2)
+        run.wait_for_step((run.attempts()[1].first_step or 0) + 2)
+    finally:
+        sandbox.run(["scancel", colleague])
+    said = run.cli("requeue", run.run_dir.id, "cluster.nodes=3")
+    assert "cluster.nodes: 2-4 -> 3" in said
+    run.wait_for_attempt(3)
+    run.finish()
+
+    tries = run.attempts()
+    assert [(attempt.world_size, len(attempt.nodes)) for attempt in tries] == [(4, 4), (2, 2), (3, 3)]
+    assert [attempt.reason for attempt in tries] == ["preempted", "asked", "finished"]
+    assert len(run.run_dir.info()["job_ids"]) == 2 and tries[0].job_id == tries[1].job_id != tries[2].job_id
+    assert_steps_join(run, total=STEPS)
+    alone = [word for word in SAME if not word.startswith("cluster")]
+    small = ["+cluster=local", "+experiment=smoke", "train.log_every=1", "train.tensorboard=false"]
+    sandbox.run([sys.executable, "-m", "slurmtrain", *small, *alone, "job.name=alone", "submit"], cwd=project.path)
+    one = Run(
+        next(each for each in all_runs(project.path / "runs") if each.path.parent.name == "alone"),
+        sandbox,
+        project.path,
+    )
+    assert seen(run.run_dir.path) == seen(one.run_dir.path) and sum(seen(one.run_dir.path).values()) == STEPS * BATCH
+    expected, found = losses(one), losses(run)
+    assert found.keys() == expected.keys() == set(range(1, STEPS + 1))
+    tolerance = STEPS * (BATCH * TOKENS) ** 0.5 * 2**-24
+    assert all(abs(found[step] - loss) <= tolerance * loss for step, loss in expected.items())
