@@ -26,6 +26,7 @@ from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import WAITING, RunState, RunStatus, states
+from slurmtrain.report.trouble import trouble
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.node_blame import left_out_of
@@ -156,6 +157,7 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
         f"  {printable(now.explanation)}",
         *([f"  {progress}"] if progress else []),
+        *([f"  numbers: {one_line(broken)}"] if (broken := trouble(run_dir.events())) else []),
         *([f"  left out: {one_line(left_out)}"] if (left_out := _left_out(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",

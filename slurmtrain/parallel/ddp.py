@@ -35,6 +35,8 @@ def clip_whole_gradients(parameters: Sequence[nn.Parameter], limit: float) -> tu
         The norm before, a scalar; and of each parameter the norm of its gradient before, a scalar; None if it has none.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(()), [None] * len(parameters)
     norms = torch._foreach_norm(gradients)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if limit:

@@ -27,15 +27,17 @@ def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
         DivergedError: going back is not possible, or has not helped.
     """
     step, health = state.step, state.counters.health
-    if health.rollbacks >= train.max_rollbacks:
-        tried = (
-            f"going back {health.rollbacks} times in a row has not helped"
-            if health.rollbacks
-            else "it does not go back"
-        )
-        raise DivergedError(f"{why}; {tried} (train.max_rollbacks={train.max_rollbacks})", hint=HINT)
     if health.sound_step is None or not state.hooks.roll_back(state, health.sound_step):
         raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
+    if (
+        health.rollbacks >= train.max_rollbacks
+    ):  # only now, so that a resume with another config begins where it was sound
+        many = f"going back {health.rollbacks} times in a row has not helped"
+        raise DivergedError(
+            f"{why}; {many if health.rollbacks else 'it does not go back'} (train.max_rollbacks={train.max_rollbacks}); the "
+            f"newest checkpoint is that of step {state.step}, from before it",
+            hint=HINT,
+        )
     state.counters.health.went_back(health, from_step=step, to_step=state.step)
     _check_samples_left(state, train, why)
     state.begin_at_checkpoint()

@@ -25,8 +25,8 @@ class Undo(Protocol):
 class RunningBuffers:
     """The buffers that forward passes change. Those that stay as they are, such as tables of positions, cost nothing.
 
-    A buffer is known to change once it has changed, so the first step of an attempt keeps a copy of all of them that are
-    saved in checkpoints.
+    Which they are is seen in the first step of an attempt, among all that are saved in checkpoints. Their versions do not
+    tell: a batch norm changes its statistics without counting theirs up.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -40,26 +40,17 @@ class RunningBuffers:
         self._buffers = list(
             {id(buffer): buffer for root in modules for buffer in root.buffers() if id(buffer) not in unsaved}.values()
         )
-        self._versions: list[int] | None = None
+        self._seen = False  # which of them change
         self._before: list[Tensor] = []
 
     def begin_step(self) -> None:
-        if self._buffers:
-            self._before = [buffer.clone() for buffer in self._buffers]
-            if self._versions is None:
-                self._versions = [buffer._version for buffer in self._buffers]
+        self._before = [buffer.clone() for buffer in self._buffers]
 
     def take_back(self, skips: Tensor) -> None:
-        if not self._buffers:
-            return
-        if self._versions is not None and self._versions:
-            changing = [
-                number for number, version in enumerate(self._versions) if self._buffers[number]._version != version
-            ]
-            self._buffers, self._before = (
-                [each[number] for number in changing] for each in (self._buffers, self._before)
-            )
-            self._versions = []
-        for buffer, before in zip(self._buffers, self._before, strict=True):
+        pairs = list(zip(self._buffers, self._before, strict=True))
+        if not self._seen:
+            pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]
+            self._buffers, self._seen = [buffer for buffer, _ in pairs], True
+        for buffer, before in pairs:
             buffer.copy_(torch.where(skips, before, buffer))
         self._before = []

@@ -344,7 +344,7 @@ def test_parameters_that_blow_up_end_the_run_with_its_sound_checkpoint_kept(tmp_
     with pytest.raises(DivergedError, match="going back 2 times in a row has not helped") as caught:
         trainer(alone(), tmp_path / "run", words, hooks=[WildRate()]).fit()
     assert caught.value.exit_code == EXIT_CONFIG
-    assert saved(tmp_path / "run")[0] == 8 and losses(tmp_path / "run")[9] < 10
+    assert saved(tmp_path / "run") == [8] and "the newest checkpoint is that of step 8" in caught.value.message
     everything = [load(path) for path in committed(tmp_path / "run" / "checkpoints")]
     assert all(tensor.isfinite().all() for tensors in everything for tensor in tensors.values())
 

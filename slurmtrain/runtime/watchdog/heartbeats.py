@@ -156,6 +156,10 @@ class Heartbeats:
         self._wake.set()
         return self._told.wait(timeout_s)
 
+    def read_word(self, timeout_s: float) -> None:
+        """Read now, and not at the next beat, whether another rank has told all something."""
+        self.look(timeout_s)
+
     def look(self, timeout_s: float) -> Mapping[int, Beat] | None:
         """Return the newest beat of every rank that has ever beaten; None if the store does not answer in time."""
         self._looked.clear()
@@ -163,7 +167,7 @@ class Heartbeats:
             self._look, self._looks_wanted = None, self._looks_wanted + 1
         self._wake.set()
         until = time.monotonic() + timeout_s
-        while not self._looked.wait(0.5):
+        while not self._looked.wait(min(0.5, timeout_s)):
             if self.silent or time.monotonic() >= until:
                 return None
         return self._look

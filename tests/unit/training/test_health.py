@@ -1,0 +1,141 @@
+"""What is done about a step, by its numbers and those of the steps before: pure decisions."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurmtrain.config.schema import TrainConfig
+from slurmtrain.training.health import Action, Health, deviation
+from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.step_numbers import LAG, NumbersReader, StepNumbers
+from slurmtrain.training.undo import RunningBuffers
+
+
+def step(number: int, loss: float = 1.0, norm: float = 1.0) -> StepNumbers:
+    return StepNumbers(number, (8 * number - 8, 8 * number), loss, norm)
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, [Action.GO_ON] * 4 + [Action.ROLL_BACK]),
+        ({"max_skipped": 2}, [Action.GO_ON, Action.ROLL_BACK, Action.ROLL_BACK]),
+        ({"max_skipped": 0}, [Action.GO_ON] * 20),
+        ({"on_nonfinite": "rollback"}, [Action.ROLL_BACK]),
+        ({"on_nonfinite": "stop"}, [Action.STOP]),
+    ],
+)
+@pytest.mark.parametrize("bad", [{"loss": math.nan}, {"loss": math.inf}, {"norm": math.inf}])
+def test_steps_in_a_row_that_are_not_finite(
+    train: dict[str, Any], expected: list[Action], bad: dict[str, float]
+) -> None:
+    health, config = Health(), TrainConfig(**train)
+    assert health.look(step(1), config) is None
+    found = [health.look(step(2 + number, **bad), config) for number in range(len(expected))]
+    assert [finding.action for finding in found if finding is not None] == expected
+    assert (health.first, health.in_a_row, health.sound_step) == (2, len(expected), 0)
+
+
+def test_a_finite_step_begins_the_count_anew_and_shows_that_the_step_before_was_sound() -> None:
+    health, config = Health(), TrainConfig(max_skipped=2)
+    for number, loss in enumerate([1.0, math.nan, 1.0, math.nan, 1.0], start=1):
+        finding = health.look(step(number, loss), config)
+        assert finding is None or finding.action is Action.GO_ON
+    assert (health.skipped, health.in_a_row, health.sound_step) == (2, 0, 4)
+
+
+def test_after_going_back_the_count_of_rollbacks_ends_when_training_gets_further() -> None:
+    before, config = Health(skipped=3, sound_step=8), TrainConfig()
+    health = Health(sound_step=6)
+    health.went_back(before, from_step=12, to_step=8)
+    assert (health.rollbacks, health.furthest, health.skipped, health.sound_step) == (1, 12, 3, 8)
+    health.look(step(7), config)  # read only after going back
+    assert health.sound_step == 8
+    health.look(step(12), config)
+    assert health.rollbacks == 1
+    health.look(step(13), config)
+    assert health.rollbacks == 0
+
+
+def test_a_spike_is_told_once_and_holds_soundness_back_while_it_lasts() -> None:
+    health, config = Health(), TrainConfig(spike_window=10)
+    losses = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.1, 1.9, 2.0]
+    for number, loss in enumerate(losses, start=1):
+        assert health.look(step(number, loss), config) is None
+    finding = health.look(step(11, 9.0), config)
+    assert finding is not None and finding.action is Action.GO_ON
+    assert finding.spike == pytest.approx(7.0 / (1.4826 * 0.05), rel=1e-3)
+    assert health.look(step(12, 9.0), config) is None and health.sound_step == 9
+    assert health.look(step(13, 2.0), config) is None and health.sound_step == 12
+
+
+@pytest.mark.parametrize(("loss", "told"), [(2.6, True), (2.02, False), (1.0, False)])
+def test_what_counts_as_a_spike(loss: float, told: bool) -> None:
+    losses = [2.0 + 0.01 * (number % 7) for number in range(100)]
+    assert (deviation(loss, losses) > 10) is told
+
+
+def test_a_loss_that_never_changes_has_no_spike_of_a_thousandth() -> None:
+    assert deviation(2.002, [2.0] * 100) < 10 < deviation(2.1, [2.0] * 100)
+
+
+def test_a_new_level_is_no_spike_for_ever() -> None:
+    health, config = Health(), TrainConfig(spike_window=10)
+    for number in range(1, 40):
+        health.look(step(number, 2.0 if number < 20 else 5.0), config)
+    assert not health.spiking and health.sound_step == 38
+
+
+def test_what_is_remembered_survives_json_and_other_versions() -> None:
+    health = Health(skipped=2, sound_step=7, losses=[1.5], due="because")
+    values = json.loads(json.dumps({**health.to_json(), "of another version": 1}))
+    assert Health.from_json(values) == health and Health.from_json({}) == Health()
+    numbers = StepNumbers(3, (16, 24), math.nan, math.inf, 2, None)
+    assert repr(StepNumbers.from_json(json.loads(json.dumps(numbers.to_json())))) == repr(numbers)
+
+
+def read(reader: NumbersReader) -> StepNumbers | None:
+    return reader.finish(reader.own_part())
+
+
+def test_numbers_are_known_two_steps_later_also_after_a_save() -> None:
+    reader = NumbersReader(TrainingRanks())
+    found = []
+    for number in range(1, 7):
+        known = read(reader)
+        found.append(known.step if known is not None else None)
+        reader.note(number, (0, 8), torch.tensor(4.0 * number), torch.tensor(1.0), 4)
+        if number == 4:  # a save reads everything, and nothing is due earlier for that
+            restored = NumbersReader(TrainingRanks())
+            restored.restore([StepNumbers.from_json(each.to_json()) for each in reader.read_all()])
+            reader = restored
+    assert found == [None] * LAG + [1, 2, 3, 4]
+    assert [(each.step, each.loss) for each in reader.take_all()] == [(5, 5.0), (6, 6.0)] and read(reader) is None
+
+
+def test_a_loss_that_is_not_finite_names_its_rank() -> None:
+    reader = NumbersReader(TrainingRanks())
+    reader.note(1, (0, 8), torch.tensor(math.nan), torch.tensor(math.nan), 4)
+    (numbers,) = reader.take_all()
+    assert (numbers.failed_ranks, numbers.failed_rank, numbers.finite) == (1, 0, False)
+
+
+def test_running_statistics_come_back_when_an_update_is_skipped() -> None:
+    norm = nn.BatchNorm1d(3)
+    norm.register_buffer("table", torch.arange(3.0))
+    undo = RunningBuffers([norm])
+    before = {}
+    for value, skips in [(1.0, False), (math.nan, True), (2.0, False)]:
+        undo.begin_step()
+        before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        norm(torch.full((4, 3), value) + torch.randn(4, 3))
+        undo.take_back(torch.tensor(skips))
+        changed = [name for name, buffer in norm.named_buffers() if not torch.equal(buffer, before[name])]
+        assert changed == ([] if skips else ["running_mean", "running_var", "num_batches_tracked"])
+    assert len(undo._buffers) == 3  # what never changes costs nothing
