@@ -267,15 +267,15 @@ def test_a_crash_loop_ends_after_the_budget_and_says_why(project: Project) -> No
         "model._target_=broken.Broken",
         "cluster.nodes=1",
         "cluster.tasks_per_node=1",
-        "requeue.max_attempts_without_progress=2",
-        nodes="n2",
+        "requeue.max_attempts_without_progress=3",
+        nodes="n2",  # which therefore cannot be left out after the second attempt
     )
     run.wait_for_end()
-    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash", "crash"]
     run.cluster.wait_for(run.job_id, "FAILED")
     status = run.status()
     assert "the seventh seal" in status
-    assert "2 attempts in a row without a new checkpoint" in status
+    assert "3 attempts in a row without a new checkpoint" in status
 
 
 def test_requeue_by_verb_saves_and_starts_again(undisturbed: Run, interrupted: Run) -> None:
