@@ -185,7 +185,7 @@ def test_a_hang_is_found_within_its_time_out_and_some_seconds(ended: Ended) -> N
     for number, attempt in enumerate(ended.attempts[: len(FAULTS)], 1):
         assert attempt.ended is not None
         assert attempt.stepping is not None
-        assert attempt.ended - attempt.stepping < 45, f"attempt {number}"
+        assert attempt.ended - attempt.stepping < 90, f"attempt {number}"
 
 
 def test_the_others_leave_within_seconds_when_a_rank_raises(ended: Ended) -> None:
@@ -195,7 +195,7 @@ def test_the_others_leave_within_seconds_when_a_rank_raises(ended: Ended) -> Non
     assert attempt.sentence.startswith("crashed: rank 1: ValueError: the eighth seal")
     assert attempt.ended is not None
     assert attempt.stepping is not None
-    assert attempt.ended - attempt.stepping < 45
+    assert attempt.ended - attempt.stepping < 90
 
 
 def test_after_hangs_the_run_finishes_and_nothing_is_left(ended: Ended) -> None:
