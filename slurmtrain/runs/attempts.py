@@ -409,7 +409,8 @@ class Hang:
     """A hang that ended an attempt.
 
     Attributes:
-        node: that of the first rank that did not come; None if all waited for each other.
+        node: that of the ranks that did not come; None if all waited for each other, or these were on several nodes, so
+            that it is no fault of one of them.
     """
 
     sentence: str
@@ -421,8 +422,8 @@ def found_hang(attempt_dir: AttemptDir) -> Hang | None:
     found = read_json(attempt_dir.hang_file) or {}
     if not isinstance(found.get("sentence"), str):
         return None
-    nodes = found.get("nodes") or [None]
-    return Hang(found["sentence"], nodes[0])
+    nodes = found.get("nodes") or []
+    return Hang(found["sentence"], nodes[0] if len(nodes) == 1 else None)
 
 
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmtrain.system import process
+from slurmtrain.system.redaction import redact
 
 T = TypeVar("T")
 
@@ -134,9 +135,10 @@ def children_of(pid: int) -> dict[int, process.Stat]:
 
 
 def command_line(pid: int) -> str:
-    """Return the words of a process, up to 200 characters; empty if it is gone."""
+    """Return the words of a process without secrets, up to 200 characters; empty if it is gone."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return redact(words).strip()[:200]  # a secret that is cut would not be found any more
     return ""
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RANKS_PER_S = 200  # heartbeats per second of all ranks together, which rank 0's process has to take
+RANKS_PER_S = (
+    200  # heartbeats per second of all ranks together, which rank 0's process has to take; and looks at a folder
+)
 STORE_TIMEOUT_S = 5.0
 STORE_SILENT_S = 10.0
 PREFIX = "watchdog"
@@ -230,6 +232,11 @@ class Heartbeats:
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         found = map(Beat.parse, store.multi_get(list(keys.values()))) if keys else ()
         return {beat.rank: beat for beat in found if beat is not None}
+
+
+def pause_between_looks(world_size: int) -> float:
+    """Return the seconds between two looks of one rank at the attempt's folder, at which all ranks look at the same time."""
+    return max(0.1, world_size / RANKS_PER_S)
 
 
 def _key(rank: int) -> str:

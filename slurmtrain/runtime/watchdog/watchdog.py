@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
@@ -28,6 +28,7 @@ from slurmtrain.runtime.watchdog.heartbeats import (
     Beat,
     Heartbeats,
     Word,
+    pause_between_looks,
     silent_between,
     still_allowed,
 )
@@ -253,38 +254,41 @@ class Watchdog:
             end_process()
         with contextlib.suppress(OSError):  # a full disk; it leaves all the same
             witness.write(self._attempt_dir)
-        found = self._wait_for_witnesses(self._attempt_dir) or {rank: witness}
+        found = self._wait_for_witnesses(self._attempt_dir) | {rank}
         nccl = self._attempt_dir.nccl_trace(rank)
         evidence.write_nccl_trace(nccl)
-        place = sorted({*found, rank}).index(rank)
+        place = sorted(found).index(rank)
         self._write_page(self._attempt_dir, place, expected)
         on_node = [each for each in found if each in self._mates]
         if rank == min(on_node, default=rank):
             self._end_silent_mates(found)
         end_process()
 
-    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> Mapping[int, Witness]:
-        """Return what the live ranks have written, when all have, or no further one comes."""
+    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> set[int]:
+        """Return the live ranks, which have written what they know, when all have, or no further one comes.
+
+        Their files are read only by the one that writes the page.
+        """
         began = changed = time.monotonic()
         count = 0
         every_s = self._heartbeats.every_s if self._heartbeats is not None else 0.0
         while True:
-            here = len(attempt_dir.hang_witnesses())
+            here = set(attempt_dir.hang_witnesses())
             now = time.monotonic()
-            if here != count:
-                count, changed = here, now
+            if len(here) != count:
+                count, changed = len(here), now
             all_here = count >= self._environment.world_size
             if all_here or now - changed > QUIET_S + 2 * every_s or now - began > COLLECT_S + 2 * every_s:
-                return report.all_witnesses(attempt_dir)
+                return here
             if attempt_dir.hang_page.exists():  # this rank was late
-                return report.all_witnesses(attempt_dir)
-            time.sleep(0.1)
+                return here
+            time.sleep(pause_between_looks(self._environment.world_size))
 
     def _write_page(self, attempt_dir: AttemptDir, place: int, expected: Mapping[int, str]) -> None:
         """Write the page if this is the lowest live rank; else wait for it, and write it if it does not come."""
         until = time.monotonic() + place * PAGE_S
         while not attempt_dir.hang_page.exists() and time.monotonic() < until:
-            time.sleep(0.1)
+            time.sleep(pause_between_looks(self._environment.world_size))
         if attempt_dir.hang_page.exists():
             return
         try:
@@ -305,7 +309,7 @@ class Watchdog:
         say(f"slurmtrain: hung: {report.sentence_of(absent, known, world_size)}\n{witness.stacks}")
         self._end_silent_mates(known)
 
-    def _end_silent_mates(self, witnesses: Mapping[int, Witness]) -> None:
+    def _end_silent_mates(self, witnesses: Collection[int]) -> None:
         """End the ranks of this node that cannot end themselves, with their data workers."""
         for rank, beat in (self._heartbeats.mates if self._heartbeats is not None else {}).items():
             if rank not in witnesses and evidence.kill_tree(beat.pid, beat.born):
