@@ -37,6 +37,8 @@ ADDED: dict[str, Any] = {
     "train.on_spike": "tell",
     "train.spike_window": 100,
     "train.spike_threshold": 10.0,
+    "checkpoint.local": None,
+    "checkpoint.local_every_steps": 0,
 }
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")

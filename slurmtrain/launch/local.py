@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import BinaryIO
 
 from slurmtrain.choices import RequeueMode
@@ -50,6 +51,12 @@ def run_local(run_dir: RunDir) -> int:
         ended = outcome.verdict is Verdict.END
         goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
         print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
+        if ended and config.checkpoint.local is not None:
+            from slurmtrain.checkpoint.node_copies.folder import (
+                remove_run,
+            )  # with numpy, for which `submit` has no time
+
+            remove_run(Path(config.checkpoint.local), run_dir.checkpoints, run_dir.id)
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
         if run_dir.next_change_file.exists():

@@ -66,9 +66,10 @@ class AttemptDir:
         """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""
         return self.path / f"hang-{rank}.json"
 
-    def hang_witnesses(self) -> list[Path]:
-        """Return those files, in no particular order."""
-        return list(self.path.glob("hang-*.json"))
+    def hang_witnesses(self) -> dict[int, Path]:
+        """Return those files by rank, in no particular order."""
+        found = {path.stem.removeprefix("hang-"): path for path in self.path.glob("hang-*.json")}
+        return {int(rank): path for rank, path in found.items() if rank.isdecimal()}
 
     def nccl_trace(self, rank: int) -> Path:
         """Return the file of NCCL's flight record of a rank."""

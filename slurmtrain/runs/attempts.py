@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
-from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
@@ -29,6 +29,7 @@ from slurmtrain.slurm.client import JobFacts, parse_time
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.gpu_health import broken_gpus
 from slurmtrain.system.records import (
     COUNT,
     FLAG,
@@ -349,8 +350,13 @@ def record_failure(
         record["superseded"] = True
     if on_any_node:
         record["on_any_node"] = True
-    record["node"] = os.environ.get("SLURMD_NODENAME")
-    write_json(attempt_dir.failure_file(rank), {**record, "time": time.time()})
+    record |= {"node": os.environ.get("SLURMD_NODENAME"), "time": time.time()}
+    write_json(attempt_dir.failure_file(rank), record)
+    if because_of_peer or superseded or on_any_node or exit_code == EXIT_CONFIG:
+        return
+    broken = broken_gpus()  # which takes a moment: the record above is there already
+    if broken is not None:
+        write_json(attempt_dir.failure_file(rank), {**record, "sentence": f"{sentence} ({broken})"})
 
 
 @dataclass(frozen=True)
@@ -403,7 +409,8 @@ class Hang:
     """A hang that ended an attempt.
 
     Attributes:
-        node: that of the first rank that did not come; None if all waited for each other.
+        node: that of the ranks that did not come; None if all waited for each other, or these were on several nodes, so
+            that it is no fault of one of them.
     """
 
     sentence: str
@@ -415,8 +422,8 @@ def found_hang(attempt_dir: AttemptDir) -> Hang | None:
     found = read_json(attempt_dir.hang_file) or {}
     if not isinstance(found.get("sentence"), str):
         return None
-    nodes = found.get("nodes") or [None]
-    return Hang(found["sentence"], nodes[0])
+    nodes = found.get("nodes") or []
+    return Hang(found["sentence"], nodes[0] if len(nodes) == 1 else None)
 
 
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:

@@ -88,7 +88,9 @@ def finish_attempt(
     evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
     if client is not None:
         evidence = replace(evidence, run=run_dir.id, node_records=tuple(_node_records(run_dir, config)))
-    if client is not None and decides.in_place and attempt.said is None:
+    # After a crash srun ends the other ranks, too, by a signal, so that rank 0 may say that it was stopped.
+    failed = attempt.said is None or evidence.failure is not None or evidence.killed is not None
+    if client is not None and decides.in_place and failed and not evidence.preempted_when_told:
         evidence = in_place.with_allocation(evidence, attempt, client)
     outcome = decide_outcome(evidence, decides)
     attempt.exit_code = exit_code

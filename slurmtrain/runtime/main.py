@@ -136,6 +136,8 @@ def _run(
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        if watchdog is not None and _timed_out(error):
+            watchdog.collective_timed_out(error)
         lost_a_peer = _lost_a_peer(error)
         _fail(context, environment, exit_code_of(error), sentence, because_of_peer=lost_a_peer, watchdog=watchdog)
 
@@ -310,7 +312,7 @@ def _fail(
         except OSError as error:
             log.warning("cannot record the failure: %s", error)
     if watchdog is not None:
-        watchdog.failed()
+        watchdog.failed(lost_a_peer=because_of_peer)
     leave(code)
 
 
@@ -331,6 +333,11 @@ def _stop_during_start() -> tuple[type[BaseException], ...]:
     """
     module = sys.modules.get("slurmtrain.runtime.rendezvous")
     return (module.StopDuringStartError,) if module is not None else ()
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Return whether this is gloo's error for a collective to which some rank did not come in time."""
+    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
 
 
 def _lost_a_peer(error: BaseException) -> bool:

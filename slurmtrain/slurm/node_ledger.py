@@ -45,9 +45,12 @@ HARDWARE = re.compile(
     re.IGNORECASE,
 )
 BUS_ERROR = re.compile(r"\bbus error\b|\bSIGBUS\b", re.IGNORECASE)
-# Words after which the node is not at fault: too little memory was asked for, or somebody has killed the rank.
+# Words after which the node is not at fault: too little memory was asked for, somebody has killed the rank, or it has only
+# noticed that another one is gone.
 NOT_THE_NODE = re.compile(
-    r"out of memory|oom[-_ ]?kill|out_of_memory|memoryerror|\bkilled\b|sigkill|signal 9\b", re.IGNORECASE
+    r"out of memory|oom[-_ ]?kill|out_of_memory|memoryerror|\bkilled\b|sigkill|signal 9\b|"
+    r"connection (?:reset|closed|refused|aborted)|broken pipe|remote (?:worker|process|peer)|timed out",
+    re.IGNORECASE,
 )
 
 

@@ -184,6 +184,9 @@ def _hand_over(
         patience=patience,
     )
     _write_job(sweep, number, job_id)
+    for run_id, element in sweep.elements(number, job_id).items() if exclusion.blamed else ():
+        if sweep.run_dir(run_id).path.exists():
+            exclusion.record(sweep.run_dir(run_id), element)
     return job_id
 
 

@@ -107,7 +107,7 @@ class _SequentialSchedule:
     def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
         weighted = loss_sum * _per_token_weight(self._distributed_model, global_tokens)
-        weighted.backward(_one_if_finite(weighted))
+        (weighted * _one_if_finite(weighted)).backward()  # backward(gradient) would import sympy
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "prepare",
     "data",
     "numbers",
+    "goodput",
 )
 
 

@@ -6,7 +6,8 @@ python -m tests.bench overhead [--blocks 12] [--steps 60]
 
 One training of two ranks (DDP), in which the watch is switched on and off after every block of steps, so that whatever else the
 machine does meets both alike. Shown is the ratio of the median step with it to that without, of all blocks, with the standard
-error over pairs of neighbouring blocks, and the same of the processor time, all threads of both ranks.
+error over pairs of neighbouring blocks, and the same of the processor time, all threads of both ranks. On a machine that does
+other things, too, the processor time of the watch's own threads says more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import threading
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -85,6 +88,7 @@ class Blocks(TrainingHook):
 
     Attributes:
         spent: of each block, on or off in turns, its steps.
+        threads_s: processor time of the watch's threads, in seconds, in `on_s` seconds.
     """
 
     def __init__(self, distributed: DistributedContext, agreement: StopAgreement, steps: int):
@@ -92,6 +96,7 @@ class Blocks(TrainingHook):
         self._watchdog: Watchdog | None = None
         self._began: Spent | None = None
         self.spent: list[list[Spent]] = []
+        self.threads_s, self.on_s, self._started = 0.0, 0.0, 0.0
 
     def before_step(self, state: TrainingState) -> None:
         if self._began is not None:
@@ -103,14 +108,28 @@ class Blocks(TrainingHook):
             if SWITCH.on:
                 self._watchdog = Watchdog(WatchdogConfig(), self._distributed, None)
                 self._watchdog.follow(lambda: Position(self._agreement.rounds, state.step, True))
+                self._started = time.monotonic()
             elif self._watchdog is not None:
-                self._watchdog.close()
+                self._close()
             dist.barrier()
         self._began = Spent.now()
 
     def close(self, state: TrainingState) -> None:
         if SWITCH.on and self._watchdog is not None:
-            self._watchdog.close()
+            self._close()
+
+    def _close(self) -> None:
+        assert self._watchdog is not None
+        self.threads_s += sum(map(cpu_seconds, threading.enumerate()))
+        self.on_s += time.monotonic() - self._started
+        self._watchdog.close()
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    """The processor time of one of the watch's threads; 0 of another one."""
+    if thread.name not in ("watchdog", "heartbeats"):
+        return 0.0
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def run_rank(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:
@@ -143,6 +162,8 @@ def run_rank(rank: int, port: int, folder: str, options: argparse.Namespace) -> 
         )
         say("time of a step, on to off", wall)
         say("processor time, on to off", cpu.tolist())
+        share = blocks.threads_s / blocks.on_s
+        print(f"the threads of the watch: {share:.3%} of a processor, {1e3 * share:.2f} ms a second, on rank 0")
     dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     cluster = sandbox.up(spec, sandbox.default_directory(f"bench-{os.getpid()}"))
     found: dict[str, list[float]] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
+        with tempfile.TemporaryDirectory(prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:
             environment = {**os.environ, **cluster.env()}
             for name, in_place in (("in place", "true"), ("requeued", "false")):
                 found[name] = measure_job(Path(folder, name), environment, options.rounds, options.ranks, in_place)
@@ -127,7 +127,9 @@ def steps_done(run: RunDir, number: int) -> int:
     attempt = attempts.read_attempt(run, number) if number in run.attempt_numbers() else None
     if attempt is None or attempt.first_step is None or attempt.stepping is None:
         return 0
-    if run.metrics_file.stat().st_mtime < attempt.stepping:  # what it has written since is none of its steps
+    if (
+        not run.metrics_file.exists() or run.metrics_file.stat().st_mtime < attempt.stepping
+    ):  # what it has written since is none of its steps
         return 0
     return (attempts.last_logged_step(run) or 0) - attempt.first_step
 

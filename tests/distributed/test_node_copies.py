@@ -206,7 +206,7 @@ def test_other_nodes_in_another_order_restore_what_is_whole_on_them(gloo_ranks: 
     assert gloo_ranks(2, go_on_elsewhere, path) == [(2, True)] * 2
 
 
-def step_back(distributed: DistributedContext, path: Path) -> list[Any]:
+def step_back(distributed: DistributedContext, path: Path, request: str) -> list[Any]:
     """Go back on purpose while node b is away with its copy; then it comes back."""
     world, first = World(path), distributed.environment.rank == 0
     save_both(world, distributed)
@@ -215,7 +215,8 @@ def step_back(distributed: DistributedContext, path: Path) -> list[Any]:
         shutil.copytree(world.disks, path / "away")
     dist.barrier(group=distributed.control_group)
     back = world.rank(distributed, 2, seed=5)
-    restored = back.checkpointer.restore(path=world.checkpoints / "checkpoint_0000001", **back.objects)
+    asked: dict[str, Any] = {"path": world.checkpoints / "checkpoint_0000001"} if request == "path" else {"at_most": 1}
+    restored = back.checkpointer.restore(**asked, **back.objects)
     assert restored is not None
     assert restored.step == 1
     dist.barrier(group=distributed.control_group)
@@ -234,8 +235,26 @@ def step_back(distributed: DistributedContext, path: Path) -> list[Any]:
     return [*own, rank.restore(), rank.weights() == weights]
 
 
-def test_a_copy_from_before_a_step_back_never_wins(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    assert gloo_ranks(3, step_back, tmp_path / "world") == [[1, True, 2, True]] * 3
+@pytest.mark.parametrize("request_by", ["path", "at most"])
+def test_a_copy_from_before_a_step_back_never_wins(gloo_ranks: GlooRanks, tmp_path: Path, request_by: str) -> None:
+    assert gloo_ranks(3, step_back, tmp_path / "world", request_by) == [[1, True, 2, True]] * 3
+
+
+def roll_back(distributed: DistributedContext, path: Path) -> list[Any]:
+    """In the process, to the newest of at most step 2, which is on the nodes only."""
+    world = World(path)
+    rank = save_both(world, distributed)
+    rank.steps(1)
+    restored = rank.checkpointer.restore(at_most=2, **rank.objects)
+    rank.checkpointer.remove_newer(2)
+    assert restored is not None
+    return [restored.step, bool(restored.origin), rank.weights() == world.noted(2), rank.checkpointer.last_step]
+
+
+def test_training_goes_back_to_a_copy_on_the_nodes_if_that_is_the_newest_sound_state(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    assert gloo_ranks(3, roll_back, tmp_path / "world") == [[2, True, True, 1]] * 3
 
 
 def be_killed_twice(distributed: DistributedContext, path: Path) -> list[Any]:

@@ -117,8 +117,13 @@ def kill(lane: Lane, *, all_ranks: bool, skew_s: float) -> Trial:
     dying = lane.random.randrange(RANKS)
     plan = Plan(delays, all_ranks=all_ranks, mutant=lane.memory.get("mutant", ""))
     moment = lane.random.uniform(0, 1.3 * (max(delays) + usual["seconds"]) + 0.2)
-    if lane.random.random() < 0.5:
-        plan = replace(plan, dying=dying, call=lane.random.randint(1, usual["calls"][dying]))
+    # A mutant shows itself at one moment, whatever the machine is busy with: before the commit, or after it.
+    after_commit = plan.mutant == "another state"
+    if after_commit:
+        detail = f"rank {dying} after the commit"
+    elif plan.mutant or lane.random.random() < 0.5:
+        call = 1 if plan.mutant else lane.random.randint(1, usual["calls"][dying])
+        plan = replace(plan, dying=dying, call=call)
         detail = f"rank {dying} at call {plan.call} of {usual['calls'][dying]}"
     else:
         detail = f"rank {dying} after {moment:.3f} s"
@@ -129,11 +134,13 @@ def kill(lane: Lane, *, all_ranks: bool, skew_s: float) -> Trial:
         # None: another rank's call has killed this one before it could tell.
         if (message := child.next()) not in ("saving", None):
             return Trial(Outcome.UNEXPLAINED, f"{detail}: {message}")
+    told: list[list[Any]] = [[child.next()] if after_commit else [] for child in ranks]
     if plan.dying < 0:
-        time.sleep(moment)
+        if not after_commit:
+            time.sleep(moment)
         for child in ranks if all_ranks else [ranks[dying]]:
             child.send(signal.SIGKILL)
-    told = [child.rest() for child in ranks]
+    told = [[*messages, *child.rest()] for messages, child in zip(told, ranks, strict=True)]
     if (why := wrong_survivor(ranks, told)) is not None:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: {why}")
     world = RANKS if lane.random.random() < 0.3 else 1

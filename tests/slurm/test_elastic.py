@@ -92,3 +92,23 @@ def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_los
     assert found.keys() == expected.keys() == set(range(1, STEPS + 1))
     tolerance = STEPS * (BATCH * TOKENS) ** 0.5 * 2**-24
     assert all(abs(found[step] - loss) <= tolerance * loss for step, loss in expected.items())
+
+
+def test_without_a_spare_node_the_run_goes_on_with_fewer_nodes_in_the_same_job(
+    project: Project, sandbox: Cluster
+) -> None:
+    """Three nodes are left of four; 16 sequences divide by two."""
+    words = [*SAME, "train.steps=60", "train.global_batch_size=16", "cluster.tasks_per_node=1", "+model.pause_s=0.2"]
+    run = project.submit(*words, "cluster.nodes=2-4", "checkpoint.every_steps=2")
+    run.wait_for_checkpoint()
+    sandbox.kill_node("n3", only_daemon=True)
+    try:
+        run.wait_for_attempt(2)
+        run.finish()
+    finally:
+        sandbox.start_node("n3")
+    first, second = run.attempts()
+    assert (first.reason, first.verdict, first.failed_on) == ("node failure", "in-place", "n3")
+    assert (first.nodes, second.nodes) == (["n0", "n1", "n2", "n3"], ["n0", "n1"])
+    assert second.first_step == first.committed_step and second.job_id == first.job_id
+    assert (second.restart_count, second.world_size) == (0, 2)

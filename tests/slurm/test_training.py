@@ -124,6 +124,26 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     assert_same_bits(interrupted, undisturbed)
 
 
+def test_a_node_whose_ranks_are_stopped_is_named_and_training_goes_on_in_the_same_job(
+    undisturbed: Run, project: Project
+) -> None:
+    """Nobody on that node could end them: SLURM does."""
+    run = project.submit(*LONG, "watchdog.min_s=5", "watchdog.factor=2", nodes="n0,n1")
+    run.wait_for_checkpoint()
+    for pid in run.rank_pids()[2:]:
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_for_attempt(2)
+    first, second = run.attempts()[:2]
+    assert (first.reason, first.verdict, first.failed_on) == ("hang", "in-place", "n1")
+    assert (first.sentence or "").startswith("hung: rank 2 on n1 does not answer any more")
+    assert "; rank 3 on n1 " in (first.sentence or "")
+    page = (run.run_dir.attempt(1).path / "hang.md").read_text()
+    assert page.index("## Rank 3 on n1") < page.index("## Ranks that waited") < page.index("| 0 | n0 |")
+    assert second.job_id == first.job_id
+    run.finish()
+    assert_same_bits(run, undisturbed)
+
+
 def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
     undisturbed: Run, project: Project, tmp_path: Path
 ) -> None:
@@ -247,15 +267,15 @@ def test_a_crash_loop_ends_after_the_budget_and_says_why(project: Project) -> No
         "model._target_=broken.Broken",
         "cluster.nodes=1",
         "cluster.tasks_per_node=1",
-        "requeue.max_attempts_without_progress=2",
-        nodes="n2",
+        "requeue.max_attempts_without_progress=3",
+        nodes="n2",  # which therefore cannot be left out after the second attempt
     )
     run.wait_for_end()
-    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash", "crash"]
     run.cluster.wait_for(run.job_id, "FAILED")
     status = run.status()
     assert "the seventh seal" in status
-    assert "2 attempts in a row without a new checkpoint" in status
+    assert "3 attempts in a row without a new checkpoint" in status
 
 
 def test_requeue_by_verb_saves_and_starts_again(undisturbed: Run, interrupted: Run) -> None:

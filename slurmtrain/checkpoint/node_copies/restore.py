@@ -88,12 +88,15 @@ def listed(of_nodes: list[list[tuple[int, str, Mark, tuple[str, ...], bool]]]) -
 class NodeRestore:
     """One restore. All ranks make it, and call its methods, together.
 
+    Args:
+        at_most: only copies of at most this step; None: of any step.
+
     Attributes:
         reasons: why newer copies than the chosen one are not taken, one sentence each.
     """
 
-    def __init__(self, copies: NodeCopies, ranks: RankGroup):
-        self._copies, self._ranks = copies, ranks
+    def __init__(self, copies: NodeCopies, ranks: RankGroup, at_most: int | None = None):
+        self._copies, self._ranks, self._at_most = copies, ranks, at_most
         self._names = list(copies.by_node)
         self._node = self._names.index(copies.nodes[ranks.rank])
         self._here: dict[str, NodeCopy] = {}
@@ -138,7 +141,7 @@ class NodeRestore:
         lineage = Lineage(token, base)
         void = [one for one in found if not counts(one.mark, one.digest, lineage, newest)]
         self.reasons += [f"the nodes' copy of step {one.step} is not of what this run goes on from" for one in void]
-        return [one for one in found if one not in void]
+        return [one for one in found if one not in void and (self._at_most is None or one.step <= self._at_most)]
 
     def choose(self) -> Chosen | None:
         """Return the newest copy that counts and is whole, unless the run directory has a newer checkpoint."""

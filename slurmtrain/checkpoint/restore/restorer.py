@@ -153,15 +153,14 @@ class Restorer:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
         if self._node_copies is None:
             return self._restore_from_directory(request)
-        newest = request.path is None and request.at_most is None
-        found = self._restore_from_nodes(self._node_copies, request) if newest else None
+        found = self._restore_from_nodes(self._node_copies, request) if request.path is None else None
         restored, base = found or (self._restore_from_directory(request), None)
         self._node_copies.begin(self._ranks, base)
         return restored
 
     def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> tuple[Restored, str] | None:
         """Load the newest copy on the nodes, and return its digest, too; None: there is none, or none that is newer."""
-        restore = NodeRestore(copies, self._ranks)
+        restore = NodeRestore(copies, self._ranks, request.at_most)
         while (chosen := restore.choose()) is not None:
             manifest = chosen.manifest
             try:

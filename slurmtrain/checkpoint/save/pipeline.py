@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import state
-from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies.copies import NodeCopies
 from slurmtrain.checkpoint.node_copies.save import NodesDestination
@@ -217,17 +217,17 @@ class SavePipeline:
         """Remove the checkpoints of later steps than `step`, here and in the mirror; see `Checkpointer.remove_newer`."""
         self.wait_idle()
 
-        def remove() -> None:
+        def remove() -> int | None:
             identity = self._identity
             check_fence(identity.directory, identity.incarnation)
             for path in committed(identity.directory):
                 if step_of(path) > step:
                     remove_checkpoint(path, identity.incarnation.order)
+            return newest_committed_step(identity.directory)
 
-        self._ranks.on_rank_0(remove)
+        self.last_committed_step = self._ranks.on_rank_0(remove)  # not that of a copy on the nodes
         if self._mirror_uploader is not None:
             self._mirror_uploader.remove_newer(self._ranks, step)
-        self.last_committed_step = step
 
     def hurry(self) -> None:
         """Leave everything that a commit does not need to the next incarnation."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmtrain.system import process
+from slurmtrain.system.redaction import redact
 
 T = TypeVar("T")
 
@@ -36,10 +37,30 @@ STATES = {
 GONE = "gone"
 
 
+_cancels_at_fork = False
+
+
 def register_dumps() -> None:
     """Let this process, and what it forks, write its stacks to stderr at `DUMP_SIGNAL`."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.register(DUMP_SIGNAL, file=sys.__stderr__ or 2, all_threads=True, chain=False)
+
+
+def set_timer(seconds: float | None) -> None:
+    """Have faulthandler write all stacks to stderr after so many seconds, also while a call holds the interpreter.
+
+    Set anew, it begins anew; None: never.
+    """
+    global _cancels_at_fork
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
+        if seconds is None:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        if not _cancels_at_fork:
+            _cancels_at_fork = True
+            # The timer is a thread, which a forked child does not have, but waits for when it ends.
+            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or 2)
 
 
 def own_stacks(first: int) -> str:
@@ -114,9 +135,10 @@ def children_of(pid: int) -> dict[int, process.Stat]:
 
 
 def command_line(pid: int) -> str:
-    """Return the words of a process, up to 200 characters; empty if it is gone."""
+    """Return the words of a process without secrets, up to 200 characters; empty if it is gone."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return redact(words).strip()[:200]  # a secret that is cut would not be found any more
     return ""
 
 

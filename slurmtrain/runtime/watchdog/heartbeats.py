@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RANKS_PER_S = 200  # heartbeats per second of all ranks together, which rank 0's process has to take
+RANKS_PER_S = (
+    200  # heartbeats per second of all ranks together, which rank 0's process has to take; and looks at a folder
+)
 STORE_TIMEOUT_S = 5.0
 STORE_SILENT_S = 10.0
 PREFIX = "watchdog"
@@ -156,6 +158,10 @@ class Heartbeats:
         self._wake.set()
         return self._told.wait(timeout_s)
 
+    def read_word(self, timeout_s: float) -> None:
+        """Read now, and not at the next beat, whether another rank has told all something."""
+        self.look(timeout_s)
+
     def look(self, timeout_s: float) -> Mapping[int, Beat] | None:
         """Return the newest beat of every rank that has ever beaten; None if the store does not answer in time."""
         self._looked.clear()
@@ -163,7 +169,7 @@ class Heartbeats:
             self._look, self._looks_wanted = None, self._looks_wanted + 1
         self._wake.set()
         until = time.monotonic() + timeout_s
-        while not self._looked.wait(0.5):
+        while not self._looked.wait(min(0.5, timeout_s)):
             if self.silent or time.monotonic() >= until:
                 return None
         return self._look
@@ -226,6 +232,11 @@ class Heartbeats:
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         found = map(Beat.parse, store.multi_get(list(keys.values()))) if keys else ()
         return {beat.rank: beat for beat in found if beat is not None}
+
+
+def pause_between_looks(world_size: int) -> float:
+    """Return the seconds between two looks of one rank at the attempt's folder, at which all ranks look at the same time."""
+    return max(0.1, world_size / RANKS_PER_S)
 
 
 def _key(rank: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.watchdog import evidence, report
-from slurmtrain.runtime.watchdog.heartbeats import Beat
+from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks
 from slurmtrain.runtime.watchdog.progress import ActiveClock
 from slurmtrain.runtime.watchdog.report import Witness
 from slurmtrain.slurm.environment import Environment
@@ -121,10 +121,10 @@ class ProgramWatch:
         try:
             Witness(beat, workers=processes).write(self._attempt_dir)
             time.sleep(COLLECT_S)
-            place = sorted({*report.all_witnesses(self._attempt_dir), environment.rank}).index(environment.rank)
+            place = sorted({*self._attempt_dir.hang_witnesses(), environment.rank}).index(environment.rank)
             until = time.monotonic() + place * PAGE_S
             while not self._attempt_dir.hang_page.exists() and time.monotonic() < until:
-                time.sleep(0.1)
+                time.sleep(pause_between_looks(environment.world_size))
             if not self._attempt_dir.hang_page.exists():
                 sentence = report.write_program_report(self._attempt_dir)
                 log.error("hung: %s; see %s", sentence, self._attempt_dir.hang_page)

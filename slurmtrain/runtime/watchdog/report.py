@@ -105,7 +105,7 @@ class Absent:
 
 def all_witnesses(attempt_dir: AttemptDir) -> dict[int, Witness]:
     """Return what the live ranks have written, by rank."""
-    found = (Witness.read(path) for path in attempt_dir.hang_witnesses())
+    found = (Witness.read(path) for path in attempt_dir.hang_witnesses().values())
     return dict(sorted((each.beat.rank, each) for each in found if each is not None))
 
 
@@ -239,7 +239,7 @@ def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mappi
     write_text(
         attempt_dir.hang_page, page(sentence, absent, witnesses, world_size)
     )  # last: the others leave when it is there
-    for path in attempt_dir.hang_witnesses():  # all that they say is on the page
+    for path in attempt_dir.hang_witnesses().values():  # all that they say is on the page
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence
@@ -266,7 +266,7 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
         ranks=[each.rank for each in named],
     )
     write_text(attempt_dir.hang_page, page(sentence, named, witnesses, len(witnesses)))
-    for path in attempt_dir.hang_witnesses():
+    for path in attempt_dir.hang_witnesses().values():
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence

@@ -8,15 +8,15 @@ which needs no interpreter and is set anew at every look.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 from slurmtrain.config.schema import WatchdogConfig
@@ -28,6 +28,7 @@ from slurmtrain.runtime.watchdog.heartbeats import (
     Beat,
     Heartbeats,
     Word,
+    pause_between_looks,
     silent_between,
     still_allowed,
 )
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CODE = 1  # of a rank that the watchdog ends: that of a crash
 LOOK_EVERY_S = 1.0
+WORD_S = 0.5
 ANSWER_S = 15.0  # for the store, whose thread may just be connecting anew
 AGAIN_S = 10.0  # until the next look at the others, when one of them may take longer
 FAILED_GRACE_S = 10.0  # for a rank to leave by itself when another one has failed
@@ -84,6 +86,7 @@ class Watchdog:
         self._look_again = 0.0
         self._closed = threading.Event()
         self._firing = False
+        self._timed_out: phases.Phase | None = None
         first = environment.rank - environment.local_rank
         self._mates = range(first, min(first + environment.local_world_size, environment.world_size))
         self._heartbeats: Heartbeats | None = None
@@ -109,17 +112,33 @@ class Watchdog:
         """Stop to watch: this rank leaves in good order. If a hang was just found, this never returns."""
         self._closed.set()
         self._thread.join()
-        with contextlib.suppress(Exception):
-            faulthandler.cancel_dump_traceback_later()
+        evidence.set_timer(None)
         if self._heartbeats is not None:
             self._heartbeats.close()
 
-    def failed(self) -> None:
-        """Tell the other ranks that this one has recorded a failure and leaves; if it hung before, finish the page first."""
-        if self._firing:
-            self._thread.join(COLLECT_S + PAGE_S)
+    def failed(self, *, lost_a_peer: bool = False) -> None:
+        """Tell the other ranks that this one has recorded a failure and leaves; if it hung before, finish the page first.
+
+        Args:
+            lost_a_peer: another rank has closed its connections: it may just be saying that it has found a hang.
+        """
+        if lost_a_peer and self._heartbeats is not None:
+            self._heartbeats.read_word(WORD_S)
+        if self._firing or (self._word is not None and self._word.kind == "hang"):
+            self._thread.join(ANSWER_S + COLLECT_S + PAGE_S)
         if self._heartbeats is not None:
             self._heartbeats.tell("failed", 2.0)
+
+    def collective_timed_out(self, error: BaseException) -> None:
+        """Find out which ranks did not come to a collective, whose own time-out came first, and end the process.
+
+        Args:
+            error: what the collective has raised.
+        """
+        trace = traceback.extract_tb(error.__traceback__)
+        stack = [phases.Frame(each.filename, each.lineno or 0, each.name) for each in trace]
+        self._timed_out = replace(phases.phase_of(stack, stepping=self._position().stepping), waits=True)
+        self._thread.join(2 * ANSWER_S + COLLECT_S + PAGE_S)
 
     def _hear(self, word: Word) -> None:
         self._word = word
@@ -148,8 +167,10 @@ class Watchdog:
                 word = self._word
                 if word is not None and word.kind == "failed":
                     self._leave_after(word)
-                elif word is not None or (self._overdue() and self._nobody_is_at_work()):
+                elif word is not None or self._timed_out is not None or (self._overdue() and self._nobody_is_at_work()):
                     self._firing = True
+                    if self._timed_out is not None:
+                        self._nobody_is_at_work()  # to see who is silent
                     self._report_and_leave()
             except Exception as error:  # a watch that fails must not end what it watches
                 log.warning("the watchdog has failed, and tries again: %s: %s", type(error).__name__, error)
@@ -160,7 +181,7 @@ class Watchdog:
     def _look(self) -> None:
         now = self._clock.look(time.monotonic())
         position = self._position()
-        phase = phases.phase_of(phases.stack_of(self._watched), stepping=position.stepping)
+        phase = self._timed_out or phases.phase_of(phases.stack_of(self._watched), stepping=position.stepping)
         self._phase, self._step = phase, position.step
         allowance = Allowance.DEBUGGER if evidence.is_traced("self") else phase.allowance
         self._progress.look(now, position, allowance)
@@ -169,12 +190,8 @@ class Watchdog:
     def _set_timer(self) -> None:
         """Have faulthandler write the stacks when this rank is overdue, if this thread has not run again by then."""
         left = self._progress.limit_s - self._progress.idle_s
-        with contextlib.suppress(Exception):  # stderr is no file
-            if left > 1e6:
-                faulthandler.cancel_dump_traceback_later()
-            else:
-                after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
-                faulthandler.dump_traceback_later(max(2 * LOOK_EVERY_S, after), file=sys.__stderr__ or 2)
+        after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
+        evidence.set_timer(None if left > 1e6 else max(2 * LOOK_EVERY_S, after))
 
     def _overdue(self) -> bool:
         return self._progress.overdue and time.monotonic() >= self._look_again
@@ -188,7 +205,7 @@ class Watchdog:
             return False
         two = self._heartbeats.look(ANSWER_S)
         self._look()
-        if not self._progress.overdue:
+        if not self._progress.overdue and self._timed_out is None:
             return False
         self._store_answers = one is not None and two is not None
         if two is None or one is None:
@@ -237,38 +254,41 @@ class Watchdog:
             end_process()
         with contextlib.suppress(OSError):  # a full disk; it leaves all the same
             witness.write(self._attempt_dir)
-        found = self._wait_for_witnesses(self._attempt_dir) or {rank: witness}
+        found = self._wait_for_witnesses(self._attempt_dir) | {rank}
         nccl = self._attempt_dir.nccl_trace(rank)
         evidence.write_nccl_trace(nccl)
-        place = sorted({*found, rank}).index(rank)
+        place = sorted(found).index(rank)
         self._write_page(self._attempt_dir, place, expected)
         on_node = [each for each in found if each in self._mates]
         if rank == min(on_node, default=rank):
             self._end_silent_mates(found)
         end_process()
 
-    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> Mapping[int, Witness]:
-        """Return what the live ranks have written, when all have, or no further one comes."""
+    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> set[int]:
+        """Return the live ranks, which have written what they know, when all have, or no further one comes.
+
+        Their files are read only by the one that writes the page.
+        """
         began = changed = time.monotonic()
         count = 0
         every_s = self._heartbeats.every_s if self._heartbeats is not None else 0.0
         while True:
-            here = len(attempt_dir.hang_witnesses())
+            here = set(attempt_dir.hang_witnesses())
             now = time.monotonic()
-            if here != count:
-                count, changed = here, now
+            if len(here) != count:
+                count, changed = len(here), now
             all_here = count >= self._environment.world_size
             if all_here or now - changed > QUIET_S + 2 * every_s or now - began > COLLECT_S + 2 * every_s:
-                return report.all_witnesses(attempt_dir)
+                return here
             if attempt_dir.hang_page.exists():  # this rank was late
-                return report.all_witnesses(attempt_dir)
-            time.sleep(0.1)
+                return here
+            time.sleep(pause_between_looks(self._environment.world_size))
 
     def _write_page(self, attempt_dir: AttemptDir, place: int, expected: Mapping[int, str]) -> None:
         """Write the page if this is the lowest live rank; else wait for it, and write it if it does not come."""
         until = time.monotonic() + place * PAGE_S
         while not attempt_dir.hang_page.exists() and time.monotonic() < until:
-            time.sleep(0.1)
+            time.sleep(pause_between_looks(self._environment.world_size))
         if attempt_dir.hang_page.exists():
             return
         try:
@@ -289,7 +309,7 @@ class Watchdog:
         say(f"slurmtrain: hung: {report.sentence_of(absent, known, world_size)}\n{witness.stacks}")
         self._end_silent_mates(known)
 
-    def _end_silent_mates(self, witnesses: Mapping[int, Witness]) -> None:
+    def _end_silent_mates(self, witnesses: Collection[int]) -> None:
         """End the ranks of this node that cannot end themselves, with their data workers."""
         for rank, beat in (self._heartbeats.mates if self._heartbeats is not None else {}).items():
             if rank not in witnesses and evidence.kill_tree(beat.pid, beat.born):

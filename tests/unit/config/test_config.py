@@ -212,6 +212,24 @@ def test_the_early_warning_leaves_room_for_a_first_step(lead: int, limit: int) -
             validate(config)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["checkpoint.local=copies"], r"checkpoint\.local=copies is no absolute path"),
+        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 without a folder on the nodes"),
+        (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=-1"], "must be at least 0"),
+        (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"], None),
+    ],
+)
+def test_copies_on_the_nodes_need_a_folder_that_is_the_same_path_on_each(words: list[str], problem: str | None) -> None:
+    config = compose(words)
+    if problem is None:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        validate(config)
+
+
 VALUES = st.none() | st.booleans() | st.integers(-3, 3000) | st.floats() | TEXT | st.lists(st.integers(), max_size=2)
 
 

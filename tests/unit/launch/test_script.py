@@ -687,6 +687,24 @@ def test_copies_of_checkpoints_stay_for_a_restart_in_place_and_leave_the_nodes_a
     assert (done.returncode, folder.exists()) == (code or 1, not removed), done.stderr
 
 
+@pytest.mark.parametrize(("words", "removed"), [("in-place --nodes=4\ndone\n", True), ("done\n", False)])
+def test_copies_leave_nodes_that_were_left_out_of_a_restart_in_place_and_dead_nodes_do_not_prevent_it(
+    run_dir: Path, tmp_path: Path, words: str, removed: bool
+) -> None:
+    (tmp_path / "words").write_text(words)
+    folder = tmp_path / "shm" / f"slurmtrain-{os.getuid()}" / "run-0123"
+    folder.mkdir(parents=True)
+    srun = (
+        'case "$*" in *"watch "*) exit ;; --overlap*bash*) echo "$2" >>"$here/../seen"; exec "${@:8}" ;; esac; '
+        f"exit $(({words.count('in-place')} + 1 - SLURMTRAIN_ATTEMPT))"
+    )
+    given = ["cluster=a100x4", "cluster.nodes=4", "cluster.spare_nodes=1", f"checkpoint.local={tmp_path}/shm"]
+    script = script_for(run_dir, config=compose(given))
+    done = run_script(script, tmp_path, srun=srun, verbs=AGAIN, squeue="echo 4", SLURM_JOB_NUM_NODES="5")
+    assert (done.returncode, folder.exists()) == (0, not removed), done.stderr
+    assert not removed or (tmp_path / "seen").read_text() == "--nodes=4\n", "as many as the job still has"
+
+
 def test_an_attempt_after_a_restart_in_place_can_be_requeued(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "words").write_text("in-place\nrequeue\n")
     done = run_script(script_for(run_dir), tmp_path, srun="exit 1", verbs=AGAIN)

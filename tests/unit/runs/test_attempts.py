@@ -499,6 +499,15 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypa
     assert lost is not None and (lost.exit_code, lost.sentence) == (1, "rank 0: Connection closed by peer")
 
 
+@pytest.mark.parametrize(("nodes", "node"), [(["n2"], "n2"), (["n2", "n3"], None), ([], None)])
+def test_a_hang_of_ranks_on_several_nodes_is_the_fault_of_none_of_them(
+    run: RunDir, nodes: list[str], node: str | None
+) -> None:
+    run.new_attempt()
+    attempts.record_hang(run.attempt(1), sentence="they wait for data", nodes=nodes, ranks=[1, 2])
+    assert attempts.found_hang(run.attempt(1)) == attempts.Hang("they wait for data", node)
+
+
 @pytest.mark.parametrize(
     ("log", "found"),
     [

@@ -49,6 +49,12 @@ RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "fai
             None,
         ),
         (
+            "a rank whose peer has gone",
+            {**RAISED, "failure": (1, "rank 0: RuntimeError: Read error: Connection reset by peer")},
+            Reason.CRASH,
+            None,
+        ),
+        (
             "broken memory of a GPU after an hour",
             {**RAISED, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: uncorrectable ECC error encountered")},
             Reason.CRASH,
@@ -195,6 +201,21 @@ def test_a_threshold_of_0_keeps_no_ledger(run: RunDir) -> None:
     attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence="no")
     finish_attempt(run, 1, 1, Config(requeue=RequeueConfig(blame_threshold=0)), Running())
     assert not ledger_file("big").exists()
+
+
+def test_a_rank_that_fails_beside_a_broken_gpu_says_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho '0, 0, No, No'; echo '3, 2, No, No'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    attempt = add_attempt(run, nodes=["n3", "n9"], job_id="7", started=time.time() - 7200)
+    attempts.record_failure(run.attempt(attempt.number), 0, exit_code=1, sentence="RuntimeError: no")
+    outcome = finish_attempt(run, attempt.number, 1, Config(), Running())
+    assert "rank 0: RuntimeError: no (GPU 3 has 2 uncorrectable ECC errors)" in outcome.sentence
+    other = create_run_dir(run.path.parents[1], "train")  # one such record is enough
+    assert [each.node for each in blamed_for([other], BlamePolicy(), "big", time.time())] == ["n3"]
 
 
 @pytest.mark.parametrize(

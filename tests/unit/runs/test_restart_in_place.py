@@ -264,6 +264,17 @@ def test_the_record_of_a_crash_names_the_node_of_the_killed_rank(run: RunDir, mo
     assert (record.failed_on, record.verdict) == ("n1", "in-place")
 
 
+def test_ranks_start_again_in_place_although_the_signal_after_a_crash_made_rank_0_say_that_it_was_stopped(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program of the user's own does, whose other rank was killed."""
+    monkeypatch.setattr(in_place, "STEP_POLL_S", 0.0)
+    add_attempt(run, job_id="7", step_id="7.0", nodes=["n0", "n1"], said="stopped", cause="SIGTERM")
+    attempts.record_failure(run.attempt(1), 1, exit_code=137, sentence="python ended with signal 9 (SIGKILL)")
+    config = Config(cluster=ClusterConfig(nodes=2))
+    assert finish_attempt(run, 1, 137, config, Slurm(RUNNING), can_start_again=True).verdict == "in-place"
+
+
 def test_ranks_do_not_start_beside_killed_ones_that_are_not_gone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "STEP_GONE_S", 0.05)
     assert finish(run, Slurm(RUNNING, lives=10**9), monkeypatch).verdict == "requeue"

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmtrain.config.schema import WatchdogConfig
-from slurmtrain.runtime.watchdog.heartbeats import Beat, silent_between, still_allowed
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runtime.watchdog import evidence
+from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed
 from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
 from slurmtrain.runtime.watchdog.report import Witness, find_absent, page, sentence_of
+from slurmtrain.runtime.watchdog.watchdog import Watchdog
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import redaction
 
 LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
 
@@ -261,3 +269,31 @@ def test_when_all_wait_in_the_same_collective_nobody_is_blamed() -> None:
     assert find_absent(known, 4, NODES, {}) == []
     assert sentence_of([], known, 4) == "all 4 ranks wait for each other in step 17, and none comes"
     assert "gloo:all_reduce number 9, for 5 s" in page("s", [], known, 4)
+
+
+def test_what_a_thousand_ranks_have_written_is_read_by_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = AttemptDir(tmp_path)
+    for rank in range(3):
+        Witness(beat(rank)).write(directory)
+    read: list[Path] = []
+    monkeypatch.setattr(Witness, "read", staticmethod(read.append))
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._environment, watchdog._heartbeats = Environment("slurm", world_size=3), None
+    assert (watchdog._wait_for_witnesses(directory), read) == ({0, 1, 2}, [])
+    assert [pause_between_looks(size) for size in (1, 8, 1000)] == [0.1, 0.1, 5.0]
+
+
+def test_a_secret_among_the_words_of_a_process_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_hidden", {})
+    redaction.hide({"KEY": "s3cr3t-t0k3n-of-the-program"})
+    program = "import sys; print(flush=True); sys.stdin.read()"
+    padding = "x" * (190 - len(f"{sys.executable} -c {program}"))  # the value lies across the end of what is shown
+    words = [sys.executable, "-c", program, padding, "s3cr3t-t0k3n-of-the-program"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        shown = evidence.command_line(process.pid)
+    assert "s3cr3t" not in shown
+    assert shown.startswith(sys.executable)

@@ -278,6 +278,11 @@ def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, f
     assert scripted({"--partition=low": shown} if shown else {}, []).lacks_nodes("low") is lacks
 
 
+def test_nodes_of_a_hidden_partition_have_a_state_too(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("sinfo", """case " $* " in *" --all "*) echo "n1 mixed"; echo "n2 down*" ;; esac""")
+    assert SlurmClient().node_states("n[1-2]") == {"n1": "mixed", "n2": "down*"}
+
+
 # Asking.
 
 
