@@ -36,16 +36,16 @@ def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def new_state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A new folder for each test, made by whoever writes into it first."""
     root = tmp_path_factory.mktemp("states")
     return (root / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def own_ledger_of_nodes(states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def own_ledger_of_nodes(new_state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test, and each job that it submits, has a ledger of its own, and never touches the user's."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(next(states)))
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(new_state_folders)))
 
 
 @pytest.fixture(autouse=True)
