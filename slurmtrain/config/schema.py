@@ -318,7 +318,7 @@ class WatchdogConfig:
     first_step_s: int = 1800  # until the first step is done (model, data, restore), and for each compilation
     factor: float = 10.0  # a step may take this many times the longest of the last 100 steps ...
     min_s: int = 600  # ... but always this long
-    evaluation_s: int = 1800  # for a batch of an evaluation
+    evaluation_s: int = 1800  # for a batch of an evaluation, and for a hook of train.hooks
     save_s: int = 1800  # for a save or restore, as long as training waits for it
     # With job.command: a file or pattern (as for job.progress_file) that the command changes as long as it gets on; $RANK in it
     # is each rank's own. The command hangs when it has not changed for min_s, and before the first change for first_step_s.

@@ -493,9 +493,10 @@ def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
 
 
 def node_of_killed_tasks(killed: str) -> str | None:
-    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if they name none."""
-    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed) or re.search(r"missing step on node ([^\s,]+)", killed)
-    return match.group(1) if match else None
+    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if it is not just one."""
+    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed)
+    node = match.group(1) if match else ""  # a "missing step on node 1" counts the nodes of the step
+    return node if node and not set("[,") & set(node) else None
 
 
 def node_without_tasks(attempt_dir: AttemptDir) -> str | None:

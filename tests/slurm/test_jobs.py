@@ -62,7 +62,13 @@ def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.M
 
 
 def test_between_two_attempts_in_the_same_job_a_run_can_be_ended_and_preempted(project: Project) -> None:
-    words = ["job=command", "job.command='bash -c \"exit 3\"'", "requeue.max_attempts_without_progress=9", *ONE]
+    words = [
+        "job=command",
+        "job.command='bash -c \"exit 3\"'",
+        "requeue.max_attempts_without_progress=9",
+        "requeue.blame_threshold=0",
+        *ONE,
+    ]
 
     def submit(node: str) -> Run:
         return project.submit(*words, small=False, nodes=node)

@@ -135,7 +135,17 @@ def phase_of(stack: Sequence[Frame], *, stepping: bool) -> Phase:
             else:
                 name = its_name
             break
+    if allowance is Allowance.STEP and _in_own_hook(stack):
+        name, allowance = "a hook of train.hooks", Allowance.EVALUATION
     return Phase(name, allowance, waits_for_others(stack), where(stack))
+
+
+def _in_own_hook(stack: Sequence[Frame]) -> bool:
+    """Return whether a hook of the user's own runs, which may do anything, such as generating text."""
+    callers = [
+        number for number, frame in enumerate(stack) if frame.file.endswith("/slurmtrain/training/hooks/base.py")
+    ]
+    return any(number + 1 < len(stack) and "/slurmtrain/" not in stack[number + 1].file for number in callers)
 
 
 def waits_for_others(stack: Sequence[Frame]) -> bool:

@@ -264,6 +264,20 @@ def test_the_record_of_a_crash_names_the_node_of_the_killed_rank(run: RunDir, mo
     assert (record.failed_on, record.verdict) == ("n1", "in-place")
 
 
+@pytest.mark.parametrize(
+    ("killed", "node"),
+    [
+        ("n1: task 3: Killed", "n1"),
+        ("rack1-n02: tasks 0-3: Segmentation fault (core dumped)", "rack1-n02"),
+        ("n[0-1]: tasks 0-3: Killed", None),
+        ("n0,n2: tasks 0,3: Killed", None),
+        ("io error and missing step on node 1", None),
+    ],
+)
+def test_srun_names_the_node_of_killed_ranks_if_it_is_one(killed: str, node: str | None) -> None:
+    assert attempts.node_of_killed_tasks(killed) == node
+
+
 def test_ranks_start_again_in_place_although_the_signal_after_a_crash_made_rank_0_say_that_it_was_stopped(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +295,7 @@ def test_ranks_do_not_start_beside_killed_ones_that_are_not_gone(run: RunDir, mo
 
 
 @pytest.mark.parametrize(
-    ("nodes", "states", "reason", "verdict", "chosen"),
+    ("nodes", "shown", "reason", "verdict", "chosen"),
     [
         ("n[0-2]", {}, "crash", "in-place", ("n0", "n2")),
         ("n[0,2]", {}, "node failure", "in-place", ("n0", "n2")),  # SLURM has taken n1 out of the job
@@ -296,12 +310,12 @@ def test_what_slurm_says_of_the_nodes_decides_where_the_ranks_start_again(
     run: RunDir,
     monkeypatch: pytest.MonkeyPatch,
     nodes: str,
-    states: dict[str, str],
+    shown: dict[str, str],
     reason: str,
     verdict: str,
     chosen: tuple[str, ...],
 ) -> None:
-    slurm = Slurm(dataclasses.replace(RUNNING, nodes=nodes), states={f"n{i}": "mixed" for i in range(3)} | states)
+    slurm = Slurm(dataclasses.replace(RUNNING, nodes=nodes), states={f"n{i}": "mixed" for i in range(3)} | shown)
     outcome = finish(run, slurm, monkeypatch, spare_nodes=1)
     assert (outcome.reason, outcome.verdict, outcome.nodes) == (reason, verdict, chosen)
 

@@ -97,6 +97,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
 
 S = "/p/lib/python3.11/site-packages"
 MAIN = Frame("/code/slurmtrain/runtime/main.py", 9, "_train")
+HOOKS = Frame("/code/slurmtrain/training/hooks/base.py", 9, "after_step")
 STEP = (MAIN, Frame("/code/slurmtrain/training/trainer.py", 9, "_train_step"))
 
 
@@ -133,6 +134,8 @@ STEP = (MAIN, Frame("/code/slurmtrain/training/trainer.py", 9, "_train_step"))
         ),
         ((MAIN, Frame("/code/slurmtrain/checkpoint/restore/reader.py", 1, "read")), "restore", "save", False),
         ((*STEP, Frame(f"{S}/torch/_dynamo/convert_frame.py", 1, "compile")), "compile", "start", False),
+        ((*STEP, HOOKS, Frame("/mine/generate.py", 1, "after_step")), "a hook of train.hooks", "evaluation", False),
+        ((*STEP, HOOKS, Frame("/code/slurmtrain/training/hooks/reporting.py", 1, "after_step")), "step", "step", False),
         ((*STEP, Frame("/usr/lib/python3.11/pdb.py", 1, "interaction")), "debugger", "debugger", False),
         ((*STEP, Frame(f"{S}/torch/distributed/distributed_c10d.py", 1, "all_reduce")), "step", "step", True),
         ((*STEP, Frame("/usr/lib/python3.11/threading.py", 1, "wait")), "step", "step", False),
