@@ -220,12 +220,12 @@ class Trainer:
     def _update(self, norm: Tensor) -> None:
         """Let the optimiser change the parameters, unless a hook skips the update, which only the device knows so far."""
         skips = self.state.hooks.skips_update(self.state, norm)
-        if skips is None:
-            self._optimizer.step()
-        else:
-            # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
-            self._optimizer.found_inf = skips.float()  # type: ignore[attr-defined]
-            self._optimizer.step()
+        if skips is not None and skips.device.type == "cpu" and not skips:  # to read it costs nothing there
+            skips = None
+        # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
+        self._optimizer.found_inf = None if skips is None else skips.float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+        if skips is not None:
             for undo in self._undos:
                 undo.take_back(skips)
         self._optimizer.zero_grad(set_to_none=True)

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "layout",
     "prepare",
     "data",
+    "numbers",
     "goodput",
 )
 

@@ -41,6 +41,13 @@ def test_the_newest_stay_in_whatever_order_they_are_listed() -> None:
     assert surplus(kept(30, 10, 40, 20), Keep(last=2)) == [10, 20]
 
 
+@pytest.mark.parametrize(
+    ("sound_step", "removed"), [(None, [10, 20]), (45, [10, 20]), (29, [10]), (19, [20]), (5, [10, 20])]
+)
+def test_the_newest_from_before_a_trouble_stays(sound_step: int | None, removed: list[int]) -> None:
+    assert surplus(kept(10, 20, 30, 40), Keep(last=2), sound_step=sound_step) == removed
+
+
 def test_nothing_is_removed_while_there_are_no_more_than_the_last() -> None:
     assert surplus([], Keep()) == []
     assert surplus(kept(10), Keep()) == []

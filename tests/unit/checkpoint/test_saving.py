@@ -633,6 +633,46 @@ def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Traini
     assert run.steps == [1, 3]
 
 
+@pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
+def test_a_state_of_the_optimiser_that_is_not_finite_is_not_saved(
+    training: Callable[..., Training], field: str
+) -> None:
+    run = training()
+    run.forward_backward()
+    run.optimizer.step()
+    run.save(1).result(PATIENCE_S)
+    run.optimizer.state[run.linear.weight][field][0, 0] = math.nan
+    with pytest.raises(
+        NonFiniteError, match=rf"optimizer\.state\.model\.0\.weight\.{field} is not finite after step 2"
+    ):
+        run.save(2).result(PATIENCE_S)
+    assert run.steps == [1]
+
+
+def test_a_loop_of_ones_own_can_go_back_and_forget_what_came_after(training: Callable[..., Training]) -> None:
+    run = training()
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            run.linear.bias.fill_(step)
+        run.save(step).result(PATIENCE_S)
+    restored = run.checkpointer.restore(at_most=2, model=run.model, optimizer=run.optimizer)
+    assert restored is not None and restored.step == 2 and run.linear.bias.unique().tolist() == [2.0]
+    run.checkpointer.remove_newer(2)
+    assert run.steps == [1, 2] and run.checkpointer.last_step == 2
+    run.save(3).result(PATIENCE_S)
+    assert run.steps == [1, 2, 3]
+    assert run.checkpointer.restore(at_most=0, model=run.model, optimizer=run.optimizer) is None
+
+
+def test_the_newest_sound_checkpoint_outlives_those_of_a_trouble(training: Callable[..., Training]) -> None:
+    run = training(keep=Keep(last=2))
+    run.checkpointer.sound_step = 2
+    for step in range(1, 7):
+        run.save(step).result(PATIENCE_S)
+    run.checkpointer.close()
+    assert run.steps == [2, 5, 6]
+
+
 def test_what_is_meant_to_be_infinite_is_saved(training: Callable[..., Training]) -> None:
     run = training()
     run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
