@@ -96,6 +96,12 @@ class NonFiniteError(CheckpointError):
     exit_code = EXIT_CONFIG
 
 
+class NodeFolderError(CheckpointError):
+    """A node has no folder, or no room, for copies of checkpoints (checkpoint.local). The same attempt would fail again."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CheckpointMismatchError(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

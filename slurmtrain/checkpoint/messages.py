@@ -17,6 +17,7 @@ from slurmtrain.errors import (
     CheckpointMismatchError,
     DiscardedError,
     LostPeersError,
+    NodeFolderError,
     NonFiniteError,
     SlurmtrainError,
     SupersededError,
@@ -37,6 +38,7 @@ FAILURES: Mapping[str, type[CheckpointError]] = {
     "lost": LostPeersError,
     "discarded": DiscardedError,
     "not finite": NonFiniteError,
+    "node folder": NodeFolderError,
 }
 _WORDS = {kind: word for word, kind in FAILURES.items()}
 

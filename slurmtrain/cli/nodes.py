@@ -31,6 +31,7 @@ from slurmtrain.slurm.node_ledger import (
 )
 
 HEADER = ("cluster", "node", "left out", "what", "last", "")
+CLOCKS_DIFFER_S = 600.0
 # What a run is submitted with unless its config says otherwise: no run is asked here.
 POLICY = BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)
 
@@ -143,7 +144,14 @@ def _forgive(options: argparse.Namespace) -> int:
         raise UsageError("which nodes are to be forgiven?", hint="nodes forgive NODE, or nodes forgive --all")
     cluster = _cluster(options)
     node = ALL if options.all else _node(options.node)
-    _append(cluster, NodeRecord(time.time(), node, NodeEvent.FORGIVEN))
+    now = time.time()
+    against = [each for each in read_ledger(_ledger(cluster)) if each.event in FAULTS and node in (ALL, each.node)]
+    if not against:
+        which = "any node" if options.all else node
+        return _say(options, cluster, node, f"nothing is on record against {which} on {cluster}")
+    # A node's clock may be ahead of this machine's, by minutes at most.
+    latest = max([now, *(each.time for each in against if each.time < now + CLOCKS_DIFFER_S)])
+    _append(cluster, NodeRecord(latest, node, NodeEvent.FORGIVEN))
     what = "all nodes are" if options.all else f"{node} is"
     return _say(options, cluster, node, f"{what} forgiven on {cluster}")
 

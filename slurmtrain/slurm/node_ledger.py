@@ -39,8 +39,8 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 # Words of drivers, CUDA and the kernel about broken hardware. They count on any number of nodes.
 HARDWARE = re.compile(
-    r"uncorrectable|\becc error|\bxid\b|fallen off the bus|fell off the bus|busy or unavailable|"
-    r"no cuda-capable device|unable to determine the device handle|hardware (?:stack )?error|nvlink error|"
+    r"uncorrectable|\becc error|\bxid\b|fallen off the bus|fell off the bus|"
+    r"unable to determine the device handle|hardware (?:stack )?error|nvlink error|"
     r"system not yet initialized",
     re.IGNORECASE,
 )

@@ -15,7 +15,7 @@ from slurmtrain.checkpoint.node_copies.lineage import Lineage, begin_lineage
 from slurmtrain.checkpoint.node_copies.transfer import ranks_of
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import NodeFolderError
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class NodeCopies:
                 for which there is no room is only left out.
 
         Raises:
-            CheckpointError: on every rank: a node has not that much room.
+            NodeFolderError: on every rank: a node has not that much room.
         """
         sizes = ranks.gather(lambda: [file_bytes, staging_bytes or 0])
         names = list(self.by_node)
@@ -104,7 +104,7 @@ class NodeCopies:
         """Check, on one rank of a node, that one more copy fits.
 
         Raises:
-            CheckpointError: there is not that much room.
+            NodeFolderError: there is not that much room.
         """
         self._check_room(1, 0)
 
@@ -115,13 +115,13 @@ class NodeCopies:
         what = f"{copies} of {self._bytes_of_node / 1e9:.2f} GB{of_others}"
         hint = "smaller parts on more nodes, another folder (checkpoint.local), or none: checkpoint.local=null"
         if wanted + SPARE_BYTES > (free := folder.free_bytes()):
-            raise CheckpointError(
+            raise NodeFolderError(
                 f"{folder.root} on {socket.gethostname()} has {free / 1e9:.2f} GB left for copies of checkpoints: {what}",
                 hint=hint,
             )
         left = available_memory() if folder.in_memory else None
         if left is not None and wanted + staging_bytes + SPARE_BYTES > left:
-            raise CheckpointError(
+            raise NodeFolderError(
                 f"{folder.root} on {socket.gethostname()} is memory of this job, which has {left / 1e9:.2f} GB left, and "
                 f"copies of checkpoints take {what}",
                 hint=f"ask for more memory (cluster.mem_per_node_gb); {hint}",

@@ -35,7 +35,7 @@ from slurmtrain.checkpoint.format.directory import (
 from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.node_copies.lineage import Mark
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
 from slurmtrain.system.files import read_json, write_json, write_synced
 
@@ -102,10 +102,10 @@ class NodeFolder:
         """Make the folder, and remove what saves of earlier incarnations and runs that are dead have left.
 
         Raises:
-            CheckpointError: it cannot be made, or somebody else has made it.
+            NodeFolderError: it cannot be made, or somebody else has made it.
         """
         if not self.root.is_dir():
-            raise CheckpointError(
+            raise NodeFolderError(
                 f"{socket.gethostname()} has no folder {self.root} for copies of checkpoints (checkpoint.local)",
                 hint="name a folder that every node has for itself, such as /dev/shm or a local disk's",
             )
@@ -300,13 +300,13 @@ def _make_private(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(path)
     except OSError as error:
-        raise CheckpointError(
+        raise NodeFolderError(
             f"{path} for copies of checkpoints (checkpoint.local) cannot be made on {socket.gethostname()}: "
             f"{error.strerror or error}",
             hint="name a folder that every node has for itself and that you may write to, such as /dev/shm",
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise CheckpointError(
+        raise NodeFolderError(
             f"{path} on {socket.gethostname()} is not a folder of yours that nobody else may enter (mode 0700)",
             hint="remove it, or name another folder by checkpoint.local",
         )

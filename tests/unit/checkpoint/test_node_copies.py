@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.node_copies.transfer import Transfer, in_turns, ring,
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.errors import CheckpointError, SupersededError
+from slurmtrain.errors import NodeFolderError, SupersededError
 from slurmtrain.system.files import write_json
 
 # Who sends what to whom.
@@ -141,12 +141,12 @@ def test_a_folder_that_somebody_else_has_made_is_not_used(tmp_path: Path, trap: 
     else:
         there.mkdir()
         there.chmod(0o777)
-    with pytest.raises(CheckpointError, match="not a folder of yours that nobody else may enter"):
+    with pytest.raises(NodeFolderError, match="not a folder of yours that nobody else may enter"):
         folder.open()
 
 
 def test_a_place_that_is_not_there_is_said_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no folder .*nvme.* \(checkpoint\.local\)"):
+    with pytest.raises(NodeFolderError, match=r"has no folder .*nvme.* \(checkpoint\.local\)"):
         folder_of(tmp_path / "nvme").open()
 
 
@@ -204,7 +204,7 @@ def test_copies_that_do_not_fit_are_refused_before_the_first_step(
     alone = RankGroup(None)
     monkeypatch.setattr(NodeFolder, "free_bytes", lambda self: 10 * 10**9)
     node_copies.expect(alone, 4 * 10**9, 0)
-    with pytest.raises(CheckpointError, match=r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"):
+    with pytest.raises(NodeFolderError, match=r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"):
         node_copies.expect(alone, 6 * 10**9, 0)
     node_copies.expect(alone, 6 * 10**9, None)  # while training goes on, the next copy is left out instead
     node_copies.check_room()
@@ -219,5 +219,5 @@ def test_copies_in_memory_and_the_copy_for_writing_together_have_to_fit_into_the
     node_copies.expect(alone, 6 * 10**9, 0)  # on a disk
     monkeypatch.setattr(NodeFolder, "in_memory", True)
     node_copies.expect(alone, 3 * 10**9, 3 * 10**9)
-    with pytest.raises(CheckpointError, match=r"is memory of this job, which has 10\.00 GB left"):
+    with pytest.raises(NodeFolderError, match=r"is memory of this job, which has 10\.00 GB left"):
         node_copies.expect(alone, 3 * 10**9, 5 * 10**9)

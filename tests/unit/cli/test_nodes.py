@@ -51,6 +51,16 @@ def test_a_person_blames_a_node_and_forgives_it(fake_slurm: FakeSlurm, capsys: p
     assert found == [("by hand", "n3", "its disk is full"), ("forgiven", "n3", ""), ("forgiven", "*", "")]
 
 
+def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too(capsys: pytest.CaptureFixture[str]) -> None:
+    ahead = NodeRecord(time.time() + 120, "n3", NodeEvent.HANG, "run", 1, proven=True)
+    on_record(ahead, crash("n3", 2))
+    assert main(["nodes", "forgive", "n3", "--cluster", "big"]) == 0
+    assert main(["nodes", "list", "--json"]) == 0
+    assert [node["until"] for node in json.loads(capsys.readouterr().out.partition("\n")[2])] == [None]
+    assert main(["nodes", "forgive", "n77", "--cluster", "big"]) == 0
+    assert capsys.readouterr().out == "nothing is on record against n77 on big\n"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -567,6 +567,12 @@ OTHER_NODES = ("n[1-7]", "n[1-8]")
     [
         ({}, 75, ["requeue incomplete 77", "update jobid=77 excnodelist=n9 starttime=now+{delay}"]),
         ({"restarts": 0}, 78, []),  # the config names a folder that no node has, for all that is known
+        # the first attempt of the job had it; so says the batch script, whose node has lost it before the next one
+        (
+            {"restarts": 0, "lost_after_an_attempt": True},
+            75,
+            ["requeue incomplete 77", "update jobid=77 excnodelist=n9 starttime=now+{delay}"],
+        ),
         ({"state": "COMPLETING"}, 78, []),  # cancelled, say, which a requeue would revive
         ({"test_only": 1}, 78, []),  # no node would be left
         (
@@ -596,11 +602,16 @@ def test_a_restarted_job_on_a_node_without_the_run_directory_starts_elsewhere_an
 esac""",
     )
     config = Config()
-    script = script_for(tmp_path / "gone", config=config)
+    gone = tmp_path / "gone"
+    if "lost_after_an_attempt" in case:
+        for folder in ("attempts", "code"):
+            (gone / folder).mkdir(parents=True)
+    script = script_for(gone, config=config)
     done = run_script(
         f"PATH={fake.directory}:$PATH\n{script}",
         tmp_path,
-        srun="exit 0",
+        srun=f"rm -r {gone}/attempts; exit 1",
+        verbs="echo in-place",
         squeue=f"echo {case.get('state', 'RUNNING')}",
         SLURM_RESTART_COUNT=str(case.get("restarts", 1)),
         SLURMD_NODENAME="n9",

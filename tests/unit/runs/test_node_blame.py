@@ -61,6 +61,12 @@ RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "fai
             NodeEvent.HARDWARE,
         ),
         (
+            "a program that has asked for no GPU",
+            {**FAST, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: no CUDA-capable device is detected")},
+            Reason.CRASH,
+            None,
+        ),
+        (
             "a GPU that is gone",
             {**RAISED, "failure": (1, "rank 1: GPU has fallen off the bus"), "failed_nodes": ("n3", "n4")},
             Reason.CRASH,
