@@ -115,7 +115,7 @@ print(executor.submit(Loop()).job_id)
 TORCHRUN = """#!/bin/bash
 #SBATCH --partition=low --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --mem=1G --time=30 --requeue --open-mode=append
 #SBATCH --output=torchrun.log
-srun {python} -m torch.distributed.run --nproc-per-node 2 --max-restarts 100 --master-port 0 loop.py
+srun --cpus-per-task=2 {python} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 100 loop.py
 """
 
 
