@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import time
 from pathlib import Path
@@ -11,8 +12,9 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
-from slurmtrain.sandbox.spec import PREEMPT_MODES
+from slurmtrain.sandbox.spec import CLUSTER_NAME, PREEMPT_MODES
 from slurmtrain.slurm.client import programs_beside
+from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 
 PROG = "python -m slurmtrain sandbox"
 
@@ -100,6 +102,7 @@ def _up(options: argparse.Namespace) -> int:
     spec = SandboxSpec(**{name: getattr(options, name) for name in fields})
     began = time.monotonic()
     sandbox = up(spec, _directory(options), options.slurm_prefix)
+    _forgive_former_nodes()
     node = f"{spec.cpus} CPUs" + (f" and {spec.gpus} GPUs" if spec.gpus else "")
     took = time.monotonic() - began
     suffix = _suffix(options)
@@ -109,6 +112,14 @@ def _up(options: argparse.Namespace) -> int:
     print(f'  eval "$({PROG} env{suffix})"   # then sinfo, sbatch, scancel, ... mean this one')
     print(f"  {PROG} down{suffix}")
     return 0
+
+
+def _forgive_former_nodes() -> None:
+    """Forgive what nodes of earlier sandboxes have done: those of this one have the same names."""
+    with contextlib.suppress(OSError):  # nowhere to keep a ledger, so nothing is on record
+        ledger = ledger_file(CLUSTER_NAME)
+        if ledger.exists():
+            append_to_ledger(ledger, [NodeRecord(time.time(), ALL, NodeEvent.FORGIVEN)])
 
 
 def _down(options: argparse.Namespace) -> int:

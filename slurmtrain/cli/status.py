@@ -30,6 +30,7 @@ from slurmtrain.report.trouble import trouble
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.node_blame import left_out_of
+from slurmtrain.runs.outcome import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
 
@@ -159,10 +160,18 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         *([f"  {progress}"] if progress else []),
         *([f"  numbers: {one_line(broken)}"] if (broken := trouble(run_dir.events())) else []),
         *([f"  left out: {one_line(left_out)}"] if (left_out := _left_out(run_dir, now)) else []),
+        *([f"  stacks: {one_line(str(page))}"] if (page := _hang_page(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
         f"  {one_line(str(run_dir.path))}",
     ]
+
+
+def _hang_page(run_dir: RunDir, now: RunState) -> Path | None:
+    """Return the page on the newest attempt that hung; None if none did."""
+    hung = [each.number for each in now.attempts if each.reason == Reason.HANG]
+    page = run_dir.attempt(hung[-1]).hang_page if hung else None
+    return page if page is not None and page.exists() else None
 
 
 def _left_out(run_dir: RunDir, now: RunState) -> str:

@@ -272,7 +272,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = config.requeue.mode
     if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
-        mode = RequeueMode.REQUEUE
+        return "it starts again and resumes by itself"
     if mode == RequeueMode.CHAIN and not now.following:
         return None
     if mode == RequeueMode.REQUEUE and now.packed:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -41,6 +42,7 @@ from slurmtrain.system import files
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
+_SCHEMA_VERSION = re.compile(r"^SCHEMA_VERSION = (\d+)$", re.MULTILINE)
 _FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
@@ -77,7 +79,7 @@ def change(
     known = _unused(run_dir, overrides) if overrides and not code else None
     if known is not None:
         return [f"changed already: {word}" for word in known]
-    config, words = plan(run_dir, before, overrides, cwd) if overrides else (before, [])
+    config, words = plan(run_dir, before, overrides, cwd, code=code) if overrides else (before, [])
     info = run_dir.info()
     number = _free_number(run_dir, len(info.get("changes", ())) + 1)
     fresh, snapshot = run_dir.path / f"{_FRESH}{os.getpid()}", None
@@ -116,11 +118,18 @@ def change(
     return describe(before, config, attempts.newest_checkpoint_step(run_dir))
 
 
-def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, list[str]]:
+def plan(
+    run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path, *, code: bool = False
+) -> tuple[Config, list[str]]:
     """Return the config of a run with these fields changed, and the overrides without relative values, after all checks.
+
+    Args:
+        code: the run gets a new snapshot, too.
 
     Raises as `change`. Nothing is written.
     """
+    if not code:
+        _check_code_reads_config(run_dir)
     words = with_steps(overrides, before)
     if lookup.is_sweep(run_dir.path.parent):
         check_of_one_run(words, run_dir.info().get("varied") or ())
@@ -130,6 +139,25 @@ def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -
     check_prepared(config)
     check_named_paths(config, cwd)
     return config, words
+
+
+def _check_code_reads_config(run_dir: RunDir) -> None:
+    """Refuse a change of a run whose own slurmtrain, in the snapshot of its code, could not read a config of this version.
+
+    Raises:
+        ConfigError: it is an earlier one.
+    """
+    try:
+        text = (run_dir.code / "slurmtrain" / "config" / "migrations.py").read_text(encoding="utf-8")
+    except OSError:
+        return  # slurmtrain is not a part of the snapshot: the run uses the installed one
+    found = _SCHEMA_VERSION.search(text)
+    if found is not None and int(found.group(1)) < SCHEMA_VERSION:
+        raise ConfigError(
+            f"the code of run {run_dir.id} holds an earlier slurmtrain, which cannot read a config of this one",
+            hint=f"`resume {run_dir.id} KEY=VALUE --code` goes on with the code as it is now; without KEY=VALUE the run "
+            "goes on as it is",
+        )
 
 
 def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:

@@ -194,6 +194,7 @@ class Policy:
         long_attempt_s: seconds after which an attempt may have made progress that is not visible.
         signal_lead_s: seconds before the time limit at which the early warning was requested.
         blame: what decides which nodes are left out.
+        local: there is no queue (cluster.backend=local): whoever started the ranks starts them again.
         in_place: the ranks may start again in the same job (requeue.in_place).
         node_counts: numbers of nodes that the ranks can run on, the best first.
     """
@@ -206,6 +207,7 @@ class Policy:
     signal_lead_s: float = 120.0
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
     blame: BlamePolicy = field(default_factory=BlamePolicy)
+    local: bool = False
     in_place: bool = False
     node_counts: tuple[int, ...] = ()
 
@@ -266,6 +268,8 @@ def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Polic
             outcome, sentence=f"{outcome.sentence}; no job of the chain is left to go on (requeue.chain_length)"
         )
     verdict, next_step = _NEXT_STEPS[policy.mode]
+    if policy.local:
+        next_step = "it starts again"
     bad_node = evidence.failed_on if outcome.reason is Reason.BAD_NODE else None
     return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_node=bad_node)
 
@@ -502,6 +506,7 @@ def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
     said = evidence.failure[1] if evidence.failure is not None else evidence.set_up or evidence.killed or ""
     if reason is Reason.NODE_FAILURE or (evidence.dead_nodes and reason in FAILURES):
         node, event = evidence.lost_node or next(iter(evidence.dead_nodes), None), NodeEvent.LOST
+        said = "SLURM says that the node failed"  # what its victims said tells nothing of it
     elif reason is Reason.BAD_NODE:
         event = NodeEvent.BAD_START
     elif reason is Reason.HANG:

@@ -265,7 +265,8 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         can_start_again: as for `finish_attempt`.
     """
     mode = config.requeue.mode
-    if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
+    local = config.cluster.backend == Backend.LOCAL
+    if local and mode != RequeueMode.OFF:
         mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
     return Policy(
         mode=mode,
@@ -275,6 +276,7 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
         blame=blame_policy(config),
+        local=local,
         in_place=can_start_again and config.requeue.starts_in_place,
         node_counts=tuple(reversed(usable_sizes(config))),
     )

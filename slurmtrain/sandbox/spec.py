@@ -9,6 +9,7 @@ from pathlib import Path
 from slurmtrain.errors import UsageError
 from slurmtrain.slurm.versions import PREEMPT_PARAMETERS, Version
 
+CLUSTER_NAME = "sandbox"  # SLURM's name of every sandbox
 MAX_NODES = 64  # all on one machine; also the size of a block of ports, see directory.py
 PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # their spelling in slurm.conf
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
@@ -93,7 +94,7 @@ def slurm_conf(spec: SandboxSpec, site: Site) -> str:
     low = spec.preempt_mode.upper()
     gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
     return f"""\
-ClusterName=sandbox
+ClusterName={CLUSTER_NAME}
 SlurmctldHost={site.host}(127.0.0.1)
 SlurmctldPort={site.first_port}
 SlurmUser={site.user}

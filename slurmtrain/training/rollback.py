@@ -13,7 +13,7 @@ from slurmtrain.training.state import TrainingState
 
 HINT = (
     "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
-    "optim.grad_clip=1 may help, or other data; `resume RUN --set optim.lr=...` goes on from the newest checkpoint"
+    "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint"
 )
 
 

@@ -237,6 +237,8 @@ def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(proje
     )
     assert "is busy" in first.sentence
     assert "1 other rank waited" in first.sentence
+    assert first.ended is not None
+    assert first.ended - first.started < 40.0  # the other rank does not wait for cluster.srun_wait_s, 60 s
     assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
 
 

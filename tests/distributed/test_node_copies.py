@@ -98,7 +98,7 @@ def take_away_the_checkpoint(world: World) -> None:
 
 
 CASES: dict[str, tuple[Callable[[World], None], int | None, str]] = {
-    "as they are": (lambda world: None, 2, "resuming at step 2 from checkpoint_0000002, the newest one, of the copies"),
+    "as they are": (lambda world: None, 2, "resuming at step 2 from checkpoint_0000002, the newest, from the copies"),
     "one node is another one": (lose("b"), 2, "b had none: the parts came from the other nodes"),
     "a node and the next one are lost": (lose("b", "c"), 1, "no node has rank00001.safetensors as it was written"),
     "one copy of a file is damaged": (flip("rank00001.safetensors", "b"), 2, "its digest differs"),

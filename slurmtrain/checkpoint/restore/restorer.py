@@ -76,7 +76,7 @@ class Restored:
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
         if self.origin:
-            return f"resuming at step {self.step} from {self.path.name}, the newest one, of {self.origin}{left_out}"
+            return f"resuming at step {self.step} from {self.path.name}, the newest, from {self.origin}{left_out}"
         return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
 
 

@@ -108,6 +108,8 @@ def run_command(
     if watch is not None and watch.fired:  # however it took that
         if environment.rank == 0:
             attempt_context.update_attempt(context, program_code=code)
+        with contextlib.suppress(OSError):  # the others are told to leave, and those that save wait for all programs
+            context.attempt_dir.ended_file(environment.rank).touch()
         return code if 0 < code < EXIT_REQUEUE else 1
     told, rule = stop_flag.requested, FinishedWhen.of(config.job.finished_when)
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):

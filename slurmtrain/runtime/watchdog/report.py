@@ -160,7 +160,7 @@ def _silent(rank: int, witnesses: Mapping[int, Witness], expected_nodes: Mapping
     elif beat is not None and (common is None or (beat.step is not None and beat.step >= common)):
         step, phase = beat.step, beat.phase
     elif beat is not None:  # it has come further since
-        phase += f", last seen in step {(beat.step or 0) + 1}, {beat.phase}"
+        phase = f"last seen in step {(beat.step or 0) + 1}, {beat.phase}"
     if "t" in states:
         what, frame = "was stopped by a debugger", ""
     elif "T" in states:
