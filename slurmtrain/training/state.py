@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.data.loading import sample_digest
@@ -53,12 +54,8 @@ class TrainingRanks:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order."""
-        if self.control_group is None:
-            return [value]
-        values = [None] * self.control_group.size()
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        """Return the values of all ranks, in their order; each is JSON."""
+        return RankGroup(self.control_group).gather(lambda: value)
 
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks."""

@@ -93,6 +93,7 @@ class Loop:
     def __call__(self):
         import submitit
         submitit.helpers.TorchDistributedEnvironment().export()
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # the names of a sandbox's nodes do not resolve
         train()
     def checkpoint(self):
         import submitit

@@ -125,7 +125,7 @@ def _parameters(state: TrainingState, numbers: StepNumbers) -> str:
         for name, norm in zip(names, numbers.parameter_norms, strict=False)
         if norm is not None and not math.isfinite(norm.item())
     ]
-    parts = state.ranks.gather((names, wrong))
+    parts = state.ranks.gather([names, wrong])
     everywhere = list(dict.fromkeys(name for known, _ in parts for name in known))
     found = {name for _, each in parts for name in each}
     if not found:
