@@ -29,6 +29,7 @@ CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
 ADDED: dict[str, Any] = {
     "train.hooks": [],
+    "requeue.in_place": None,
     "requeue.blame_threshold": 2,
     "requeue.blame_expiry_h": 24.0,
     "watchdog": dataclasses.asdict(WatchdogConfig()),

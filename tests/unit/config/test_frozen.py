@@ -19,7 +19,7 @@ from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
 from slurmtrain.config.compose import compose, config_hash, freeze, load_frozen, to_values
 from slurmtrain.config.migrations import SCHEMA_VERSION, as_first_digested, migrate, version_of, without_unused
-from slurmtrain.config.schema import OptimConfig
+from slurmtrain.config.schema import Config, OptimConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch import changes
@@ -106,6 +106,11 @@ def test_train_hooks_that_are_not_used_change_neither_the_frozen_text_nor_the_id
     assert "hooks" not in yaml.safe_load(text)["train"]
     assert yaml.safe_load(freeze(hooked))["train"]["hooks"] == [{"_target_": "my_package.MyHook", "every": 10}]
     assert config_hash(hooked) != config_hash(without) and identity_of(hooked) != identity_of(without)
+
+
+def test_a_field_that_is_added_changes_no_experiments_identity() -> None:
+    """It has to be listed in `migrations.ADDED`, or runs of before count as other experiments."""
+    assert config_hash(Config()) == "d3801ecc90ca"
 
 
 def test_a_removed_field_with_a_value_that_it_could_not_have_is_told() -> None:
