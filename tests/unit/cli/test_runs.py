@@ -107,7 +107,7 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys:
     by_id = {run["id"]: run for run in listed}
     assert all(list(run) == RUN_KEYS.split() for run in listed)
     finished, waiting = by_id[done.id], by_id[waits.id]
-    assert read(capsys, "status", done.id, "--json") == {**finished, "evaluations": []}
+    assert read(capsys, "status", done.id, "--json") == {**finished, "evaluations": [], "left_out": []}
     assert list(finished["attempts"][0]) == ATTEMPT_KEYS.split()
     assert (finished["state"], finished["alive"], finished["step"], finished["job_id"]) == ("finished", False, 20, None)
     assert (finished["attempts"][0]["number"], finished["attempts"][0]["verdict"]) == (1, "done")
