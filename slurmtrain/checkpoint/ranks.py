@@ -278,7 +278,8 @@ def _results(answers: Sequence[Answer]) -> list[Any]:
     if failures:
         error = decode_failure(failures[0])
         if len(failures) > 1:
-            error = type(error)(f"{error.message} (and {len(failures) - 1} more ranks)", hint=error.hint)
+            others = f"{len(failures) - 1} more ranks" if len(failures) > 2 else "one more rank"
+            error = type(error)(f"{error.message} (and {others})", hint=error.hint)
         raise error
     return [result for result, _ in answers]
 

@@ -12,6 +12,7 @@ from slurmtrain.report.progress import roughly
 from slurmtrain.report.status import WAITING, RunState
 
 GAP = 3  # between two columns
+LONGEST_RULE = 120  # in a file or pipe, where the longest sentence is one line
 LEAST_ROOM = 30  # least width of the last column beside the others
 INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
@@ -102,8 +103,8 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
             if indent != beside:
                 parts.insert(0, "")
         lines += [(begin + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
-    length = max(map(len, lines))
-    return [lines[0], "-" * (length if width is None else min(length, width)), *lines[1:]]
+    rule = "-" * min(max(map(len, lines)), LONGEST_RULE if width is None else width)
+    return [lines[0], rule, *lines[1:]]
 
 
 def _beside(widths: Sequence[int]) -> int:

@@ -182,7 +182,8 @@ def _join(
         load_dynamo_on_demand()
     timeline.mark("interpreter and imports")
     if environment.world_size > 1:
-        timeline.begin(f"waiting for the other {environment.world_size - 1} ranks")
+        others = environment.world_size - 1
+        timeline.begin("waiting for the other rank" if others == 1 else f"waiting for the other {others} ranks")
     meeting = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))

@@ -217,7 +217,7 @@ def sentence_of(absent: Sequence[Absent], witnesses: Mapping[int, Witness], worl
         at = f" in step {step + 1}" if step is not None else ""
         return f"all {world_size} ranks wait for each other{at}, and none comes"
     shown = "; ".join(each.sentence for each in absent[:SHOWN])
-    more = f"; and {len(absent) - SHOWN} more ranks" if len(absent) > SHOWN else ""
+    more = _and_more(len(absent) - SHOWN)
     victims = world_size - len(absent)
     waited = f"; {victims} other rank{'s' * (victims != 1)} waited" if victims else ""
     return f"{shown}{more}{waited}"
@@ -255,7 +255,7 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
     named = [_program(each) for each in chosen]
     others = len(witnesses) - len(named)
     shown = "; ".join(each.sentence for each in named[:SHOWN])
-    more = f"; and {len(named) - SHOWN} more ranks" if len(named) > SHOWN else ""
+    more = _and_more(len(named) - SHOWN)
     waited = f"; {others} other rank{'s' * (others != 1)} waited" if others else ""
     sentence = f"{shown}{more}{waited}"
     nodes = sorted({each.node for each in named})
@@ -325,3 +325,8 @@ def _block(text: str) -> list[str]:
     if not lines:
         return []
     return ["```", *lines[:STACK_LINES], *(["..."] if len(lines) > STACK_LINES else []), "```", ""]
+
+
+def _and_more(ranks: int) -> str:
+    """Say how many ranks are not shown, if any."""
+    return "" if ranks <= 0 else "; and one more rank" if ranks == 1 else f"; and {ranks} more ranks"
