@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 RANKS_PER_S = (
     200  # heartbeats per second of all ranks together, which rank 0's process has to take; and looks at a folder
 )
+RANKS_OF_FIRST_TURN = 16
+TURN_S = 30.0
 STORE_TIMEOUT_S = 5.0
 STORE_SILENT_S = 10.0
 PREFIX = "watchdog"
@@ -237,6 +239,18 @@ class Heartbeats:
 def pause_between_looks(world_size: int) -> float:
     """Return the seconds between two looks of one rank at the attempt's folder, at which all ranks look at the same time."""
     return max(0.1, world_size / RANKS_PER_S)
+
+
+def turn_s(rank: int) -> float:
+    """Return how many seconds later than the first ranks an overdue rank looks at the beats of all.
+
+    Rank 0's process sends them to each that looks, so thousands of ranks must not look at once. Each turn has four times the
+    ranks of those before it; what one rank finds it tells all others.
+    """
+    turn, ranks = 0, RANKS_OF_FIRST_TURN
+    while rank >= ranks:
+        turn, ranks = turn + 1, 4 * ranks
+    return turn * TURN_S
 
 
 def _key(rank: int) -> str:

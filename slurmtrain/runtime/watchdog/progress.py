@@ -82,7 +82,12 @@ class Progress:
 
     @property
     def overdue(self) -> bool:
-        return self.idle_s >= self.limit_s
+        return self.overdue_s >= 0
+
+    @property
+    def overdue_s(self) -> float:
+        """The seconds since the time-out; negative before it."""
+        return self.idle_s - self.limit_s
 
 
 def time_out(limits: WatchdogConfig, allowance: Allowance, longest_step_s: float | None) -> float:

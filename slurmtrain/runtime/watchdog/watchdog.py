@@ -31,6 +31,7 @@ from slurmtrain.runtime.watchdog.heartbeats import (
     pause_between_looks,
     silent_between,
     still_allowed,
+    turn_s,
 )
 from slurmtrain.runtime.watchdog.phases import Allowance
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress
@@ -194,7 +195,12 @@ class Watchdog:
         evidence.set_timer(None if left > 1e6 else max(2 * LOOK_EVERY_S, after))
 
     def _overdue(self) -> bool:
-        return self._progress.overdue and time.monotonic() >= self._look_again
+        """Return whether this rank is to find out now whether some rank hangs."""
+        no_store = (
+            self._heartbeats is None or self._heartbeats.silent
+        )  # so that nobody could tell this rank what it has found
+        turn = 0.0 if no_store else turn_s(self._environment.rank)
+        return self._progress.overdue_s >= turn and time.monotonic() >= self._look_again
 
     def _nobody_is_at_work(self) -> bool:
         """Ask the others; return False if one of them may take longer, or this rank has got on meanwhile."""

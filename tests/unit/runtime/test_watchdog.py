@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.watchdog import evidence
-from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed
+from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed, turn_s
 from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
 from slurmtrain.runtime.watchdog.report import Witness, find_absent, page, sentence_of
@@ -286,6 +286,12 @@ def test_what_a_thousand_ranks_have_written_is_read_by_one_of_them(
     watchdog._environment, watchdog._heartbeats = Environment("slurm", world_size=3), None
     assert (watchdog._wait_for_witnesses(directory), read) == ({0, 1, 2}, [])
     assert [pause_between_looks(size) for size in (1, 8, 1000)] == [0.1, 0.1, 5.0]
+
+
+def test_of_thousands_of_ranks_sixteen_ask_first_and_all_within_minutes() -> None:
+    turns = [turn_s(rank) for rank in range(16_384)]
+    assert turns == sorted(turns) and turns.count(0.0) == 16 and turns[-1] <= 150.0
+    assert all(turn_s(rank) == 0.0 for rank in range(16)), "small jobs lose no time"
 
 
 def test_a_secret_among_the_words_of_a_process_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
