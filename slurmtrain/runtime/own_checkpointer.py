@@ -83,12 +83,15 @@ class Checkpointer(checkpointer.Checkpointer):
         self,
         *,
         path: Path | str | None = None,
+        at_most: int | None = None,
         allow: Collection[str] = (),
         per_rank: Mapping[str, Any] | None = None,
         as_start: bool = False,
         **objects: Any,
     ) -> Restored | None:
-        restored = super().restore(path=path, allow=allow, per_rank=per_rank, as_start=as_start, **objects)
+        restored = super().restore(
+            path=path, at_most=at_most, allow=allow, per_rank=per_rank, as_start=as_start, **objects
+        )
         session.first_step = restored.step if restored and not as_start else 0
         _note(first_step=restored.step if restored else 0, stepping=time.time())
         return restored

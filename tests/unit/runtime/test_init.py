@@ -56,5 +56,8 @@ def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_be
     assert not [name for name, each in given.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
     for name in given.keys() - {"directory"}:
         assert given[name].default == base[name].default, name
+    # What it overrides takes the same: `**objects` would take a name that is missing for an object to restore.
+    ours, theirs = slurmtrain.Checkpointer.restore, checkpointer.Checkpointer.restore
+    assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
     # The rest is decided by `init`, or is for the trainer.
-    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending"}
+    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending", "local", "node"}
