@@ -1,7 +1,8 @@
 """Training jobs on SLURM that finish: submitted by one command, stopped cleanly, resumed exactly.
 
-The names below are the public interface for own training scripts. They are loaded on first use, so that
-`import slurmtrain` and the command line stay free of torch.
+The names below are the public interface: for own training scripts (`init`, `Checkpointer`, ...), and for notebooks and
+programs that submit runs (`submit`, `open_run`, ...). They are loaded on first use, so that `import slurmtrain` and the
+command line stay free of torch.
 """
 
 from __future__ import annotations
@@ -14,16 +15,32 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.store.retention import Keep as Keep
+    from slurmtrain.control.mapping import MapRun as MapRun
+    from slurmtrain.control.mapping import map as map
+    from slurmtrain.control.mapping import open_map as open_map
+    from slurmtrain.control.runs import Run as Run
+    from slurmtrain.control.runs import Status as Status
+    from slurmtrain.control.runs import open_run as open_run
+    from slurmtrain.control.runs import submit as submit
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
     from slurmtrain.runtime.api import should_stop as should_stop
+    from slurmtrain.runtime.api import stop_requested as stop_requested
     from slurmtrain.runtime.own_checkpointer import Checkpointer as Checkpointer
 
 _PUBLIC = {
+    "submit": "slurmtrain.control.runs",
+    "open_run": "slurmtrain.control.runs",
+    "map": "slurmtrain.control.mapping",
+    "open_map": "slurmtrain.control.mapping",
+    "MapRun": "slurmtrain.control.mapping",
+    "Run": "slurmtrain.control.runs",
+    "Status": "slurmtrain.control.runs",
     "init": "slurmtrain.runtime.api",
     "should_stop": "slurmtrain.runtime.api",
+    "stop_requested": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.own_checkpointer",
     "Keep": "slurmtrain.checkpoint.store.retention",
@@ -33,11 +50,19 @@ _PUBLIC = {
 __all__ = [
     "Checkpointer",
     "Keep",
+    "MapRun",
+    "Run",
+    "Status",
     "__version__",
     "exit_for_requeue",
     "ignore_stop_signals",
     "init",
+    "map",
+    "open_map",
+    "open_run",
     "should_stop",
+    "stop_requested",
+    "submit",
     "warm_up_ddp_buckets",
 ]
 

@@ -30,12 +30,36 @@ class ContainerKind(Choice):
 
 
 class JobKind(Choice):
-    """What the ranks run. EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit; no person types it."""
+    """What the ranks run.
+
+    EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit, and PREFLIGHT of those of the verb `preflight`; no
+    person types them.
+    """
 
     TRAIN = "train"
     COMMAND = "command"
     PREPARE = "prepare"
     EVALUATE = "evaluate"
+    PREFLIGHT = "preflight"
+
+
+class Launcher(Choice):
+    """The program that starts the processes of a program of the user's own on each node."""
+
+    NONE = "none"
+    TORCHRUN = "torchrun"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+
+
+class StopSignal(Choice):
+    """The signal by which a program of the user's own is told to stop."""
+
+    SIGTERM = "SIGTERM"
+    SIGINT = "SIGINT"
+    SIGHUP = "SIGHUP"
+    SIGUSR1 = "SIGUSR1"
+    SIGUSR2 = "SIGUSR2"
 
 
 class SnapshotMode(Choice):
@@ -128,6 +152,14 @@ class RestoreOnly(Choice):
     MODEL = "model"
 
 
+class ExportDtype(Choice):
+    """The element type of the weights in an export."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
 class Allow(Choice):
     """What may differ between a checkpoint and the run that starts from it."""
 
@@ -144,6 +176,14 @@ class OnNonfinite(Choice):
     STOP = "stop"
     SKIP = "skip"
     ROLLBACK = "rollback"
+
+
+class Pruner(Choice):
+    """The rule by which a search ends trials early."""
+
+    NONE = "none"
+    MEDIAN = "median"
+    ASHA = "asha"
 
 
 class OnSpike(Choice):
@@ -170,6 +210,21 @@ class RequeueMode(Choice):
     OFF = "off"
 
 
+class RecordKind(Choice):
+    """What the records of raw data hold."""
+
+    TEXT = "text"
+    CHAT = "chat"
+
+
+class LossOn(Choice):
+    """The parts of a conversation that the model learns to write."""
+
+    ANSWERS = "answers"
+    LAST_ANSWER = "last_answer"
+    ALL = "all"
+
+
 class RawFormat(Choice):
     """The format of raw text."""
 
@@ -178,3 +233,50 @@ class RawFormat(Choice):
     PARQUET = "parquet"
     TEXT = "text"
     HF = "hf"
+
+
+class WandbMode(Choice):
+    """Where the numbers of a run go that Weights & Biases is to have."""
+
+    AUTO = "auto"
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class PreflightMode(Choice):
+    """How much is checked in the allocation before training."""
+
+    OFF = "off"
+    QUICK = "quick"
+    FULL = "full"
+
+
+class FindingKind(Choice):
+    """What the checks before training may find; each has a paragraph on the manual's page `preflight`."""
+
+    RANKS = "ranks"
+    MASTER_ADDRESS = "master_address"
+    BLOCKED_PORT = "blocked_port"
+    INTERFACE = "interface"
+    NETWORK_SPEED = "network_speed"
+    GPU_MISSING = "gpu_missing"
+    GPU_DRIVER = "gpu_driver"
+    GPU_BROKEN = "gpu_broken"
+    GPU_SLOWED = "gpu_slowed"
+    GPU_BUSY = "gpu_busy"
+    VERSIONS = "versions"
+    PACKAGES = "packages"
+    CODE = "code"
+    CONFIG = "config"
+    DATA_MISSING = "data_missing"
+    DATA_DIFFERS = "data_differs"
+    SHARED_FOLDER = "shared_folder"
+    DISK_FULL = "disk_full"
+    MEMORY = "memory"
+    CPUS = "cpus"
+    NUMA = "numa"
+    CLOCK = "clock"
+    VARIABLES = "variables"
+    SLOW_NODE = "slow_node"
+    SLOW_LINK = "slow_link"
+    BELOW_STATED = "below_stated"

@@ -62,8 +62,43 @@ class ClusterError(SlurmtrainError):
     """SLURM refused, is not there, or did not answer."""
 
 
+class RunFailedError(SlurmtrainError):
+    """A run has ended without a result: it failed, or its job is gone."""
+
+
+class RunStoppedError(RunFailedError):
+    """A run was cancelled, or something else has ended it before it had finished; `resume` continues it."""
+
+
+class WaitTimeoutError(SlurmtrainError, TimeoutError):
+    """What was waited for has not happened in the given time. It goes on."""
+
+
+class PreflightError(EnvironmentMismatchError):
+    """A node, or all of them, cannot do what the job needs; training has not begun.
+
+    Args:
+        nodes: the nodes at fault, which another start leaves out; (): the config is at fault, or all nodes alike.
+        told_all: all ranks raise it at the same time, and rank 0's record is enough.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, nodes: tuple[str, ...] = (), told_all: bool = False):
+        super().__init__(message, hint=hint)
+        self.nodes = nodes
+        self.told_all = told_all
+
+
 class RendezvousError(SlurmtrainError):
     """The ranks could not find each other in time. A retry on other nodes may help."""
+
+
+class DivergedError(SlurmtrainError):
+    """Loss, gradients or parameters are not finite, or a loss spike does not go away.
+
+    A retry without a change would compute the same bits, so there is none.
+    """
+
+    exit_code = EXIT_CONFIG
 
 
 class CheckpointError(SlurmtrainError):
@@ -94,6 +129,9 @@ class NonFiniteError(CheckpointError):
     """Parameters are not finite, and are not saved: no later step mends them, and the same bits would do the same again."""
 
     exit_code = EXIT_CONFIG
+
+
+DIVERGED = (DivergedError, NonFiniteError)  # errors of numbers that have broken, and not of the config or a node
 
 
 class NodeFolderError(CheckpointError):

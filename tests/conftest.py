@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +23,40 @@ from tests.support.stranger import Stranger, a_stranger
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# Their tests take longest, and so are begun first.
+LONG = ("slurm", "faults", "distributed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist hand out files in their order here: its own begins those with few tests last, among them the longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no process is left alone with one of them at the end."""
+    sizes = Counter(item.path for item in items)
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
+
+    items.sort(key=place)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-goldens", action="store_true", help="write jobs/golden/*.sbatch anew instead of comparing"
     )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Let torch compute with one thread here: test processes share the cores, and threads that wait for each other spin."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -238,6 +238,20 @@ class Checkpointer:
     def sound_step(self, step: int | None) -> None:
         self._saves.sound_step = step
 
+    @property
+    def unchecked_step(self) -> int | None:
+        """The first step of which it is not known yet whether it is sound; None: nobody looks, or all are known.
+
+        Checkpoints of this step and of later ones are not removed to make room. A training that finds out steps later
+        whether a step was sound sets it after `sound_step`: else it may lose the checkpoint that turns out to be the last
+        sound one.
+        """
+        return self._saves.unchecked_step
+
+    @unchecked_step.setter
+    def unchecked_step(self, step: int | None) -> None:
+        self._saves.unchecked_step = step
+
     def remove_newer(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`, to which training has gone back. All ranks call it together.
 

@@ -8,13 +8,13 @@ not exist before all of it was verified and is on the disk.
 from __future__ import annotations
 
 import json
+import logging
 import os
-import secrets
 import shutil
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.directory import INDEX
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.format.index_file import read_whole_index
@@ -32,13 +32,17 @@ from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index, TensorFacts
 from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import need_of
+from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import CheckpointError, UsageError, nearest
-from slurmtrain.system.files import fsync_directory
+from slurmtrain.system.files import fsync_directory, temporary_beside
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 ALIGNMENT = 8  # alignment of the data in a safetensors file
+NAMES_SHOWN = 8  # of tensors whose values are not finite
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,22 +106,18 @@ def export(
         CheckpointError: the checkpoint is damaged, or `out` cannot be written; `out` does not exist then.
     """
     check_output(out, force=force)
-    with retention.reading(path):
-        manifest = read_manifest(path)
-        index = read_whole_index(path, manifest)
-        check_types(index.catalogues)
-        entries = _choose(path, index.facts, only, dtype)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    with opened(path, only, dtype) as checkpoint:
+        entries = list(checkpoint.entries.values())
+        temporary = temporary_beside(out, ".tmp")
         try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask decides who reads it
             try:
-                about = {"format": "pt", "step": str(manifest.step), "run_id": str(manifest.run_id), "object": only}
                 output: Output = (
-                    SafetensorsOutput(descriptor, list(entries.values()), about)
+                    SafetensorsOutput(descriptor, entries, {"format": "pt", **checkpoint.about, "object": only})
                     if out.suffix in SAFETENSORS
-                    else TorchOutput(descriptor, list(entries.values()))
+                    else TorchOutput(descriptor, entries)
                 )
-                _copy(path, manifest, index, entries, output, progress)
+                checkpoint.copy(output, progress)
                 output.finish()
                 os.fsync(descriptor)
                 size = os.fstat(descriptor).st_size
@@ -130,6 +130,48 @@ def export(
             with suppress(OSError):
                 temporary.unlink()
     return Exported(out, len(entries), size)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint that is marked as being read, and the tensors of one of its objects.
+
+    Attributes:
+        entries: the tensors by name in the checkpoint.
+    """
+
+    path: Path
+    manifest: Manifest
+    index: Index
+    entries: Mapping[str, Entry]
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What an export says of where it comes from."""
+        return {"step": str(self.manifest.step), "run_id": str(self.manifest.run_id)}
+
+    def copy(self, output: Output, progress: Callable[[int], None], entries: Mapping[str, Entry] | None = None) -> None:
+        """Write all tensors, or some of them, to `output`. Raises as `copy_tensors`."""
+        chosen = self.entries if entries is None else entries
+        copy_tensors(self.path, self.manifest, self.index, chosen, output, progress)
+
+
+@contextmanager
+def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint `path` for an export of its object `only`.
+
+    Args:
+        dtype: dtype to convert floating-point tensors to; None: as saved.
+
+    Raises:
+        UsageError: there is no such object.
+        CheckpointError: the checkpoint is damaged.
+    """
+    with retention.reading(path):
+        manifest = read_manifest(path)
+        index = read_whole_index(path, manifest)
+        check_types(index.catalogues)
+        yield OpenCheckpoint(path, manifest, index, entries_of(path, index.facts, only, dtype))
 
 
 def check_output(out: Path, *, force: bool) -> None:
@@ -146,8 +188,8 @@ def check_output(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force")
 
 
-def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:
-    """Return the tensors to export, by name in the checkpoint."""
+def entries_of(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:
+    """Return the tensors of the object `only` to export, by name in the checkpoint."""
     target = dtype_of(dtype) if dtype is not None else None
     entries = {}
     for name, fact in facts.items():
@@ -190,7 +232,7 @@ class ExportPiece:
     end: int
 
 
-def _copy(
+def copy_tensors(
     path: Path,
     manifest: Manifest,
     index: Index,
@@ -198,6 +240,11 @@ def _copy(
     output: Output,
     progress: Callable[[int], None],
 ) -> None:
+    """Write all `entries`, which are by name in the checkpoint, to `output`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
     found = index.find({name: Box.whole(entry.shape) for name, entry in entries.items()})
     pieces: dict[str, list[ExportPiece]] = {}
     for name, sources in found.items():
@@ -207,6 +254,7 @@ def _copy(
     for inside in pieces.values():
         inside.sort(key=lambda piece: piece.begin)
     stopped = threading.Event()
+    not_finite: set[str] = set()
 
     def work(block: tuple[str, int]) -> None:
         if stopped.is_set():
@@ -218,6 +266,8 @@ def _copy(
         for piece in inside[bisect_right(inside, begin, key=lambda piece: piece.end) :]:
             if piece.begin >= begin + len(data):
                 break
+            if not _is_finite(piece, data, begin):
+                not_finite.add(piece.entry.name)
             _scatter(piece, data, begin, output)
         progress(len(data))
 
@@ -230,6 +280,21 @@ def _copy(
                 pass
         finally:
             stopped.set()  # leaving the pool waits for what is queued
+    if (
+        not_finite
+    ):  # parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so
+        shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
+        log.warning(
+            "values that are not finite (NaN or infinite) are exported as they are, in %s%s",
+            ", ".join(shown),
+            f" and {more} more tensors" if more > 0 else "",
+        )
+
+
+def _is_finite(piece: ExportPiece, data: memoryview, begin: int) -> bool:
+    """Return whether the part of `piece` in a block that begins at byte `begin` of its file has finite numbers only."""
+    low, high = max(piece.begin, begin), min(piece.end, begin + len(data))
+    return bytes_are_finite(data[low - begin : high - begin], piece.entry.saved)
 
 
 def _piece(entry: Entry, source: BoxLocation, manifest: Manifest) -> ExportPiece:
@@ -260,7 +325,7 @@ def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -
         raise CheckpointError(
             f"{path.name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
-    if found != digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+    if found != blocks.digest_at(digests, number):
         raise CheckpointError(f"{path.name} is damaged: {file} is not what was written: its digest differs")
     return data
 
@@ -280,13 +345,20 @@ def _converted(entry: Entry, data: memoryview) -> memoryview:
     if entry.dtype == entry.saved:
         return data
     values = torch.frombuffer(data, dtype=entry.saved)
+    return in_type(entry, values).view(torch.uint8).numpy().data
+
+
+def in_type(entry: Entry, values: Tensor) -> Tensor:
+    """Return values in the element type of an entry. Raises CheckpointError if one is too large for it."""
+    if values.dtype == entry.dtype:
+        return values
     converted = values.to(entry.dtype)
     if bool((converted.isinf() & values.isfinite()).any()):
         raise CheckpointError(
             f"{entry.name} holds values that are too large for {dtype_name(entry.dtype)}",
             hint="bfloat16 has the range of float32",
         )
-    return converted.view(torch.uint8).numpy().data
+    return converted
 
 
 def runs(box: Box, shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -360,7 +432,25 @@ class SafetensorsOutput:
         """Do nothing, since everything is already written."""
 
 
-class TorchOutput:
+class InMemory:
+    """An output that keeps whole tensors in memory.
+
+    Attributes:
+        tensors: by name in the output.
+    """
+
+    def __init__(self, entries: Sequence[Entry]):
+        self.tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in entries}
+        self._bytes = {name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in self.tensors.items()}
+
+    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
+        self._bytes[entry.name][offset : offset + len(data)] = data
+
+    def finish(self) -> None:
+        """Do nothing, since everything is already there."""
+
+
+class TorchOutput(InMemory):
     """A file of torch.save, for which whole tensors are assembled in memory first."""
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]):
@@ -370,17 +460,9 @@ class TorchOutput:
                 f"a file of torch.save is put together in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
                 hint="export to a .safetensors file, which takes the memory of a few blocks",
             )
+        super().__init__(entries)
         self._descriptor = descriptor
-        self._tensors: dict[str, Tensor] = {
-            entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in entries
-        }
-        self._bytes = {
-            name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in self._tensors.items()
-        }
-
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        self._bytes[entry.name][offset : offset + len(data)] = data
 
     def finish(self) -> None:
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            torch.save(self._tensors, file)
+            torch.save(self.tensors, file)

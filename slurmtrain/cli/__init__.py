@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import SECRET_VARIABLE
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.system import interrupts
 from slurmtrain.system.records import printable
-from slurmtrain.system.redaction import hide, redact
+from slurmtrain.system.redaction import SECRET_VARIABLE, hide, redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
@@ -41,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if any(word.startswith("--host") for word in words):
+        from slurmtrain.cli import remote
+
+        if remote.wanted(words):
+            interrupts.raise_again()
+            return remote.main(words)
     verb = arguments.find_verb(words)
     if verb is not None and not VERBS[verb].composes:
         if verb != "help":
@@ -77,12 +82,16 @@ def _run(words: list[str]) -> int:
             raise arguments.unknown_verb(parsed.positionals[0])
         names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
         raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
-    if parsed.positionals and parsed.verb not in ("train", "prepare"):
+    if parsed.positionals and parsed.verb not in ("train", "prepare", "drill"):
         raise arguments.no_override(parsed.positionals[0], parsed.verb)
     _log_to_stderr()
     if "--multirun" in parsed.options:
         if parsed.verb != "submit":
             raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
+        if "--from" in parsed.options:
+            raise UsageError(
+                "--from runs one run, and -m makes a sweep", hint="submit --from BUNDLE once for each value"
+            )
         from slurmtrain.cli import multirun
 
         interrupts.raise_again()

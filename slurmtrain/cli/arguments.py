@@ -6,18 +6,16 @@ The verb may stand anywhere among the overrides. Hydra's own parser wants option
 from __future__ import annotations
 
 import argparse
-import functools
 import re
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import config_groups, literal_override
 from slurmtrain.config.field_types import shown
 from slurmtrain.config.keys import all_keys, meant
+from slurmtrain.config.overrides import normalise, program_override, shipped_groups
 from slurmtrain.errors import UsageError, nearest
 
 # hydra._internal.utils.get_args_parser(): option -> whether a value follows ("?": it may).
@@ -30,10 +28,9 @@ HYDRA_OPTIONS = {
 }
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
 PROGRAM = "python -m slurmtrain"
 HELP_COLUMNS = 100  # longer lines are hard to read
-RUNS_PROGRAMS = ("submit", "render", "train")  # verbs that take a program after --
+RUNS_PROGRAMS = ("submit", "render", "train", "drill")  # verbs that take a program after --
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -187,7 +184,7 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
         if key in ("job.command", "job.kind") or (key == "job" and value != "command"):
             raise UsageError(f"{override} and a program after --: which is it?", hint=f"leave {key} out")
     kind = [] if "job=command" in ours.overrides else ["job=command"]
-    return [*kind, literal_override("job.command", shlex.join(program))]
+    return [*kind, program_override(program)]
 
 
 def find_verb(argv: Sequence[str]) -> str | None:
@@ -203,23 +200,6 @@ def find_verb(argv: Sequence[str]) -> str | None:
         elif word in VERBS:
             return word
     return None
-
-
-def normalise(override: str) -> str:
-    """Return an override in the form that Hydra accepts, so that a plus in front is optional.
-
-    Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus.
-    Both are also accepted for additions to `eval`, whose sets, metrics and changes have names that nobody can know.
-    """
-    if override.startswith(OPEN):
-        return f"++{override}"
-    group = override.partition("=")[0].removeprefix("+")
-    return override.removeprefix("+") if group in _shipped_groups() else override
-
-
-@functools.cache
-def _shipped_groups() -> frozenset[str]:
-    return frozenset(config_groups())
 
 
 def no_override(word: str, verb: str) -> UsageError:
@@ -241,7 +221,7 @@ def _meant_option(word: str, following: str, options: Sequence[str]) -> str:
     key = name.replace("-", "_")
     if not value and following not in VERBS and "=" not in following:
         value = following
-    if key in _shipped_groups() or key in all_keys():
+    if key in shipped_groups() or key in all_keys():
         return f"Hydra's overrides have no dashes: {key}={value or 'VALUE'}"
     return meant(name) or nearest(word.partition("=")[0], options)
 

@@ -17,6 +17,11 @@ LEAST_ROOM = 30  # least width of the last column beside the others
 INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 LEAST_WANTED = (
+    "queue h",
+    "checkpoints",
+    "evaluation",
+    "start-up",
+    "idle",
     "attempts",
     "valid loss",
     "tokens/s",
@@ -140,5 +145,7 @@ def _tokens(value: float | None) -> str:
 
 
 def format_size(size: int) -> str:
-    """Format a number of bytes for a person, in units of 10^6 or 10^9."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    """Format a number of bytes for a person, in units of 10^9, 10^6, 10^3 or 1."""
+    if size >= 1e5:
+        return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size} bytes"

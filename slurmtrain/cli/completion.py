@@ -12,8 +12,8 @@ import os
 import re
 from collections.abc import Callable
 
-from slurmtrain.cli.arguments import normalise
 from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.overrides import normalise
 
 NEWEST = 30  # so many runs are offered: a person looks for one of the last days
 
@@ -31,11 +31,17 @@ def complete(hydra: Callable[[], object]) -> None:
         print("\n".join(word for word in _words_of(verb) if word.startswith(last)))
         return
     if last.startswith("-"):
-        options = re.findall(r"--?[a-z][a-z-]*", VERBS[verb].usage) if verb else ["--help", "--version", "--config-dir"]
+        options = (
+            re.findall(r"--?[a-z][a-z-]*", VERBS[verb].usage)
+            if verb
+            else ["--help", "--version", "--config-dir", "--host", "--host-python"]
+        )
         print("\n".join(option for option in options if option.startswith(last)))
         return
     if "=" not in last and not last.startswith("+") and verb is None:
         print("\n".join(name for name, each in VERBS.items() if name.startswith(last) and not each.hidden))
+    if "=" not in last and not last.startswith("+") and verb == "drill":  # of the verbs that compose, it takes a run
+        print("\n".join(name for name in ["last", *_newest(sweeps=False)] if name.startswith(last)))
     # Hydra would take the verb for a broken override, and knows groups of the defaults list without a plus only.
     kept = [words[0], *(normalise(word) for word in words[1:-1] if word not in VERBS), normalise(last.lstrip("+"))]
     os.environ["COMP_LINE"] = " ".join(kept)
@@ -50,8 +56,9 @@ def _words_of(verb: str) -> list[str]:
     """Return the words that may follow a verb that composes no config: its actions and options, from its usage, and runs."""
     usage = VERBS[verb].usage.removeprefix(verb)
     words = re.findall(r"(?<![\w=.-])[a-z]+(?![\w=.-])", usage) + re.findall(r"(?<!\w)--?[a-z][a-z-]*", usage)
-    if re.search(r"\b(RUN|SWEEP|A B)\b", usage):
-        words += ["last", *_newest(sweeps="SWEEP" in usage)]
+    runs, sweeps = (re.search(rf"\b({names})\b", usage) is not None for names in ("RUN|A B", "SWEEP"))
+    words += ["last"] if runs or sweeps else []
+    words += [*(_newest(sweeps=False) if runs else ()), *(_newest(sweeps=True) if sweeps else ())]
     if verb == "help":
         from slurmtrain.cli.manual import topics
 

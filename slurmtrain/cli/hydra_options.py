@@ -29,7 +29,7 @@ def _show(parsed: Arguments) -> None:
     path = options.get("--config-path")
     # Hydra itself takes --config-path as relative to this file, and then searches no other folder.
     folders = search_folders(options.get("--config-name", "config"), None, path)
-    searched = [search_path(folders[1:])] if path is not None else []
+    searched = [search_path(folders[1:])] if len(folders) > 1 else []
     # Nothing is run, so Hydra need not make a folder for its outputs.
     sys.argv = ["slurmtrain", *_without_config_path(parsed.hydra), *parsed.overrides, *searched]
 

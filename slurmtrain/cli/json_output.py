@@ -10,6 +10,12 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.json_text import json_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from slurmtrain.report.goodput import Goodput
+    from slurmtrain.report.page.contents import Page
+    from slurmtrain.report.usage import Row
     from slurmtrain.runs.sweep_dir import Point
 
 
@@ -24,7 +30,10 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
+    goodput      in `status RUN --json` alone: see `goodput_object`
     left_out     in `status RUN --json` alone: nodes that its latest job leaves out, with node, why and until (unix time)
+    slow_ranks   in `status RUN --json` alone: ranks that were slower than the others, oldest first, with node, ranks, phase,
+                 ratio, share (of a step, by which they take longer), since, until (steps) and attempt
     id, name, path
     state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
                  stopped, failed, lost or unreadable
@@ -77,6 +86,78 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
         "job_id": now.job_id,
         "job_ids": evaluation.info()["job_ids"] if now.status != RunStatus.UNREADABLE else [],
         "metrics": evaluation.measured() if now.status != RunStatus.UNREADABLE else {},
+    }
+
+
+def goodput_object(found: Goodput) -> dict[str, Any]:
+    """Return where time went: `goodput` of `status RUN --json`, and in each object of `usage --json`.
+
+    seconds       wall-clock seconds by cause: queue, stopped, startup, productive, redone, checkpoint, evaluation, hung, lost,
+                  idle_end, between and unknown; a cause without any is left out. They add up to wall_s
+    gpu_seconds   GPUs x seconds by cause, of those in which GPUs were held; {} on CPUs
+    goodput       productive seconds / seconds in which nodes were held, without those of unknown cause; null if none are known
+    effective     the same with the time in the queue; without that in which the run had ended until it was resumed
+    startup_s     seconds of the start-ups, by stage
+    lost_s, lost_gpu_seconds  seconds, and GPUs x seconds, lost, by why an attempt ended, or "rolled back"
+    interruptions number of attempts that ended before the run had finished, by why
+    gpu_hours, lost_gpu_hours, held_s, gpu_count, running  sums; seconds in which nodes were held; GPUs of the newest attempt
+    """
+    return {
+        "goodput": found.share,
+        "effective": found.effective_share,
+        "wall_s": found.wall_s,
+        "held_s": found.held_s,
+        "gpu_count": found.gpu_count,
+        "gpu_hours": found.gpu_hours,
+        "lost_gpu_hours": found.lost_gpu_hours,
+        "running": found.running,
+        **{name: {str(key): value for key, value in getattr(found, name).items()} for name in _BY_CAUSE},
+    }
+
+
+_BY_CAUSE = ("seconds", "gpu_seconds", "startup_s", "lost_s", "lost_gpu_seconds", "interruptions")
+
+
+def usage_object(row: Row) -> dict[str, Any]:
+    """Return one row of `usage`: `usage --json` prints {"by", "since", "rows", "total", "left_out", "no_accounting"}.
+
+    who, runs     id of the run, or name of the user or node; number of runs. Beside them all of `goodput_object`
+    gpus          what NVML has shown of the GPUs: sampled_gpu_hours, idle_gpu_hours (next to no kernels ran), utilization (mean
+                  percent) and power_w (mean watts of a GPU), null if nothing was sampled; ecc_errors, and xids, each with node,
+                  gpu and xid
+    accounted_gpu_hours  GPU hours of its jobs by SLURM's accounting; null if there is none, or by node
+    """
+    gpus = row.gpus
+    sampled = gpus.sampled_s > 0
+    return {
+        "who": row.who,
+        "runs": row.runs,
+        **goodput_object(row.goodput),
+        "gpus": {
+            "sampled_gpu_hours": gpus.sampled_s / 3600 if sampled else None,
+            "idle_gpu_hours": gpus.idle_s / 3600 if sampled else None,
+            "utilization": gpus.utilization,
+            "power_w": gpus.power_w,
+            "ecc_errors": gpus.ecc_errors,
+            "xids": [{"node": node, "gpu": gpu, "xid": xid} for node, gpu, xid in gpus.xids],
+        },
+        "accounted_gpu_hours": None if row.accounted_gpu_s is None else row.accounted_gpu_s / 3600,
+    }
+
+
+def report_object(page: Page, written: Sequence[Path]) -> dict[str, Any]:
+    """Return what `report RUN|SWEEP --json` prints.
+
+    files        paths of the page, the pictures and the tables that were written
+    state        one word on the run; of a sweep, how many points are in which state
+    sentences    what it is, how far it got, what was lost and why
+    advice       what to do
+    """
+    return {
+        "files": [str(each) for each in written],
+        "state": page.state,
+        "sentences": list(page.sentences),
+        "advice": list(page.advice),
     }
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
-from slurmtrain.errors import UsageError
+from slurmtrain.report.rank_logs import Tail, attempt_number, log_file
 from slurmtrain.report.status import WAITING, RunStatus, is_over, state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +39,14 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--attempt", type=int, metavar="N", help="default: the latest")
     options = parser.parse_args(words)
     run_dir = lookup.find(options.run, lookup.runs_root())
-    numbers, attempt = run_dir.attempt_numbers(), options.attempt
-    if attempt is not None and attempt not in numbers:
-        raise UsageError(
-            f"run {run_dir.id} has no attempt {attempt}", hint=f"it has: {', '.join(map(str, numbers)) or 'none yet'}"
-        )
+    attempt = options.attempt
     if options.follow:
+        if attempt is not None:
+            attempt_number(run_dir, attempt)
         return follow(run_dir, options.rank, attempt)
-    if not numbers:
-        raise UsageError(
-            f"run {run_dir.id} has not started yet, so there is no log",
-            hint=f"status {run_dir.id}; logs -f waits for it",
-        )
-    number = attempt or numbers[-1]
+    number = attempt_number(run_dir, attempt)
     marked = options.rank is None and run_dir.attempt(number).rank_logs()
-    logs = marked or {0: _log_file(run_dir, options.rank or 0, number)}
+    logs = marked or {0: log_file(run_dir, options.rank or 0, number)}
     for rank, log in logs.items():
         tail = Tail(log, rank if marked else None)
         for text in tail.pieces():
@@ -72,68 +61,6 @@ def _rank(text: str) -> int | None:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a rank's number nor all")
     return int(text)
-
-
-def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
-    attempt_dir = run_dir.attempt(number)
-    log = attempt_dir.rank_log(rank)
-    if os.path.lexists(log):
-        return log
-    ranks = list(attempt_dir.rank_logs())
-    for other in (attempt_dir.setup_failure_file, attempt_dir.srun_log):
-        if not ranks and os.path.lexists(other):
-            return other
-    raise UsageError(
-        f"attempt {number} of run {run_dir.id} has no log of rank {rank}",
-        hint=f"it has ranks 0 to {ranks[-1]}" if ranks else f"no rank has started; see {run_dir.path}/slurm-*.log",
-    )
-
-
-def _marked(rank: int, text: str) -> str:
-    """Put the rank in front of each line; a last line without an end gets one."""
-    return "".join(f"[{rank}] {line}\n" for line in text.removesuffix("\n").split("\n"))
-
-
-LONGEST_LINE = 1 << 20  # characters of a line that are held back until its end comes
-
-
-class Tail:
-    """The part of a log that has been added since the last look.
-
-    Args:
-        rank: number to mark each line with; then only whole lines are returned. None: text is returned as it comes.
-    """
-
-    def __init__(self, log: Path, rank: int | None):
-        self._log, self._rank = log, rank
-        self._position = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two parts
-        self._rest = ""
-
-    def pieces(self) -> Iterator[str]:
-        """Yield what has been added, in pieces of at most 1 MiB: a log may be larger than the memory.
-
-        Raises:
-            UnreadableRecordError: it is not a regular file, or cannot be read.
-        """
-        for piece in records.pieces(self._log, self._position):
-            self._position += len(piece)
-            added = self._decoder.decode(piece)
-            if self._rank is None:
-                yield added
-                continue
-            whole, end, self._rest = (self._rest + added).rpartition("\n")
-            if not end and len(self._rest) > LONGEST_LINE:
-                whole, end, self._rest = self._rest, "\n", ""
-            if end:
-                yield _marked(self._rank, whole)
-
-    def rest(self) -> str:
-        """Return a last line without an end, when no more will come."""
-        if self._rank is None:
-            return self._decoder.decode(b"", final=True)
-        self._rest += self._decoder.decode(b"", final=True)
-        return _marked(self._rank, self._rest) if self._rest else ""
 
 
 def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:

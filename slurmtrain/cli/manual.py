@@ -13,8 +13,8 @@ from slurmtrain.resources import PACKAGE
 
 PAGES = PACKAGE / "docs"
 ORDER = (
-    "quickstart clusters own-scripts models data parallelism requeue checkpoints evaluation sweeps runs shared-folders "
-    "secrets troubleshooting config internals changelog"
+    "quickstart clusters own-scripts clients python models data parallelism planning requeue drill preflight checkpoints "
+    "evaluation numbers sweeps runs loggers usage shared-folders secrets troubleshooting config internals changelog"
 ).split()
 WIDEST = 120  # columns; longer lines of prose are hard to read
 
@@ -37,7 +37,10 @@ def main(verb: str, words: list[str]) -> int:
 
         return cli.main([topic, "--help"])
     else:
-        raise UsageError(f"there is no topic {topic!r}", hint=nearest(topic, [*topics(), *VERBS]))
+        raise UsageError(
+            f"there is no topic {topic!r}",
+            hint=nearest(topic, {*topics(), *(name for name, known in VERBS.items() if not known.hidden)}),
+        )
     return 0
 
 

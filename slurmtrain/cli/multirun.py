@@ -9,10 +9,11 @@ from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, client_of, say_unless_awaited
+from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
+from slurmtrain.control.submitting import client_of
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
 from slurmtrain.launch.memory_check import check_memory
@@ -90,17 +91,20 @@ def submit(arguments: Arguments) -> int:
 def _fitting(points: Iterable[tuple[Config, ParallelDims]], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:
     """Yield the points, and raise if one is too large. Only the largest is built, since each would take seconds."""
     largest: tuple[float, int, Config, ParallelDims] | None = None
+    warnings: dict[str, None] = {}  # the same of many points is said once
     for number, (config, dims) in enumerate(points):
         with naming_point(grid, number):
             check_fits(config, dims)
             check_prepared(config, later=later)
             if not dry:
-                check_named_paths(config, current_folder(), later=later)
+                warnings |= dict.fromkeys(check_named_paths(config, current_folder(), later=later))
         share = share_of_gpu(config, dims) or 0.0
         if largest is None or share > largest[0]:
             largest = share, number, config, dims
         yield config
     assert largest is not None
+    for warning in warnings:
+        log.warning(warning)
     _, number, config, dims = largest
     with naming_point(grid, number):
         for warning in check_memory(config, dims):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.slurm.environment import rank_or_zero
 from slurmtrain.system.records import append_line
@@ -37,8 +39,26 @@ def main(verb: str, words: list[str]) -> int:
         return 0
     if options.of is not None and info.get("steps") != options.of:
         run_dir.update_info(steps=options.of)
+    _tell_events(run_dir, options.step)
     append_line(run_dir.metrics_file, json.dumps({"step": options.step, **_pace(run_dir, options.step)}) + "\n")
     return 0
+
+
+def _tell_events(run_dir: RunDir, step: int) -> None:
+    """Record when this attempt reports for the first time, and when it is where an earlier one had been: for goodput."""
+    number = os.environ.get(ATTEMPT_VARIABLE, "")
+    if not number.isdigit():
+        return
+    attempt = attempts.read_attempt(run_dir, int(number))
+    before = attempts.last_logged_step(run_dir)
+    with contextlib.suppress(FileNotFoundError):
+        if before is not None and run_dir.metrics_file.stat().st_mtime < attempt.started:
+            before = None
+    furthest = attempt.reported_before
+    if before is None:
+        run_dir.event(Event.FIRST_REPORT, attempt=attempt.number, step=step)
+    if furthest is not None and step >= furthest and before is not None and before < furthest:
+        run_dir.event(Event.CAUGHT_UP, attempt=attempt.number, step=step)
 
 
 def _steps(text: str) -> int:

@@ -6,20 +6,11 @@ import logging
 from collections.abc import Sequence
 
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.cli.run_control import (
-    CHANGES_HELP,
-    claimed_alone,
-    client,
-    has_no_job,
-    jobs_in_queue,
-    open_run,
-    parser_of,
-    say,
-    split_overrides,
-)
+from slurmtrain.cli.run_control import CHANGES_HELP, open_run, parser_of, say, split_overrides
+from slurmtrain.control.access import claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status import RunState, RunStatus, state
-from slurmtrain.runs import lookup
+from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.attempts import reopen
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -67,6 +58,8 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
             if now.status == RunStatus.UNKNOWN
             else f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it",
         )
+    if choices.is_open(run_dir):
+        return _resume_everywhere(run_dir, overrides, code=code)
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in jobs_in_queue(run_dir, now) if job in before]
     if left:
@@ -84,11 +77,11 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 
         check_not_planned(run_dir)
     from slurmtrain.launch.changes import change, undo_unfinished
-    from slurmtrain.launch.next_change import make_staged
+    from slurmtrain.launch.next_change import apply_next_change
 
     undo_unfinished(run_dir)
     if run_dir.next_change_file.exists() and not finished:
-        make_staged(run_dir)
+        apply_next_change(run_dir)
     lines: list[str] = []
     if overrides or code:
         asks = client(run_dir) if run_dir.info()["backend"] == Backend.SLURM else None
@@ -113,6 +106,20 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         log.info(interrupted(run_dir, client(run_dir)))
         raise
     return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
+
+
+def _resume_everywhere(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str:
+    """Submit a run that has started nowhere to each of its choices again."""
+    from slurmtrain.launch.submit_first import submit_to_each
+
+    if overrides or code:
+        raise UsageError(f"run {run_dir.id} has not started anywhere yet", hint="submit it anew, with the changes")
+    choices.forget_claims(run_dir)
+    run_dir.request_file.unlink(missing_ok=True)
+    run_dir.event(Event.RESUME_ASKED)
+    jobs = submit_to_each(run_dir)
+    to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
+    return f"run {run_dir.id} is submitted again to {to}; the first that starts takes it"
 
 
 def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:

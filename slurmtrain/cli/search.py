@@ -6,19 +6,26 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from slurmtrain.choices import Backend, EvalMode
+from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.columns import print_table, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, client_of, say_unless_awaited
+from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
+from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.errors import UsageError
+from slurmtrain.control.submitting import client_of
+from slurmtrain.errors import RunFailedError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.sweep.adaptive import open_sweep
+from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
+from slurmtrain.sweep.optuna_search import OptunaSearch, check_settings
+from slurmtrain.sweep.optuna_study import TARGET
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.sweep.points import Composer
-from slurmtrain.sweep.search import RunFailedError, Search, identity_text, seeds
+from slurmtrain.sweep.points import Composer, values_of
+from slurmtrain.sweep.search import Search, identity_text, seeds
+from slurmtrain.sweep.trials import Trial, TrialState, table
 from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
@@ -42,6 +49,13 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     after = awaited_runs(base, options)
     client = client_of(base) if base.cluster.backend != Backend.LOCAL else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
+    if sweeper["_target_"] == TARGET:
+        check_settings(sweeper, base)
+    elif base.search.pruner != Pruner.NONE:
+        raise UsageError(
+            f"search.pruner={base.search.pruner} works with Optuna alone, and hydra.sweeper is {sweeper['_target_']}",
+            hint="hydra/sweeper=optuna",
+        )
     identity = identity_text(base, sweeper, choices)
     opened = open_sweep(
         SweepPlan(base, search=identity),
@@ -56,22 +70,111 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         "sweep %s: this shell waits for results; if it dies, the same command goes on where it was", opened.sweep.id
     )
     words = [*overrides, *seeds(sweeper, identity)]
+    trials: list[Trial] | None = None
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
-        try:
-            Search(composer, opened, list(choices)).sweep(words)
-        except RunFailedError as failure:
-            raise RunFailedError(
-                failure.message,
-                hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
-                "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
-            ) from None
+        if sweeper["_target_"] == TARGET:
+            trials = _with_optuna(composer, opened, base, words, list(choices), as_json="--json" in options)
+        else:
+            try:
+                Search(composer, opened, list(choices)).sweep(words)
+            except RunFailedError as failure:
+                raise RunFailedError(
+                    failure.message,
+                    hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
+                    "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
+                ) from None
     if "--json" in options:
         points, jobs = opened.sweep.point_count(), [opened.sweep.job_id(each) for each in opened.sweep.array_numbers()]
-        print_json({"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": points, "job_ids": jobs})
+        facts = {"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": points, "job_ids": jobs}
+        print_json({**facts, **({"trials": _as_json(trials, list(choices))} if trials is not None else {})})
     else:
         print(f"sweep {opened.sweep.id} is done\n  {opened.sweep.path}")
         print(f"  sweep collect {opened.sweep.id}   sweep status {opened.sweep.id}   (or: last)")
     return 0
+
+
+def _with_optuna(
+    composer: Composer, opened: OpenSweep, base: Config, words: Sequence[str], searched: Sequence[str], *, as_json: bool
+) -> list[Trial]:
+    """Search with Optuna, print the table of trials unless JSON is asked for, and return them."""
+    name = opened.sweep.id
+    folder = str(opened.sweep.path).replace("'", "\\'")
+    composed = composer.with_hydra([*words, f"hydra.sweep.dir='{folder}'"])
+    found = OptunaSearch(composer, opened, base, composed, composer.of_the_program(words), searched)
+    try:
+        found.run()
+    except RunFailedError as failure:
+        if not as_json:
+            _print_trials(found.trials, searched)
+        running = sum(trial.state == TrialState.RUNNING for trial in found.trials)
+        hint = f"sweep retry {name} tries again what failed, and the same command then goes on"
+        if running and opened.client is not None:
+            hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
+        raise RunFailedError(failure.message, hint=hint) from None
+    if not as_json:
+        _print_trials(found.trials, searched)
+    return found.trials
+
+
+def _print_trials(trials: Sequence[Trial], searched: Sequence[str]) -> None:
+    rows = table(trials)
+    gpus = any(trial.spent.gpus for trial in trials)
+    unit = "GPU h" if gpus else "hours"
+    keys = [key.lstrip("+") for key in searched]
+    pruned = any(trial.state == TrialState.PRUNED for trial in trials)
+    header = ["trial", "state", *keys, "value", "steps", unit, *([f"saved {unit}"] if pruned else []), "run"]
+    cells = []
+    for row in rows:
+        trial, chosen = row.trial, values_of(row.trial.overrides, searched)
+        value = "" if trial.value is None else f"{trial.value:.6g}"
+        steps = "" if trial.steps is None else str(trial.steps)
+        saved = "" if row.saved_h is None else f"{row.saved_h:.3g}"
+        numbers = [value, steps, f"{row.held_h:.3g}" if trial.run_id is not None else "", *([saved] if pruned else [])]
+        cells.append(
+            [
+                str(trial.number),
+                trial.state,
+                *(_short(chosen.get(key, "")) for key in keys),
+                *numbers,
+                trial.run_id or "",
+            ]
+        )
+    print_table(header, cells)
+    count = Counter(trial.state for trial in trials)
+    held, saved_h = sum(row.held_h for row in rows), sum(row.saved_h or 0.0 for row in rows)
+    words = summary({str(state): number for state, number in count.most_common()})
+    print(
+        f"{words}; {held:.3g} {unit}" + (f", about {saved_h:.3g} saved by pruning" if count[TrialState.PRUNED] else "")
+    )
+
+
+def _short(value: str) -> str:
+    """Return a chosen number with six digits; other values as they are."""
+    try:
+        return f"{float(value):.6g}" if len(value) > 8 else value
+    except ValueError:
+        return value
+
+
+def _as_json(trials: Sequence[Trial], searched: Sequence[str]) -> list[dict[str, object]]:
+    return [
+        {
+            "trial": row.trial.number,
+            "state": row.trial.state,
+            "varied": values_of(row.trial.overrides, searched),
+            "value": row.trial.value,
+            "steps": row.trial.steps,
+            "pruned_at": row.trial.pruned_at,
+            "gpus": row.trial.spent.gpus,
+            "hours": row.trial.spent.held_s / 3600,
+            "gpu_hours": row.held_h if row.trial.spent.gpus else 0.0,
+            "saved_hours": None if row.saved_h is None else row.saved_h / (row.trial.spent.gpus or 1.0),
+            "saved_gpu_hours": row.saved_h if row.trial.spent.gpus else None,
+            "run": row.trial.run_id,
+            "why": row.trial.why,
+        }
+        for row in table(trials)
+    ]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +23,17 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
-from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
+from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
+from slurmtrain.cli.time_use import gpus_in_a_line, in_a_line
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.goodput import goodput_of
+from slurmtrain.report.preflight import in_words, read_preflight
 from slurmtrain.report.status import WAITING, RunState, RunStatus, states
-from slurmtrain.report.trouble import trouble
+from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints, trouble_of_ranks
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.gpu_use import GpuTotals, read_gpu_use, total_of
 from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.outcome import Reason
 from slurmtrain.runs.run_dir import RunDir
@@ -117,7 +122,16 @@ def _one(run_dir: RunDir, *, as_json: bool) -> int:
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
         left_out = [each.values() for each in left_out_of(run_dir, now.job_id)]
-        print_json({**run_object(run_dir, now), "evaluations": objects, "left_out": left_out})
+        used = goodput_object(goodput_of(run_dir, alive=_alive(now)))
+        slow = [dataclasses.asdict(each) for each in slow_ranks(run_dir.events())]
+        more = {
+            "evaluations": objects,
+            "left_out": left_out,
+            "slow_ranks": slow,
+            "next_change": _next_change(run_dir, now),
+            "goodput": used,
+        }
+        print_json({**run_object(run_dir, now), **more})
         return 0
     print("\n".join(_lines(run_dir, now)))
     for table in _tables(evaluations, found, now):
@@ -158,13 +172,57 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
         f"  {printable(now.explanation)}",
         *([f"  {progress}"] if progress else []),
+        *([f"  goodput: {where}"] if (where := _time_use(run_dir, now)) else []),
+        *([f"  GPUs: {busy}"] if (busy := gpus_in_a_line(_sampled(run_dir, now))) else []),
         *([f"  numbers: {one_line(broken)}"] if (broken := trouble(run_dir.events())) else []),
+        *([f"  slow ranks: {one_line(slow)}"] if (slow := trouble_of_ranks(run_dir.events())) else []),
+        *([f"  checkpoints: {one_line(odd)}"] if (odd := trouble_of_checkpoints(run_dir.events())) else []),
+        *([f"  preflight: {one_line(found)}"] if (found := _preflight(run_dir, now)) else []),
         *([f"  left out: {one_line(left_out)}"] if (left_out := _left_out(run_dir, now)) else []),
+        *([f"  next attempt: with {one_line(' '.join(change))}"] if (change := _next_change(run_dir, now)) else []),
         *([f"  stacks: {one_line(str(page))}"] if (page := _hang_page(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
         f"  {one_line(str(run_dir.path))}",
     ]
+
+
+def _time_use(run_dir: RunDir, now: RunState) -> str:
+    """Say in a line where the time of a run went; "" before it was submitted."""
+    try:
+        return in_a_line(goodput_of(run_dir, alive=_alive(now)))
+    except UnreadableRecordError:
+        return ""
+
+
+def _preflight(run_dir: RunDir, now: RunState) -> str:
+    """Say in a line what the checks of the last attempt have found; "" if nothing."""
+    if not now.attempts:
+        return ""
+    try:
+        found = read_preflight(run_dir.attempt(now.attempts[-1].number))
+    except UnreadableRecordError:
+        return ""
+    return in_words(found.findings) if found is not None else ""
+
+
+def _sampled(run_dir: RunDir, now: RunState) -> GpuTotals:
+    """Return what was sampled of the GPUs of all attempts."""
+    return total_of(node for each in now.attempts for node in read_gpu_use(run_dir.attempt(each.number)))
+
+
+def _alive(now: RunState) -> bool | None:
+    """Return whether a run is alive; None if SLURM, or its host, could not be asked."""
+    return None if now.status == RunStatus.UNKNOWN else now.alive
+
+
+def _next_change(run_dir: RunDir, now: RunState) -> list[str]:
+    """Return what `requeue RUN KEY=VALUE` has set for the next attempt of a run that has not ended."""
+    if not now.alive or not run_dir.next_change_file.exists():
+        return []
+    from slurmtrain.launch.next_change import kept_for_next_attempt
+
+    return kept_for_next_attempt(run_dir)
 
 
 def _hang_page(run_dir: RunDir, now: RunState) -> Path | None:

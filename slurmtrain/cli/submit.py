@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.columns import LONGEST_RULE, terminal_width
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import UsageError
-from slurmtrain.launch.memory_check import check_memory
-from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.resubmit import submit_links
-from slurmtrain.launch.submit import check_slurm_is_here, dry_run, interrupted, preparing, slurm_conf_of, submit
-from slurmtrain.launch.submit_once import RefusedError
-from slurmtrain.launch.time_limit_check import look_ahead
-from slurmtrain.planner.fit import check_fits
+from slurmtrain.control.submitting import check, starting_after, submit_run, submit_to_choices, warn_of_memory
+from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.launch.script import Line
+from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.launch.submit import PLACEHOLDER_ID, dry_run, explained, preparing, slurm_conf_of
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.versions import Version
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
@@ -37,57 +37,94 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+COLUMN = 72  # where the reasons of `render --explain` begin, at most
+CHOICE_NAME = re.compile(r"[\w-][\w.-]{0,99}")
+
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     for option in ("--array-parallelism", "--again"):
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
-    config, dims = compose_and_validate(arguments)
-    check_fits(config, dims)
-    check_prepared(config, later="--after" in arguments.options)
-    if "--dry-run" not in arguments.options:  # it queues nothing, and may be used on another machine
-        check_named_paths(config, current_folder(), later="--after" in arguments.options)
+    if "--from" in arguments.options:
+        with contextlib.ExitStack() as unpacked:
+            return _submit_or_show(_of_bundle(arguments, unpacked), arguments, unpacked)
+    config = _composed(arguments)
+    if config.cluster.choices:
+        return _submit_to_choices(config, arguments)
+    if any(word.lstrip("+") == "cluster=first" for word in arguments.overrides):
+        raise UsageError("cluster=first names no clusters", hint="cluster=first cluster.choices=[a100x4,h100x8]")
+    job = _Experiment(config, validate(config), arguments.overrides, None, current_folder())
+    return _submit_or_show(job, arguments, contextlib.ExitStack())
+
+
+@dataclass(frozen=True)
+class _Experiment:
+    """What is submitted.
+
+    Attributes:
+        overrides: for the record.
+        source: the code, out of a bundle; None: that of the current folder.
+        folder: the folder to which the words of a program are relative.
+    """
+
+    config: Config
+    dims: ParallelDims
+    overrides: Sequence[str]
+    source: CodeSource | None
+    folder: Path
+
+
+def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experiment:
+    """Return what a bundle holds, with the overrides of the command line. It is unpacked until `unpacked` is closed."""
+    from slurmtrain.launch import unbundle
+
+    for option in ("--config-name", "--config-path"):
+        if option in arguments.options:
+            raise UsageError(f"--from brings a whole config, so there is nothing to compose from {option}")
+    bundle = unpacked.enter_context(unbundle.opened(Path(arguments.options["--from"]).expanduser()))
+    config_dir = arguments.options.get("--config-dir")
+    config, dims = unbundle.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
+    if config.cluster.choices:
+        raise UsageError("--from is for one cluster, and cluster.choices names several", hint="+cluster=NAME")
+    source = unbundle.source_of(bundle)
+    unbundle.tell_differences(bundle, config)
+    overrides = [*bundle.manifest["overrides"], *arguments.overrides]
+    return _Experiment(config, dims, overrides, source, bundle.workdir or current_folder())
+
+
+def _submit_or_show(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
+    config, dims = job.config, job.dims
+    after, dry = arguments.options.get("--after"), "--dry-run" in arguments.options
+    # A dry run queues nothing, and may be used on another machine.
+    check(config, dims, job.folder, later=after is not None, look_at_files=not dry)
     if arguments.verb == "render":
         return _render(config, arguments)
-    runs = arguments.options.get("--after")
-    plan = starting_after(config, runs) if runs is not None else config
-    if "--dry-run" in arguments.options:
-        print(dry_run(plan, current_folder()), end="")
+    if dry:
+        shown = config if after is None else starting_after(config, after)
+        print(dry_run(shown, current_folder(), job.source), end="")
         return 0
-    for warning in check_memory(plan, dims):
-        log.warning(warning)
-    if plan.cluster.backend == Backend.LOCAL:
-        return _run_here(plan, arguments)
-    try:
-        return _submit(plan, arguments)
-    except RefusedError:  # one of the runs may have ended since, and SLURM may have forgotten its job
-        later = starting_after(config, runs) if runs is not None else plan
-        if later == plan:
-            raise
-        return _submit(later, arguments)
+    if config.cluster.backend == Backend.LOCAL:
+        if after is not None:
+            starting_after(config, after)
+        warn_of_memory(config, dims)
+        return _run_here(job, unpacked)
+    return _submit(job, arguments, unpacked)
 
 
 def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = compose(
-        arguments.overrides,
+    config = _composed(arguments)
+    return config, validate(config)
+
+
+def _composed(arguments: Arguments, overrides: Sequence[str] | None = None) -> Config:
+    return compose(
+        arguments.overrides if overrides is None else overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
         config_path=arguments.options.get("--config-path"),
     )
-    return config, validate(config)
-
-
-def starting_after(config: Config, runs: str) -> Config:
-    """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
-    from slurmtrain.launch import dependencies
-
-    if config.cluster.backend == Backend.LOCAL:
-        raise UsageError(
-            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
-        )
-    return dependencies.starting_after(config, runs, lookup.runs_root())
 
 
 def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
@@ -106,39 +143,16 @@ def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
         log.info("--after does not hold for %s, which is there already", sweep.id)
 
 
-def client_of(config: Config) -> SlurmClient:
-    """Check that SLURM is available before anything is created, log warnings of likely problems, and return its client."""
-    client = SlurmClient(slurm_conf_of(config))
-    check_slurm_is_here(client.slurm_conf)
-    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
-        log.warning(warning)
-    return client
-
-
-def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
-    from slurmtrain.launch.dependencies import check_again
-
-    try:
-        check_again(runs, lookup.runs_root(), client)
-    except UsageError:
-        write_request(run_dir, RunAction.CANCEL)
-        client.cancel(*reversed(run_dir.info()["job_ids"]))
-        raise
-
-
-def _submit(config: Config, arguments: Arguments) -> int:
-    client = client_of(config)
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
-        try:
-            job_id = submit([run_dir], config)
-        except KeyboardInterrupt:
-            log.info(interrupted(run_dir, client))
-            raise
-        if config.requeue.mode == RequeueMode.CHAIN:
-            links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
-            job_id = f"{job_id}, followed by {', '.join(links[1:])}"
-    if "--after" in arguments.options:
-        _check_not_in_vain(run_dir, arguments.options["--after"], client)
+def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
+    run_dir, job_id = submit_run(
+        job.config,
+        job.dims,
+        job.overrides,
+        current_folder(),
+        after=arguments.options.get("--after"),
+        source=job.source,
+    )
+    unpacked.close()  # before a wait for the end of the run
     if "--json" in arguments.options:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0
@@ -152,17 +166,116 @@ def _submit(config: Config, arguments: Arguments) -> int:
     return follow_to_the_end(run_dir)
 
 
-def _run_here(config: Config, arguments: Arguments) -> int:
+def _submit_to_choices(config: Config, arguments: Arguments) -> int:
+    """Submit a run to each of cluster.choices, or print the scripts with --dry-run."""
+    names = config.cluster.choices
+    if arguments.verb == "render" or "--after" in arguments.options:
+        what = "render" if arguments.verb == "render" else "--after"
+        raise UsageError(f"{what} is for one cluster, and cluster.choices has {len(names)}", hint=f"cluster={names[0]}")
+    others = [word for word in arguments.overrides if not _chooses_cluster(word)]
+    configs: dict[str, tuple[Config, ParallelDims]] = {}
+    dry, cwd = "--dry-run" in arguments.options, current_folder()
+    for place, name in enumerate(names):
+        if not CHOICE_NAME.fullmatch(name) or name in names[:place]:
+            raise UsageError(
+                f"cluster.choices={','.join(names)}: {name!r} is "
+                + ("there twice" if name in names[:place] else "no name"),
+                hint="names of cluster files, such as [a100x4,h100x8]",
+            )
+    for name in names:
+        one = _composed(arguments, [f"cluster={name}", *others])
+        configs[name] = one, validate(one)
+        check(one, configs[name][1], cwd, look_at_files=not dry)
+    if dry:
+        from slurmtrain.launch.submit_first import dry_run_of_each
+
+        print(dry_run_of_each({name: one for name, (one, _) in configs.items()}, cwd, PLACEHOLDER_ID), end="")
+        return 0
+    run_dir, jobs = submit_to_choices(configs, arguments.overrides, cwd)
+    if "--json" in arguments.options:
+        print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": list(jobs.values()), "choices": jobs})
+        return 0
+    to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
+    print(f"submitted run {run_dir.id} to {to}; the first that starts takes it\n  {run_dir.path}")
+    run = lookup.reference(run_dir)
+    print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
+    if "--follow" not in arguments.options:
+        return 0
+    from slurmtrain.cli.logs import follow_to_the_end
+
+    return follow_to_the_end(run_dir)
+
+
+def _chooses_cluster(override: str) -> bool:
+    return override.partition("=")[0].lstrip("+~") in ("cluster", "cluster.choices")
+
+
+def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
     from slurmtrain.launch.local import run_local
 
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(job.config, job.overrides, current_folder(), job.source) as run_dir:
         pass
+    unpacked.close()
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
     return run_local(run_dir)
 
 
+def _explain(config: Config, arguments: Arguments, target: str | None) -> int:
+    if target is not None:
+        raise UsageError("--explain prints, and -o writes a script", hint="leave one of them out")
+    lines = explained(config, current_folder(), _version_here(config))
+    if "--json" in arguments.options:
+        print_json([{"line": line.text, "why": line.why} for line in lines])
+    else:
+        print("\n".join(side_by_side(lines, terminal_width())))
+    return 0
+
+
+def _version_here(config: Config) -> Version | None:
+    """Return the release of SLURM on the config's cluster, if it can be asked from this machine."""
+    try:
+        client = SlurmClient(slurm_conf_of(config))
+    except (ClusterError, ConfigError):  # its sandbox is not running
+        return None
+    return client.version() if client.available else None
+
+
+def side_by_side(lines: Sequence[Line], width: int | None) -> list[str]:
+    """Return the lines of a script, each with the reason why it is there beside it; below it, where the line is long.
+
+    A reason that holds for several lines stands beside the first, and bars beside the others.
+
+    Args:
+        width: width of the terminal; None: a file or pipe.
+    """
+    beside = max(40, min(COLUMN, (width or LONGEST_RULE) // 2))
+    room = max(30, (width or LONGEST_RULE) - beside - 3)
+    shown: list[str] = []
+    before = ""
+    for line in lines:
+        reasons = [""] if not line.why else ["|"] if line.why == before else textwrap.wrap(line.why, room)
+        before = line.why
+        if not line.why:
+            shown.append(line.text)
+            continue
+        if len(line.text) > beside:
+            shown.append(line.text)
+            shown += [] if reasons == ["|"] else [f"{'':<{beside}} | {part}" for part in reasons]
+            continue
+        texts = [line.text, *[""] * (len(reasons) - 1)]
+        shown += [
+            f"{text:<{beside}} | {part}" if part != "|" else f"{text:<{beside}} |"
+            for text, part in zip(texts, reasons, strict=True)
+        ]
+    return shown
+
+
 def _render(config: Config, arguments: Arguments) -> int:
     target = arguments.options.get("--output")
+    if "--explain" in arguments.options:
+        return _explain(config, arguments, target)
+    if "--json" in arguments.options:
+        raise UsageError("--json goes with --explain", hint="render --explain --json")
     if target is None:
         print(dry_run(config, current_folder()), end="")
         return 0

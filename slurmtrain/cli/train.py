@@ -12,7 +12,7 @@ from slurmtrain.system import signals
 
 def main(arguments: Arguments) -> int:
     """Run this process as a rank of a training job; it does not return."""
-    signals.install_signal_handlers()
+    stop_flag = signals.install_signal_handlers()
 
     from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runtime import main as runtime
@@ -27,12 +27,19 @@ def main(arguments: Arguments) -> int:
         path = Path(arguments.positionals[0])
         run_dir = RunDir(located(path))
         run_dir.info()
-        runtime.run_submitted(run_dir)
+        began = None
+        if "--standby" in arguments.options:
+            from slurmtrain.runtime.standby import await_attempt
+
+            began = await_attempt(run_dir, stop_flag)
+        runtime.run_submitted(run_dir, began)
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing
     from slurmtrain.system.paths import current_folder
 
+    if "--standby" in arguments.options:
+        raise UsageError("--standby is for ranks of a run directory", hint="train RUN_DIRECTORY --standby")
     explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
     if not explicit:
         arguments.overrides.extend(_overrides_from(Environment.detect(), arguments.overrides))

@@ -37,6 +37,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "submit": Verb(
         "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]] [--json]"
+        " [--from BUNDLE]"
         " [--array-parallelism N] [--again] [-- PROGRAM WORD ...]",
         "submit a run, a sweep (-m) or a program of your own (--); cluster=local runs it here",
         "slurmtrain.cli.submit",
@@ -54,6 +55,11 @@ VERBS: dict[str, Verb] = {
                 "continues it, 78: config or environment wrong, or 1",
             ),
             Flag("--after", "RUN[,RUN]", "start when these runs have finished"),
+            Flag(
+                "--from",
+                "BUNDLE",
+                "run what `runs bundle` has packed, with its config and its code, and these key=value",
+            ),
             Flag("--array-parallelism", "N", "with -m: train at most N points at a time"),
             Flag("--again", "", "with -m: make another sweep of the same points"),
             Flag("--json", "", "print the answer as JSON, for a program"),
@@ -62,30 +68,44 @@ VERBS: dict[str, Verb] = {
             "+cluster=a100x4 cluster.nodes=4 submit --dry-run  # read the script first",
             "-m +cluster=a100x4 optim.lr=1e-4,3e-4 submit  # a sweep of two points",
             "+cluster=a100x4 submit -- python my_train.py --lr 1e-3  # your own program",
+            "+cluster=a100x4 submit --from my-run.tar.gz  # a run of somebody else, on this cluster",
+            "+cluster=a100x4 job.launcher=torchrun submit -- my_train.py  # with torchrun on each node",
         ),
         topic="quickstart",
     ),
     "render": Verb(
-        "[+cluster=NAME] [key=value ...] render [-o FILE]",
-        "print the sbatch script, to read, edit and submit by hand",
+        "[+cluster=NAME] [key=value ...] render [--explain [--json]] [-o FILE]",
+        "print the sbatch script, to read, edit and submit by hand; --explain says why each line is there",
         "slurmtrain.cli.submit",
         "Print the script that `submit` would hand to sbatch. With -o it prepares a run directory, too, and writes the script "
         "to FILE: edit it and give it to sbatch yourself.",
         composes=True,
         options=(
+            Flag("--explain", "", "say beside each line why it is there: the field of the config, or what SLURM needs"),
+            Flag("--json", "", "with --explain: print a list of {line, why}, for a program"),
             Flag("-o", "FILE", "write the script to FILE and prepare a run for it"),
             Flag("--output", "FILE", "the same"),
         ),
-        examples=("+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch",),
+        examples=(
+            "+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch",
+            "+cluster=a100x4 render --explain  # why is each line there?",
+        ),
         topic="quickstart",
     ),
     "train": Verb(
-        "[key=value ...] train [RUN_DIRECTORY]",
+        "[key=value ...] train [RUN_DIRECTORY [--standby]]",
         "train on this rank: what srun, torchrun or you by hand start",
         "slurmtrain.cli.train",
         "Train on this rank. The batch script starts it on every rank with a run directory; by hand, python, srun or torchrun "
         "start it with overrides, without a batch job.",
         composes=True,
+        options=(
+            Flag(
+                "--standby",
+                "",
+                "load PyTorch, and read the number of the attempt on standard input; for the batch script",
+            ),
+        ),
         examples=(
             "+experiment=smoke train  # one process, a few seconds",
             "+cluster=a100x4 train  # or: torchrun --nproc-per-node 4 -m slurmtrain +cluster=a100x4 train",
@@ -104,6 +124,20 @@ VERBS: dict[str, Verb] = {
             "status --watch  # live, until all have ended",
         ),
         topic="runs",
+    ),
+    "usage": Verb(
+        "usage [RUN|SWEEP] [--since TIME] [--by user|run|node] [--json]",
+        "show where the GPU hours went: productive, start-up, redone, hung, lost and why",
+        "slurmtrain.cli.usage",
+        "Show what the time of runs went into, over all their attempts, and the GPU hours that were lost, by cause. Without a "
+        "name: of all runs, a row for each person. It reads run directories, and SLURM's accounting where there is one.",
+        examples=(
+            "usage  # everybody's runs here, a row for each person",
+            "usage last  # your newest run",
+            "usage --since 7d --by run  # the last seven days, run by run",
+            "usage --by node  # which nodes cost most",
+        ),
+        topic="usage",
     ),
     "logs": Verb(
         "logs RUN [-f] [--rank N|all] [--attempt N]",
@@ -141,6 +175,44 @@ VERBS: dict[str, Verb] = {
         examples=("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
         topic="requeue",
     ),
+    "drill": Verb(
+        "[+cluster=NAME] [key=value ...] drill [RUN] [--ways WAY,...] [--leaving SECONDS] [--steps N] [--stop-at N]"
+        " [--stop-after SECONDS] [--tolerance X] [--within MIN] [--keep] [--json] [-- PROGRAM WORD ...]",
+        "interrupt tiny jobs, or a run of yours, in every way there is: do they resume with the same bits?",
+        "slurmtrain.cli.drill",
+        "Without RUN and with words of cluster and requeue only: drill the site. Submit a tiny job for each way at once, let "
+        "it be warned, requeued, killed and preempted, and say of each whether it was told, saved, came back and ended with "
+        "the bits of an undisturbed one; if not, what to set. With RUN, other words of a config, or a program after --: train "
+        "it twice for a few steps in scratch directories, once stopped and resumed, and say whether both are the same. All its "
+        "jobs end with it. Exit code 0: all that could be tried has passed, 1: something has failed, 75: nothing was judged.",
+        composes=True,
+        options=(
+            Flag("--ways", "WAY,...", "of early_signal, requeue, crash, in_place and preemption; default: all"),
+            Flag("--leaving", "SECONDS", "the tiny jobs take so long to save, as yours would"),
+            Flag("--steps", "N", "of your own run: train so many steps; default: 20"),
+            Flag("--stop-at", "N", "of your own run: stop after this step; default: half of --steps"),
+            Flag(
+                "--stop-after",
+                "SECONDS",
+                "a program that shows no steps is stopped so long after it has begun; default: 30",
+            ),
+            Flag("--tolerance", "X", "relative difference up to which values count as equal; default: 1e-6"),
+            Flag(
+                "--within",
+                "MIN",
+                "minutes, with the time in the queue, after which all is ended and judged; default: 30",
+            ),
+            Flag("--keep", "", "keep the folder of its runs, also when all has passed"),
+            Flag("--json", "", "print the answer as JSON, for a program"),
+        ),
+        examples=(
+            "+cluster=a100x8 drill  # can this site interrupt and resume a job?",
+            "+cluster=a100x8 drill --ways preemption --leaving 60  # would a job that saves for a minute survive it?",
+            "drill last --steps 20  # does my run resume with the same bits?",
+            "+cluster=a100x8 drill -- python my_train.py --steps 100  # and my own program?",
+        ),
+        topic="drill",
+    ),
     "resume": Verb(
         "resume RUN [KEY=VALUE ...] [--code] [--json]",
         "continue a run that has ended",
@@ -155,11 +227,31 @@ VERBS: dict[str, Verb] = {
         topic="requeue",
     ),
     "runs": Verb(
-        "runs list | compare A B | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
-        "list runs, compare two, remove those that have ended",
+        "runs list | compare A B | bundle RUN [FILE] | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
+        "list runs, compare two, pack one for elsewhere, remove those that have ended",
         "slurmtrain.cli.runs.main",
-        "List runs; show what differs between two of them, and from which step on; remove those that have ended.",
-        examples=("runs list --size", "runs compare A B", "runs prune --older-than 30 --dry-run  # say what would go"),
+        "List runs; show what differs between two of them, and from which step on; pack one into a file that runs elsewhere; "
+        "remove those that have ended.",
+        examples=(
+            "runs list --size",
+            "runs compare A B",
+            "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
+            "runs prune --older-than 30 --dry-run  # say what would go",
+        ),
+        topic="runs",
+    ),
+    "report": Verb(
+        "report RUN|SWEEP [--out FILE] [--png FOLDER] [--tables FOLDER] [--serve] [--port PORT] [--json]",
+        "show a run or a sweep as one HTML page: curves, attempts, goodput, config",
+        "slurmtrain.cli.report",
+        "Write one HTML page that needs no network: loss and evaluation curves, throughput, the phases of a step, the timeline "
+        "of attempts, what the time went into, nodes that stand out, config and environment; of a sweep its points, parallel "
+        "coordinates and curves. With --serve show it on this machine, refreshed while the run goes on.",
+        examples=(
+            "report last  # report-RUN.html, to open in a browser or to send to somebody",
+            "report last --png pictures --tables tables",
+            "report last --serve  # live, at an address that is printed",
+        ),
         topic="runs",
     ),
     "sweep": Verb(
@@ -175,15 +267,18 @@ VERBS: dict[str, Verb] = {
         topic="sweeps",
     ),
     "checkpoints": Verb(
-        "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ...]",
-        "list, verify, prune or export the checkpoints of a run",
+        "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ... | import SOURCE]",
+        "list, verify, prune or export the checkpoints of a run; import weights",
         "slurmtrain.cli.checkpoints.main",
-        "List what a run can be resumed from, compare every file with its digest, remove what need not be kept, or export the "
-        "weights. RUN may also be a directory of checkpoints, or one checkpoint.",
+        "List what a run can be resumed from, compare every file with its digest, remove what need not be kept, export the "
+        "weights, or import those of another program. RUN may also be a directory of checkpoints, or one checkpoint; for "
+        "import, a folder that is made.",
         examples=(
             "checkpoints last",
             "checkpoints last verify",
-            "checkpoints last export model.safetensors --dtype bfloat16",
+            "checkpoints last export my_model --format hf --dtype bfloat16  # for transformers, vLLM, ...",
+            "checkpoints last export model.safetensors",
+            "checkpoints /data/start import /data/weights.pt  # for checkpoint.restore_from",
         ),
         topic="checkpoints",
     ),
@@ -213,6 +308,70 @@ VERBS: dict[str, Verb] = {
         ),
         topic="parallelism",
     ),
+    "plan": Verb(
+        "[+cluster=NAME] [key=value ...] plan [--search] [--tokens N] [--from RUN] [--json]",
+        "memory, time, checkpoints and cost of a run by arithmetic; whether more nodes help",
+        "slurmtrain.cli.plan",
+        "Compute before anything is submitted, without GPUs: bytes on a GPU, what each axis sends in a step, time of a step, "
+        "MFU, how often to save, goodput, GPU hours, and up to how many nodes more of them are worth it.",
+        composes=True,
+        options=(
+            Flag("--search", "", "rank the layouts that fit, the fastest first"),
+            Flag("--tokens", "N", "the cost of training on N tokens (15T, 300B, 1.5e12) instead of train.steps"),
+            Flag("--from", "RUN", "take the rates that a run on this cluster has measured, instead of data sheets"),
+            Flag("--json", "", "print the answer as JSON, for a program"),
+        ),
+        examples=(
+            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=1024 plan",
+            "+cluster=h100x8 cluster.nodes=16 model=qwen2_5_72b train.global_batch_size=512 plan --search",
+            "+cluster=a100x8 model=llama3_1b parallel=fsdp plan --tokens 300B --from last",
+        ),
+        topic="planning",
+    ),
+    "scale": Verb(
+        "[+cluster=NAME] [key=value ...] scale [--nodes 1,2,4] [--strong] [--steps N] [--plot FILE] [--no-wait] [--json]",
+        "train a few steps on 1, 2, 4, ... nodes: efficiency at each doubling, and what holds it up",
+        "slurmtrain.cli.scale",
+        "Submit the same training on 1, 2, 4, ... nodes up to cluster.nodes for a few steps each, wait, and say how efficient "
+        "each doubling is, against the line of 80 %, what the first bottleneck is, and what plan says. The same command "
+        "again submits only what is missing, and shows what was measured.",
+        composes=True,
+        options=(
+            Flag("--nodes", "1,2,4", "the sizes, instead of 1, 2, 4, ... up to cluster.nodes"),
+            Flag("--weak", "", "the global batch grows with the nodes; the default"),
+            Flag("--strong", "", "the same global batch at all sizes"),
+            Flag("--steps", "N", "steps of each size; default: 50"),
+            Flag("--at-once", "N", "let at most N sizes run at a time"),
+            Flag("--plot", "FILE", "draw it into a .png or .svg; - draws with text"),
+            Flag("--no-wait", "", "submit, and return at once"),
+            Flag("--again", "", "measure all sizes again"),
+            Flag("--json", "", "print the answer as JSON, for a program"),
+        ),
+        examples=(
+            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=256 scale",
+            "+cluster=a100x8 model=llama3_1b train.global_batch_size=64 scale --nodes 1,2,4 --strong --plot scaling.png",
+        ),
+        topic="planning",
+    ),
+    "preflight": Verb(
+        "[+cluster=NAME] [key=value ...] preflight [--full] [--no-wait] [--json]",
+        "check the nodes of an allocation like the config's, and train nothing",
+        "slurmtrain.cli.preflight",
+        "Start a job with the config's nodes, ranks, environment and data that only compares them: versions, packages, code, "
+        "data, clocks, disks, GPUs, network, shared folder. With --full it measures GPUs and the network, too, and names the "
+        "nodes and pairs of nodes that are slow. Every training does the quick part by itself (preflight=off|quick|full).",
+        composes=True,
+        options=(
+            Flag("--full", "", "measure GPUs, collectives and pairs of nodes, too; about a minute"),
+            Flag("--no-wait", "", "submit, and return at once"),
+            Flag("--json", "", "print the answer as JSON, for a program"),
+        ),
+        examples=(
+            "+cluster=a100x8 cluster.nodes=4 preflight",
+            "+cluster=a100x8 cluster.nodes=4 data=prepared data.path=/data/tokens preflight --full",
+        ),
+        topic="preflight",
+    ),
     "prepare": Verb(
         "prepare prepare.inputs='[FILE|FOLDER|PATTERN, ...]' prepare.output=FOLDER [prepare.tokenizer=FILE] [key=value ...]"
         " | prepare verify FOLDER",
@@ -225,6 +384,7 @@ VERBS: dict[str, Verb] = {
         examples=(
             "prepare prepare.inputs=raw.jsonl prepare.output=tokens  # every byte is a token",
             "prepare prepare.inputs='[/data/raw/*.jsonl.zst]' prepare.output=/data/tokens prepare.tokenizer=tokenizer.json",
+            "prepare prepare.records=chat prepare.inputs=chats.jsonl prepare.output=chats prepare.tokenizer=tokenizer.json",
             "prepare verify /data/tokens",
         ),
         topic="data",
@@ -250,6 +410,21 @@ VERBS: dict[str, Verb] = {
             "nodes forgive --all",
         ),
         topic="requeue",
+    ),
+    "probe": Verb(
+        "probe [--partition NAME] [--out FILE] [--check FILE|NAME] [--account NAME] [--qos NAME] [--json] ...",
+        "find out what this cluster is, and write conf/cluster/NAME.yaml for it; --check: has it changed since?",
+        "slurmtrain.cli.probe",
+        "Ask SLURM, by about ten quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
+        "file systems, and write a commented conf/cluster/NAME.yaml for one partition. What SLURM does not say stands in it "
+        "as a question. --check compares a file with the cluster and exits with 0: it suits, 1: something has changed, or "
+        "78: its jobs cannot run.",
+        examples=(
+            "probe  # writes conf/cluster/NAME.yaml for the default partition",
+            "probe --partition gpu --out -  # only print it",
+            "probe --check conf/cluster/mine.yaml  # has the cluster changed since?",
+        ),
+        topic="clusters",
     ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
@@ -286,6 +461,12 @@ VERBS: dict[str, Verb] = {
         "begin-attempt RUN_DIRECTORY",
         "for the batch script: is there anything left to do",
         "slurmtrain.cli.batch.begin_attempt",
+        hidden=True,
+    ),
+    "take-run": Verb(
+        "take-run RUN_DIRECTORY CHOICE",
+        "for the batch script: is this the first job of cluster.choices that starts",
+        "slurmtrain.cli.batch.take_run",
         hidden=True,
     ),
     "resubmit": Verb(

@@ -6,6 +6,7 @@ that look at runs need neither. Hydra's message about a bad override is turned i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -19,23 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config import secrets
+from slurmtrain.config.families import with_sizes
 from slurmtrain.config.field_types import check_types, hints, shown
-from slurmtrain.config.keys import unknown_field
+from slurmtrain.config.keys import fields_instead, unknown_field
 from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of, without_unused
 from slurmtrain.config.schema import Config
 from slurmtrain.config.typed import structured, typed
 from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
-from slurmtrain.system.redaction import hide
+from slurmtrain.system.redaction import SECRET_NAME, SECRET_VARIABLE, hide
 
-SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
-# A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.
-SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
 LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
+
+OWN_CLUSTERS = "conf/cluster"  # in the folder of the command
 
 
 def register_schema() -> None:
@@ -80,10 +81,13 @@ class Primary:
 def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
     """Return the folders to search, in order.
 
+    The last one is conf/ of the current folder if it describes clusters, as `probe` leaves it.
+
     Raises:
         UsageError: a folder does not exist, or --config-path holds no primary config.
+        ConfigError: this is the copy of the package in a run's snapshot, which has no configs.
     """
-    folders = [shipped("conf")]
+    folders = [_shipped_configs()]
     for option, given in (("--config-dir", config_dir), ("--config-path", config_path)):
         if given is None:
             continue
@@ -98,6 +102,9 @@ def search_folders(config_name: str, config_dir: str | None, config_path: str | 
             )
         # Hydra looks for the primary config in the first folder only.
         folders.insert(0 if has_primary else len(folders), own)
+    here = Path(OWN_CLUSTERS).resolve()
+    if here.is_dir() and here.parent not in folders:
+        folders.append(here.parent)
     return folders
 
 
@@ -190,7 +197,35 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
         config = typed(built, Config)
     else:  # a primary config of somebody's own, that does not begin with our schema
         config = to_config(OmegaConf.to_container(composed, resolve=True))
+    return _checked(config, overrides)
+
+
+def from_program(values: Any) -> Config:
+    """Return the config that a program has built, as a `Config` or a DictConfig, after the checks of a composed one.
+
+    Raises:
+        UsageError: an unknown key.
+        ConfigError: a value of the wrong type, or a secret that is written out or not set.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        if isinstance(values, Config):
+            return _checked(to_config(to_values(values)), ())
+        _keep_secrets_unresolved(values := copy.deepcopy(values), frozenset(values.get("secrets") or ()))
+        return _checked(to_config(OmegaConf.to_container(values, resolve=True)), ())
+    except OmegaConfBaseException as error:
+        key = re.search(r"full_key: (\S+)", str(error))
+        unknown = unknown_field(key.group(1), "") if key else None
+        raise unknown or ConfigError(f"{key.group(1) + ': ' if key else ''}{first_line(error)}") from None
+    except TypeError as error:  # what JSON has no word for
+        raise ConfigError(f"a value of the config is of no plain type: {error}") from None
+
+
+def _checked(config: Config, overrides: Sequence[str]) -> Config:
     check_types(config)
+    config = dataclasses.replace(config, model=with_sizes(config.model))
     values, plain = secrets.read(config.secrets), to_values(config)
     hide(values)
     secrets.refuse_written_out(values, plain, overrides)
@@ -300,12 +335,13 @@ def config_hash(config: Config) -> str:
 
     The order of keys does not matter.
 
-    Name, run folder, cluster and evaluation are left out: the same experiment elsewhere is the same experiment.
+    Name, run folder, cluster, evaluation and checks are left out: the same experiment elsewhere is the same experiment.
     """
     values = as_first_digested(to_values(config))
     for key in ("cluster", "eval", "hooks", "secrets"):
         del values[key]
-    values.pop("watchdog", None)
+    for key in ("watchdog", "observe", "preflight"):
+        values.pop(key, None)
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
@@ -426,6 +462,11 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
         )
         if unknown is not None:
             return unknown
+        hint = fields_instead(key, value) if value and not value.startswith(("{", "$")) else None
+        if hint is not None:
+            return UsageError(
+                f"{key} is a group of fields and has no value of its own (in {shown(override)!r})", hint=hint
+            )
     cause: BaseException = error
     while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
         cause = cause.__cause__
@@ -449,10 +490,20 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
     return UsageError(first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
 
 
+def _shipped_configs() -> Path:
+    folder = shipped("conf")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there are no configs in {folder}: the slurmtrain of the current folder runs, which is the snapshot of a run",
+            hint="go to another folder; `resume` and the other verbs find a run from anywhere",
+        )
+    return folder
+
+
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Return the config groups and their options in these folders, or in the shipped one."""
     groups: dict[str, list[str]] = {}
-    for root in folders or [shipped("conf")]:
+    for root in folders or [_shipped_configs()]:
         for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
     return groups

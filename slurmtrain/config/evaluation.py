@@ -46,6 +46,7 @@ def evaluation_config(
     values["hooks"] = dataclasses.asdict(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
+    values["requeue"]["standby_ranks"] = False
     if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used
         values["requeue"]["mode"] = "resubmit"
     return _checked(values)

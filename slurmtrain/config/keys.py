@@ -6,17 +6,20 @@ import dataclasses
 import difflib
 import functools
 import re
+import typing
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any
 
+from slurmtrain.config.field_types import hints
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
 
 # Names in other tools -> hints with our names.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("logger", "loggers", "wandb", "report_to"),
-        "metrics go to metrics.jsonl and, with train.tensorboard=true, to TensorBoard; no key chooses a logger",
+        ("logger", "loggers", "wandb", "mlflow", "report_to"),
+        "metrics go to metrics.jsonl and TensorBoard; also observe.wandb.enabled=true, observe.mlflow.enabled=true",
     ),
     **dict.fromkeys(("trainer", "training", "runner"), "did you mean train?"),
     **dict.fromkeys(("optimizer", "optimiser", "scheduler"), "did you mean optim?"),
@@ -28,6 +31,11 @@ ELSEWHERE = {
     **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "did you mean train.steps?"),
     **dict.fromkeys(("gpus", "num_gpus", "devices"), "did you mean cluster.gpus_per_node?"),
     **dict.fromkeys(("time", "timeout_min", "walltime"), "did you mean cluster.time_limit_min?"),
+}
+
+_SWITCHES = {
+    **dict.fromkeys(("off", "false", "no", "none", "null"), "false"),
+    **dict.fromkeys(("on", "true", "yes"), "true"),
 }
 
 
@@ -68,6 +76,30 @@ def unknown_field(key: str, where: str) -> UsageError | None:
         schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
         path.append(word)
     return None
+
+
+def fields_instead(key: str, value: str) -> str | None:
+    """Return a hint how to set single fields instead of `key=value`; None if `key` is no group of fields of the schema."""
+    group: Any = Config
+    for word in key.split("."):
+        group = _fields_of(group).get(word)
+    kinds = _fields_of(group)
+    if not kinds:
+        return None
+    for name, kind in kinds.items():
+        choices = [
+            each for each in (kind, *typing.get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)
+        ]
+        if any(value in list(each) for each in choices):
+            return f"write {key}.{name}={value}"
+    if "enabled" in kinds and value.lower() in _SWITCHES:
+        return f"write {key}.enabled={_SWITCHES[value.lower()]}"
+    return f"set its fields one by one: {', '.join(f'{key}.{name}' for name in kinds)}"
+
+
+def _fields_of(group: Any) -> dict[str, Any]:
+    """Return the types of a group's fields, by name; none if it is no group of the schema."""
+    return hints(group) if isinstance(group, type) and dataclasses.is_dataclass(group) else {}
 
 
 def _keys_of(schema: Any, where: str) -> Iterator[str]:

@@ -12,7 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurmtrain.config.schema import Config, WatchdogConfig
+from slurmtrain.config.schema import (
+    Config,
+    LoraConfig,
+    ObserveConfig,
+    PreflightConfig,
+    SearchConfig,
+    WatchdogConfig,
+)
 from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
@@ -30,6 +37,7 @@ CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 ADDED: dict[str, Any] = {
     "train.hooks": [],
     "requeue.in_place": None,
+    "requeue.standby_ranks": False,
     "requeue.blame_threshold": 2,
     "requeue.blame_expiry_h": 24.0,
     "watchdog": dataclasses.asdict(WatchdogConfig()),
@@ -38,8 +46,30 @@ ADDED: dict[str, Any] = {
     "train.on_spike": "tell",
     "train.spike_window": 100,
     "train.spike_threshold": 10.0,
+    "lora": dataclasses.asdict(LoraConfig()),
+    "prepare.records": "text",
+    "prepare.chat_template": None,
+    "prepare.loss_on": "answers",
     "checkpoint.local": None,
     "checkpoint.local_every_steps": 0,
+    "checkpoint.export_every_steps": 0,
+    "checkpoint.export_dtype": "bfloat16",
+    "job.launcher": "none",
+    "job.stop_signal": "SIGTERM",
+    "job.stop_grace_s": None,
+    "job.checkpoints": None,
+    "job.checkpoint_complete": None,
+    "cluster.peak_tflops": None,
+    "cluster.node_paths": [],
+    "cluster.gpu_link_gb_per_s": None,
+    "cluster.network_gb_per_s": None,
+    "cluster.storage_gb_per_s": None,
+    "cluster.failures_per_1000_node_days": 6.5,
+    "observe": dataclasses.asdict(ObserveConfig()),
+    "search": dataclasses.asdict(SearchConfig()),
+    "preflight": dataclasses.asdict(PreflightConfig()),
+    "cluster.port_range": None,
+    "cluster.choices": [],
 }
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?$")
-SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # with a script among many options
 IN_A_SHELL = re.compile(r"[$`*?{}]")  # characters that only a shell, or a rank, can expand
 PYTHON_OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")

@@ -18,7 +18,15 @@ from slurmtrain.config.compose import compose, to_values
 from slurmtrain.config.typed import words_of
 
 COLUMNS = 120
-UNITS = {"_s": "seconds", "_min": "minutes", "_minutes": "minutes", "_hours": "hours", "_gb": "GB", "_mb": "MB"}
+UNITS = {
+    "_gb_per_s": "GB/s",
+    "_s": "seconds",
+    "_min": "minutes",
+    "_minutes": "minutes",
+    "_hours": "hours",
+    "_gb": "GB",
+    "_mb": "MB",
+}
 DIFFERS = ("cluster", "model", "data")  # groups whose options have other defaults each
 
 HEAD = """\
@@ -85,7 +93,9 @@ def _lines(
 
 def _bullet(key: str, field: Field) -> Iterator[str]:
     unit = next((f", in {unit}" for end, unit in UNITS.items() if field.name.endswith(end)), "")
-    yield f"- `{key}`: {field.type}{unit}, default `{field.default}`"
+    head = f"- `{key}`: {field.type}{unit}, default `{field.default}`"
+    # Only what is too long: a default may have blanks that are its own.
+    yield from textwrap.wrap(head, COLUMNS, subsequent_indent="  ") if len(head) > COLUMNS else [head]
     yield from textwrap.wrap(_escaped(field.comment), COLUMNS, initial_indent="  ", subsequent_indent="  ")
 
 

@@ -19,21 +19,31 @@ from slurmtrain.choices import (
     CpMethod,
     Device,
     EvalMode,
+    ExportDtype,
+    FindingKind,
     GradientCompression,
     JobKind,
+    Launcher,
+    LossOn,
     OnNonfinite,
     OnSpike,
     ParamDtype,
     PpSchedule,
+    PreflightMode,
+    Pruner,
     RawFormat,
+    RecordKind,
     ReduceDtype,
     ReplicaDrift,
     RequeueMode,
     RestoreOnly,
     SnapshotMode,
+    StopSignal,
     Verify,
+    WandbMode,
 )
 from slurmtrain.config.node_range import NodeRange
+from slurmtrain.config.port_range import PortRange
 from slurmtrain.runs.lookup import runs_root
 
 
@@ -54,6 +64,8 @@ class ClusterConfig:
 
     # "slurm", or "local": the same job as processes of this machine, in the foreground
     backend: Backend = Backend.SLURM
+    # With cluster=first: names of cluster files. The run is submitted to each, and the first job that starts takes it.
+    choices: list[str] = field(default_factory=list)
     # A number, or a range such as 2-4: as many of them as SLURM can give. The global batch stays as it is, so sizes that cannot
     # divide it are left out, and the ranks run on the next smaller one.
     nodes: int | str = 1
@@ -64,6 +76,17 @@ class ClusterConfig:
     gpus_per_node: int = 0
     gpu_type: str | None = None  # type of the GPUs, as in --gpus-per-node=TYPE:N, if the cluster has several
     gpu_memory_gb: float | None = None  # memory of one GPU; if set, a model that cannot fit is refused
+    # Teraflops per second, dense, that a GPU (or a rank on CPUs) can do at most in the type that is computed in: what mfu is a
+    # share of. null: that of the GPU's data sheet, where it is known
+    peak_tflops: float | None = None
+    # For `plan`: from a GPU to the others of its node, one way; null: by gpu_type
+    gpu_link_gb_per_s: float | None = None
+    # For `plan`: network of a node, all its adapters together, one way (8 of 400 Gbit/s: 400); null: by gpu_type
+    network_gb_per_s: float | None = None
+    # For `plan`: what all nodes together write to the file system of the checkpoints; null: 1 for each node
+    storage_gb_per_s: float | None = None
+    # For `plan` and checkpoint.auto, without checkpoint.mtbf_hours. 6.5 is published of a large cluster (arXiv:2410.21680).
+    failures_per_1000_node_days: float = 6.5
     mem_per_node_gb: int | None = None  # set at most one of the three mem_* fields; 0: all of the node's memory
     mem_per_cpu_gb: int | None = None
     mem_per_gpu_gb: int | None = None
@@ -89,8 +112,13 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # of NCCL and gloo: its name, "auto" (the one that reaches rank 0) or "none"
+    # TCP ports, such as 29000-29100, on one of which rank 0 waits for the others (MASTER_PORT, too); null: any free one. NCCL
+    # and gloo choose further ports by themselves.
+    port_range: str | None = None
     rendezvous_timeout_s: int = 300  # how long ranks wait for each other at the start
     collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
+    # folders that only the nodes see: what a config names in them is not looked for when it is submitted
+    node_paths: list[str] = field(default_factory=list)
     slurm_conf: str | None = None  # a slurm.conf other than the machine's own
     sandbox: str | None = None  # the name of a running sandbox whose slurm.conf is used
 
@@ -101,6 +129,11 @@ class ClusterConfig:
     def node_range(self) -> NodeRange:
         """The nodes that the job may have."""
         return NodeRange.parse(self.nodes)
+
+    @property
+    def ports(self) -> PortRange | None:
+        """The ports on which ranks may meet; None: any."""
+        return PortRange.parse(self.port_range) if self.port_range is not None else None
 
 
 @dataclass
@@ -114,12 +147,28 @@ class JobConfig:
     # rank replaces $NAME and ${NAME} for the variables that it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...,
     # SLURM_*), and nothing else; the script of an explicit shell (bash -c '...') is left to that shell.
     command: str | None = None
+    # With job.command: what starts its processes. "none": srun, one process for each of cluster.tasks_per_node. "torchrun",
+    # "accelerate", "deepspeed": one such launcher on each node, which starts as many, or with cluster.tasks_per_node=1 one for
+    # each GPU; nodes, processes, addresses and ports are given to it.
+    launcher: Launcher = Launcher.NONE
+    # With job.command: the signal that tells its processes to stop, whatever the reason. "SIGTERM": those that handle SIGUSR2
+    # hear that as the early warning before the time limit, as SLURM sends it. Another: SIGTERM of SLURM is ignored.
+    stop_signal: StopSignal = StopSignal.SIGTERM
+    # With job.command: end the command this long after it was told to stop, so that it is started again. null: shortly before
+    # SLURM would kill it.
+    stop_grace_s: int | None = None
     # With job.command: how to see that the command has finished: by a file (absolute, or in the run directory or the working
     # directory) that exists when the command ends, or by an exit code. null: it exits with 0 without having been told to stop.
     finished_when: str | None = None
     # With job.command: a file or pattern (as for finished_when) that the command changes when it makes progress, for instance
     # its newest checkpoint.
     progress_file: str | None = None
+    # With job.command: its own checkpoints, as a pattern (found as for finished_when) such as 'out/checkpoint-*'. The newest
+    # complete one is the progress; the last number in its name is the step.
+    checkpoints: str | None = None
+    # With job.checkpoints: names or patterns of the files that a complete one has in its folder, separated by commas or blanks,
+    # such as 'trainer_state.json'. Before a restart, what is incomplete is moved aside.
+    checkpoint_complete: str | None = None
     # A folder that login node and compute nodes share; relative to the folder in which submit is typed. Default: the
     # environment variable SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
@@ -175,6 +224,17 @@ class OptimConfig:
     warmup_steps: int = 20
     min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): with r > 0 only they are trained and saved, beside frozen weights."""
+
+    r: int = 0  # rank of the adapters; 0: none, and all parameters are trained
+    alpha: int = 16  # adapters are scaled by alpha / r
+    dropout: float = 0.0  # probability of dropping an input of an adapter
+    # names of the linear layers that get adapters, or their last parts; []: all but the one that predicts tokens
+    target_modules: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -243,6 +303,10 @@ class CheckpointConfig:
     local_every_steps: int = (
         0  # with local: also copy after every step that is a multiple of this; 0: only with each save
     )
+    # Every so many steps, and at the end, also export the weights as a folder of Hugging Face, <run>/exports/step_<N>, while
+    # training goes on; 0: never
+    export_every_steps: int = 0
+    export_dtype: ExportDtype = ExportDtype.BFLOAT16  # element type of these weights
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
     restore_only: RestoreOnly | None = None
@@ -286,6 +350,9 @@ class RequeueConfig:
     # After a crash, a hang or the loss of a node, start the ranks again in the same job, which keeps its nodes. A node that has
     # failed is left out if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
     in_place: bool | None = None
+    # Keep a second process for each rank, which has loaded PyTorch and waits, so that a start in the same job takes a second or
+    # two. Each takes about 0.2 GB of the node's memory, and no GPU.
+    standby_ranks: bool = False
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     # the run ends after this many crashes or time limits in a row without progress
     max_attempts_without_progress: int = 3
@@ -326,6 +393,69 @@ class WatchdogConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """The checks in the allocation before training: what ranks and nodes must have in common, and what each must have."""
+
+    # "off"; "quick": facts are gathered and compared, in well under a second; "full": GPUs and network are measured, too, which
+    # takes about a minute
+    mode: PreflightMode = PreflightMode.QUICK
+    # kinds of findings that are neither told nor end an attempt, as in [clock,packages]
+    ignore: list[FindingKind] = field(default_factory=list)
+    clock_offset_s: float = 5.0  # a node's clock may be so far away from those of the others
+    min_free_gb: float = 0.2  # least free space where the run writes
+    slow_share: float = 0.7  # with "full": what is below this share of the median is slow, a node or a link
+    exclude_slow: bool = False  # with "full": start again without a node that is slow, and not only tell of it
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases (the extra `wandb`): one run, of the same id, over all attempts."""
+
+    enabled: bool = False
+    project: str | None = None  # null: job.name
+    entity: str | None = None  # user or team that the project belongs to; null: the default of the API key
+    group: str | None = None  # runs that are shown together; null: those of the sweep, if this is a point of one
+    tags: list[str] = field(default_factory=list)
+    # "online"; "offline": files in <run>/wandb, for `wandb sync`; "auto": online where an API key is known and the server
+    # answers
+    mode: WandbMode = WandbMode.AUTO
+
+
+@dataclass
+class MlflowConfig:
+    """MLflow (the extra `mlflow`): one run over all attempts."""
+
+    enabled: bool = False
+    # where the runs are kept, such as https://mlflow.example.org; null: MLFLOW_TRACKING_URI of the ranks, else <run>/mlflow.db
+    tracking_uri: str | None = None
+    experiment: str | None = None  # null: job.name
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ObserveConfig:
+    """What a training measures and writes about itself, and where its numbers go besides metrics.jsonl and TensorBoard."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    loggers: dict[str, Any] = field(default_factory=dict)  # loggers of your own by name, each a config with a _target_
+    # Folder of each node whose *.prom files the node exporter of Prometheus reads (--collector.textfile.directory). null: none
+    textfile_dir: str | None = None
+    # Measure how long each part of a step takes (time_*_s of metrics.jsonl); false: only whole steps
+    phases: bool = True
+    per_layer_every: int = 0  # steps between records of each layer's gradient and parameter norm; 0: none
+    # Steps after which the ranks compare how long each part has taken them, to find one that is slow; 0: they never do
+    straggler_every: int = 20
+    # Steps that are profiled once, such as "100-102": traces and a snapshot of the GPU's memory in RUN/profiles. null: none
+    # but those that somebody asks for by `touch RUN/profile`
+    profile_steps: str | None = None
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
+    # Also record a node with a slow rank in the ledger of nodes, which counts as half a reason to leave it out; see
+    # requeue.blame_threshold
+    blame_stragglers: bool = False
+
+
+@dataclass
 class HooksConfig:
     """Commands for bash: at most one after each attempt, on its first node, when all ranks have exited."""
 
@@ -343,6 +473,19 @@ class SweepConfig:
 
 
 @dataclass
+class SearchConfig:
+    """The way in which a search (`-m hydra/sweeper=optuna`) ends trials early, and how many failures it bears."""
+
+    # "none"; "median": a trial whose best value so far is worse than the median of the finished ones at the same step is
+    # pruned; "asha": of `reduction_factor` trials that come to a rung, the best one goes on to the next rung
+    pruner: Pruner = Pruner.NONE
+    prune_after_steps: int = 0  # no trial is pruned before this step; asha: its first rung (0: 1 % of a finished trial)
+    startup_trials: int = 5  # median: number of trials that have to finish before any is pruned
+    reduction_factor: int = 4  # asha: the steps of a rung over those of the rung before, at least 2
+    max_failures_in_a_row: int = 5  # trials that fail one after the other before the search ends
+
+
+@dataclass
 class PrepareConfig:
     """Settings of `prepare` and job=prepare: raw text -> tokenised shards, for data=prepared."""
 
@@ -351,6 +494,13 @@ class PrepareConfig:
     # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all
     format: RawFormat = RawFormat.AUTO
     text_field: str = "text"  # the field of a JSON line, or the column, that holds a document
+    # "text": a record is a document; "chat": a conversation, or a question and its answer (text_field is then of no use)
+    records: RecordKind = RecordKind.TEXT
+    # For chat: path of a Jinja file, or "chatml"; "none" puts question and answer end to end. null: the template that lies
+    # beside the tokenizer.json.
+    chat_template: str | None = None
+    # For chat: which targets count: all of the assistant's "answers", its "last_answer", or "all" that is said
+    loss_on: LossOn = LossOn.ANSWERS
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
     tiktoken_pattern: str | None = None  # name of an encoding, or a regular expression; null: by the file's name
     bos: str | None = None  # token before each document: its id or text; null: none
@@ -375,14 +525,18 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables that the ranks get and that are never written to disk: NAME -> "env" (of the shell that submits) or
     # "file:PATH".

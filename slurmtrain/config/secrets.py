@@ -10,9 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.config.keys import all_keys
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
 from slurmtrain.system.redaction import SHORTEST, hide, redact_output
@@ -67,7 +69,8 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
     """
     if not values:
         return
-    places = [*_scalars(config), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
+    fields = frozenset(part for key in all_keys() for part in key.split("."))  # which are no secret
+    places = [*_scalars(config, fields), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
     for name, value in values.items():
         for where, text in places:
             if len(value) >= SHORTEST and value in text:
@@ -129,13 +132,15 @@ def _read_file(name: str, path: Path) -> str:
         ) from None
 
 
-def _scalars(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+def _scalars(value: Any, fields: AbstractSet[str], where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each value of a config and each key that a person has chosen, with the place where it stands."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield f"a key of {where or 'the config'}", str(key)
-            yield from _scalars(item, f"{where}.{key}".lstrip("."))
+            if key not in fields:
+                yield f"a key of {where or 'the config'}", str(key)
+            yield from _scalars(item, fields, f"{where}.{key}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _scalars(item, f"{where}[{index}]")
+            yield from _scalars(item, fields, f"{where}[{index}]")
     else:
         yield where, str(value)

@@ -57,7 +57,7 @@ def choice_of(kind: Any) -> type[Choice] | None:
 
 def words_of(choice: type[Choice]) -> list[str]:
     """Return the words that a person may type for a Choice."""
-    return [str(word) for word in choice if word != JobKind.EVALUATE]
+    return [str(word) for word in choice if word not in (JobKind.EVALUATE, JobKind.PREFLIGHT)]
 
 
 def _typed(value: Any, kind: Any, key: str) -> Any:

@@ -11,23 +11,41 @@ import re
 import shlex
 from pathlib import PurePosixPath
 
-from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, RequeueMode
-from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
+from slurmtrain.choices import (
+    Backend,
+    EvalMode,
+    GradientCompression,
+    JobKind,
+    Launcher,
+    PpSchedule,
+    PreflightMode,
+    RequeueMode,
+    StopSignal,
+)
+from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.elastic import at_most, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.families import EMBEDDINGS, HUGGING_FACE, OUTPUTS, ties_embeddings
+from slurmtrain.config.launched_program import check_launched, has_launcher
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of, sequence_lengths
+from slurmtrain.config.port_range import PortRange
+from slurmtrain.config.profile_steps import check_planned, first_and_last
 from slurmtrain.config.schema import (
     ClusterConfig,
     Config,
     HooksConfig,
     JobConfig,
+    LoraConfig,
+    ObserveConfig,
     ParallelConfig,
+    PreflightConfig,
     PrepareConfig,
     TrainConfig,
 )
 from slurmtrain.config.typed import words_of
 from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
+from slurmtrain.system.redaction import SECRET_VARIABLE
 
 # Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
 # others are cluster.sbatch's, and sbatch itself judges them: each version of SLURM has more.
@@ -55,7 +73,9 @@ SBATCH_OPTIONS = {
 SBATCH_OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NODES_MAX = 65536  # every size of a range is tried
+STRAGGLER_STEPS = 5  # fewest steps between two comparisons of the ranks
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
+PARALLELISM = {"tp": "tensor parallelism", "pp": "pipeline parallelism"}
 SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
@@ -67,6 +87,8 @@ def validate(config: Config) -> ParallelDims:
         ConfigError: the message gives the field, the value, what was expected and a hint.
     """
     _check_job(config.job)
+    if has_launcher(config):
+        check_launched(config)
     _check_cluster(config.cluster, singleton=config.job.singleton)
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
@@ -74,9 +96,14 @@ def validate(config: Config) -> ParallelDims:
     usable_sizes(config)
     dims = parallel_dims_of(at_most(config))
     _check_compression(config.parallel, dims)
+    _check_lora(config.lora, dims)
+    _check_adapted_layers(config)
     _check_ranges(config)
     _check_watchdog(config)
+    _check_preflight(config.preflight)
+    _check_numbers(config)
     _check_hooks(config.hooks)
+    _check_observe(config.observe, config.job.kind)
     for index, values in enumerate(config.train.hooks):
         _check_target(f"train.hooks[{index}]", values, hint="train.hooks=[{_target_: my_package.MyHook}]")
     _check_evaluation(config)
@@ -85,6 +112,71 @@ def validate(config: Config) -> ParallelDims:
     if config.job.kind == JobKind.TRAIN:
         _check_our_decoder(config)
     return dims
+
+
+def _check_lora(lora: LoraConfig, dims: ParallelDims) -> None:
+    _at_least("lora.r", lora.r, 0)
+    if not lora.r:
+        return
+    if lora.alpha < 1:
+        raise ConfigError(f"lora.alpha={lora.alpha} must be at least 1", hint="for example twice lora.r")
+    if not 0 <= lora.dropout < 1:
+        raise ConfigError(f"lora.dropout={lora.dropout} must be at least 0, and below 1")
+    for axis in ("tp", "pp"):
+        if getattr(dims, axis) > 1:
+            raise ConfigError(
+                f"lora.r={lora.r} with parallel.{axis}={getattr(dims, axis)}: LoRA adapters cannot be combined with "
+                f"{PARALLELISM[axis]}",
+                hint=f"set parallel.{axis}=1; parallel=fsdp shards the frozen weights over all ranks",
+            )
+
+
+def _check_adapted_layers(config: Config) -> None:
+    """Raise if adapters are asked for beside an embedding, or beside a layer that has the embedding's weights."""
+    if not config.lora.r:
+        return
+    for target in config.lora.target_modules:
+        layer = target.rpartition(".")[2]
+        known = is_our_decoder(config.model) or config.model.get("_target_") == HUGGING_FACE
+        if known and layer in EMBEDDINGS:
+            raise ConfigError(
+                f"lora.target_modules names {target!r}, which is an embedding: adapters are put beside linear layers",
+                hint="leave it out; lora.target_modules=[] puts adapters beside all linear layers but the last",
+            )
+        if layer in OUTPUTS and ties_embeddings(config.model):
+            raise ConfigError(
+                f"lora.target_modules names {target!r}, which has the same weights as the embedding: adapters beside it "
+                "could not be merged into one of the two for an export",
+                hint=f"leave {target} out of lora.target_modules",
+            )
+
+
+def _check_observe(observe: ObserveConfig, kind: JobKind) -> None:
+    for name, values in observe.loggers.items():
+        if not SET_NAME.fullmatch(name) or name in ("wandb", "mlflow"):
+            raise ConfigError(
+                f"observe.loggers has {name!r}, which is no name for a logger of yours",
+                hint="letters, digits and _; observe.wandb.enabled=true and observe.mlflow.enabled=true are the built-in ones",
+            )
+        _check_target(f"observe.loggers.{name}", values)
+    if observe.loggers and kind == JobKind.COMMAND:
+        raise ConfigError(
+            f"observe.loggers.{next(iter(observe.loggers))} is for our own trainer, and job.kind is {kind!r}",
+            hint="a program of your own calls its loggers itself",
+        )
+    for name, value in (("wandb.project", observe.wandb.project), ("mlflow.experiment", observe.mlflow.experiment)):
+        if value is not None and (not value.strip() or re.search(r"[\x00-\x1f\x7f]", value)):
+            raise ConfigError(f"observe.{name}={value!r} is no name", hint="null takes job.name")
+    if observe.wandb.project is not None and re.search(r"[/\\#?%:]", observe.wandb.project):
+        raise ConfigError(
+            f"observe.wandb.project={observe.wandb.project!r}: Weights & Biases allows none of / \\ # ? % : in it",
+            hint="the user or team before the / is observe.wandb.entity",
+        )
+    if observe.textfile_dir is not None and not PurePosixPath(observe.textfile_dir).is_absolute():
+        raise ConfigError(
+            f"observe.textfile_dir={observe.textfile_dir} is no absolute path",
+            hint="name the folder that the node exporter of each node reads, such as /var/lib/node_exporter",
+        )
 
 
 def _check_evaluation(config: Config) -> None:
@@ -152,8 +244,8 @@ def _check_job(job: JobConfig) -> None:
             f"job.name is {job.name!r}: letters, digits and . _ + - are allowed, 64 at most, the first a letter or digit",
             hint="the name becomes a folder and is shown by squeue",
         )
-    if job.kind == JobKind.EVALUATE:
-        raise ConfigError("job.kind=evaluate is not known", hint=f"one of: {', '.join(words_of(JobKind))}")
+    if job.kind in (JobKind.EVALUATE, JobKind.PREFLIGHT):
+        raise ConfigError(f"job.kind={job.kind} is not known", hint=f"one of: {', '.join(words_of(JobKind))}")
     if job.kind == JobKind.COMMAND:
         if not job.command or not job.command.strip():
             raise ConfigError("job.command is empty", hint="submit -- python my_train.py --lr 1e-3")
@@ -168,11 +260,26 @@ def _check_job(job: JobConfig) -> None:
             f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
             hint="write job=command",
         )
-    for name in ("finished_when", "progress_file"):
-        if job.kind != JobKind.COMMAND and getattr(job, name) is not None:
+    unused = {
+        **dict.fromkeys(("finished_when", "progress_file", "stop_grace_s", "checkpoints", "checkpoint_complete")),
+        "launcher": Launcher.NONE,
+        "stop_signal": StopSignal.SIGTERM,
+    }
+    for name, value in unused.items():
+        if job.kind != JobKind.COMMAND and getattr(job, name) != value:
             raise ConfigError(
                 f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
             )
+    for name in ("checkpoints", "checkpoint_complete"):
+        if getattr(job, name) is not None and not getattr(job, name).strip(", "):
+            raise ConfigError(f"job.{name} is empty", hint="job.checkpoints='out/checkpoint-*', or null")
+    if job.checkpoint_complete is not None and job.checkpoints is None:
+        raise ConfigError(
+            f"job.checkpoint_complete={job.checkpoint_complete} says what a checkpoint has inside, but not where they are",
+            hint="job.checkpoints='out/checkpoint-*'",
+        )
+    if job.stop_grace_s is not None:
+        _at_least("job.stop_grace_s", job.stop_grace_s, 1, why="null is as long as SLURM allows")
 
 
 def _check_finished_when(text: str) -> None:
@@ -187,6 +294,11 @@ def _check_finished_when(text: str) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
+    if cluster.choices:
+        raise ConfigError(
+            f"cluster.choices={','.join(cluster.choices)} is for `submit` of one run, which goes to each of them",
+            hint=f"here name one: cluster={cluster.choices[0]}",
+        )
     _at_least("cluster.nodes", cluster.node_range.least, 1)
     if cluster.node_range.most > NODES_MAX:
         raise ConfigError(
@@ -203,6 +315,8 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     for name in ("gpus_per_node", "signal_lead_s", "spare_nodes", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
 
+    if cluster.port_range is not None:
+        PortRange.parse(cluster.port_range)
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
     given = [f"cluster.{name}={value}" for name, value in memory.items() if value is not None]
     if len(given) > 1:
@@ -217,6 +331,15 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         )
     if cluster.gpu_memory_gb is not None:
         _at_least("cluster.gpu_memory_gb", cluster.gpu_memory_gb, 1, why="null does not look whether it fits")
+    for name in (
+        "gpu_link_gb_per_s",
+        "network_gb_per_s",
+        "storage_gb_per_s",
+        "failures_per_1000_node_days",
+    ):
+        value = getattr(cluster, name)
+        if value is not None and not (0 < value < math.inf):
+            raise ConfigError(f"cluster.{name}={value:g} is no rate", hint="a number above 0")
     for name, value in (("gpu_type", cluster.gpu_type), ("gpu_memory_gb", cluster.gpu_memory_gb)):
         if value and not cluster.gpus_per_node:
             raise ConfigError(
@@ -385,8 +508,15 @@ def _check_ranges(config: Config) -> None:
         2,
         why="one good checkpoint must be left while the next is checked",
     )
-    for name in ("every_minutes", "keep_every", "keep_best", "max_failures", "local_every_steps"):
+    for name in ("every_minutes", "keep_every", "keep_best", "max_failures", "local_every_steps", "export_every_steps"):
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
+    model = config.model.get("_target_")
+    known = is_our_decoder(config.model) or model == HUGGING_FACE
+    if config.checkpoint.export_every_steps and config.job.kind == JobKind.TRAIN and not known:
+        raise ConfigError(
+            f"checkpoint.export_every_steps={config.checkpoint.export_every_steps}: Hugging Face has no family for {model}",
+            hint="`checkpoints RUN export FILE.safetensors` writes the weights of any model",
+        )
     if config.checkpoint.local is not None and not PurePosixPath(config.checkpoint.local).is_absolute():
         raise ConfigError(
             f"checkpoint.local={config.checkpoint.local} is no absolute path",
@@ -423,6 +553,11 @@ def _check_ranges(config: Config) -> None:
             "would disagree on its nodes",
             hint="sweep.pack=1, or cluster.spare_nodes=0",
         )
+    if config.requeue.standby_ranks and (why := _no_standby_ranks(config)) is not None:
+        raise ConfigError(
+            f"requeue.standby_ranks=true, but {why}",
+            hint="requeue.standby_ranks=false: the ranks load PyTorch when they start",
+        )
     if config.requeue.mode == RequeueMode.CHAIN:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
@@ -436,6 +571,9 @@ def _check_ranges(config: Config) -> None:
             hint="give hours above 0, for example 24; requeue.blame_threshold=0 keeps no ledger of nodes",
         )
     _at_least("sweep.pack", config.sweep.pack, 1)
+    for name, least in (("prune_after_steps", 0), ("startup_trials", 1), ("reduction_factor", 2)):
+        _at_least(f"search.{name}", getattr(config.search, name), least)
+    _at_least("search.max_failures_in_a_row", config.search.max_failures_in_a_row, 1)
     if config.job.kind == JobKind.TRAIN:
         for group in ("model", "data"):
             if not getattr(config, group).get("_target_"):
@@ -476,6 +614,59 @@ def _check_watchdog(config: Config) -> None:
         )
 
 
+def _check_preflight(preflight: PreflightConfig) -> None:
+    if not preflight.clock_offset_s > 0:
+        raise ConfigError(
+            f"preflight.clock_offset_s={preflight.clock_offset_s} must be above 0",
+            hint="in seconds, such as 5; preflight.ignore=[clock] does not look at clocks",
+        )
+    _at_least("preflight.min_free_gb", preflight.min_free_gb, 0)
+    if not 0 < preflight.slow_share < 1:
+        raise ConfigError(
+            f"preflight.slow_share={preflight.slow_share} must be above 0, and below 1",
+            hint="a share of the median, such as 0.7",
+        )
+    if preflight.exclude_slow and preflight.mode != PreflightMode.FULL:
+        raise ConfigError(
+            f"preflight.exclude_slow=true, but preflight.mode={preflight.mode} does not measure what is slow",
+            hint="preflight=full, or preflight.exclude_slow=false",
+        )
+
+
+def _check_numbers(config: Config) -> None:
+    observe, peak = config.observe, config.cluster.peak_tflops
+    for name in ("per_layer_every", "straggler_every"):
+        _at_least(f"observe.{name}", getattr(observe, name), 0)
+    if 0 < observe.straggler_every < STRAGGLER_STEPS:
+        raise ConfigError(
+            f"observe.straggler_every={observe.straggler_every}: the median of so few steps is mostly noise",
+            hint=f"{STRAGGLER_STEPS} or more steps; 0 looks for no slow ranks",
+        )
+    if observe.blame_stragglers and not (observe.phases and observe.straggler_every):
+        missing = "observe.straggler_every=0" if observe.phases else "observe.phases=false"
+        raise ConfigError(
+            f"observe.blame_stragglers=true, but {missing} finds no slow ranks",
+            hint="leave observe.phases and observe.straggler_every as they are by default",
+        )
+    check_planned(observe.profile_ranks, config.world_size)
+    if observe.profile_steps is not None:
+        first, _ = first_and_last(observe.profile_steps)
+        if config.job.kind != JobKind.TRAIN:
+            raise ConfigError(
+                f"observe.profile_steps={observe.profile_steps!r} is for our own trainer, and job.kind is {config.job.kind!r}",
+                hint="of a program that calls slurmtrain.should_stop() once a step: touch RUN/profile",
+            )
+        if first > config.train.steps:
+            raise ConfigError(
+                f"observe.profile_steps={observe.profile_steps!r}, but train.steps={config.train.steps}: there is no such step"
+            )
+    if peak is not None and not 0 < peak < math.inf:
+        raise ConfigError(
+            f"cluster.peak_tflops={peak} must be above 0",
+            hint="dense teraflops per second of one GPU, such as 989.4; null: the GPU's data sheet says it",
+        )
+
+
 def _check_hooks(hooks: HooksConfig) -> None:
     _at_least("hooks.timeout_s", hooks.timeout_s, 1)
     for name in ("on_finish", "on_failure", "on_preemption"):
@@ -495,3 +686,21 @@ def _check_hooks(hooks: HooksConfig) -> None:
 def _at_least(name: str, value: float, least: float, *, why: str | None = None) -> None:
     if not value >= least:
         raise ConfigError(f"{name}={value} must be at least {least}", hint=why)
+
+
+def _no_standby_ranks(config: Config) -> str | None:
+    """Say why no ranks can wait for the next start in the same job; return None if they can."""
+    cluster = config.cluster
+    if config.job.kind != JobKind.TRAIN:
+        return f"job.kind={config.job.kind} has no ranks that load PyTorch for you"
+    if cluster.backend == Backend.LOCAL:
+        return "cluster.backend=local has no job in which ranks could wait"
+    if not config.requeue.starts_in_place:
+        return "ranks start again in the same job only with requeue.in_place=true"
+    if cluster.spare_nodes or cluster.node_range.elastic:
+        return "after a failure the ranks may start on other nodes (cluster.spare_nodes, or a range of cluster.nodes)"
+    if cluster.container.kind is not None:
+        return f"cluster.container.kind={cluster.container.kind} would have to start a second container on each node"
+    if config.sweep.pack > 1:
+        return f"sweep.pack={config.sweep.pack} runs share the job's memory"
+    return None

@@ -20,17 +20,19 @@ from slurmtrain.planner.schedule import learning_rate
 
 Values = tuple[Any, Any]  # a field's value before and after
 
-# Of our own decoder, fields that change what it computes from now on, not what its weights stand for.
-OF_ANY_DECODER = ("model.dropout",)
+# Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
+DROPOUT = ("model.dropout", "lora.dropout")
 # Of prepared data, fields that change nothing about the samples of training.
 OF_ANY_DATA = ("valid_split", "evals", "verify", "valid_each", "tokenizer_sha256")
 # Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
 _ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
 _WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"
+_BASE = "its adapters were trained beside the weights of that folder, which every start reads from there"
 _STEPS = "its steps, its schedule and its place among the samples are counted in global batches"
 _OWN = "it goes on from its own checkpoints, so this would have no effect"
 MEANING = {
     "model": _WEIGHTS,
+    "lora": _WEIGHTS,
     "data": _ORDER,
     "train.seed": _ORDER,
     "train.shuffle": _ORDER,
@@ -90,8 +92,10 @@ def check_meaning(before: Config, after: Config, step: int | None) -> None:
 def _reason(key: str, before: Config) -> str | None:
     """Return why a field cannot change; None if it can."""
     group = key.partition(".")[0]
-    if key in OF_ANY_DECODER or (group == "data" and key.rpartition(".")[2] in OF_ANY_DATA):
+    if key in DROPOUT or (group == "data" and key.rpartition(".")[2] in OF_ANY_DATA):
         return None
+    if key == "model.path" and before.lora.r:
+        return _BASE
     if group == "model" and not is_our_decoder(before.model) and key != "model._target_":
         return None  # we cannot know what it means; names and shapes of the tensors are compared at the restore
     return MEANING.get(key) or MEANING.get(group)

@@ -7,6 +7,7 @@ write of run.json, and `undo_unfinished` undoes one that was cut short.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.keys import fields_instead, unknown_field
 from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -30,13 +32,16 @@ from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
-from slurmtrain.launch.submit import job_paths, steps_of
+from slurmtrain.launch.submit import code_facts, job_paths, own_checkpoints_of, steps_of
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs.code_record import record_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
+
+log = logging.getLogger(__name__)
 
 # The place of a run and who runs it are decided when it is submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
@@ -89,8 +94,10 @@ def change(
         facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides)}
         facts |= {"attempts": _last_attempt(run_dir), **({"asked": asked} if asked is not None else {})}
         new: dict[str, Any] = {"config_hash": config_hash(config), "steps": steps_of(config)}
+        new |= {"own_checkpoints": None} if "own_checkpoints" in info else {}
+        new |= own_checkpoints_of(config)
         if snapshot is not None:
-            facts["code"] = {**info["code"], "revision": snapshot.revision, "dirty": snapshot.dirty}
+            facts["code"] = {**info["code"], **code_facts(snapshot)}
             new |= {"code": facts["code"], "workdir": snapshot.workdir, "import_roots": list(snapshot.roots)}
             _take_along(run_dir, fresh, since=_code_taken(info))
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
@@ -102,6 +109,8 @@ def change(
         if snapshot is not None:
             run_dir.code.rename(_kept(run_dir.code, number))
             fresh.rename(run_dir.code)
+            _keep(record_of(run_dir.code), number)
+            _replace_record(run_dir, fresh)
         files.write_text(run_dir.config_file, freeze(config))
         files.write_text(run_dir.script, script)
         run_dir.update_info(
@@ -113,6 +122,7 @@ def change(
         )
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        record_of(fresh).unlink(missing_ok=True)
     changes = {key: list(values) for key, values in differences(before, config).items()}
     run_dir.event(Event.CHANGED, set=words, changed=changes, code=facts.get("code"))
     return describe(before, config, attempts.newest_checkpoint_step(run_dir))
@@ -137,7 +147,9 @@ def plan(
     check_meaning(before, config, attempts.newest_checkpoint_step(run_dir))
     check_fits(config, dims)
     check_prepared(config)
-    check_named_paths(config, cwd)
+    begun = attempts.newest_checkpoint_step(run_dir) is not None
+    for warning in check_named_paths(config, cwd, begun=begun):
+        log.warning(warning)
     return config, words
 
 
@@ -147,17 +159,23 @@ def _check_code_reads_config(run_dir: RunDir) -> None:
     Raises:
         ConfigError: it is an earlier one.
     """
-    try:
-        text = (run_dir.code / "slurmtrain" / "config" / "migrations.py").read_text(encoding="utf-8")
-    except OSError:
-        return  # slurmtrain is not a part of the snapshot: the run uses the installed one
-    found = _SCHEMA_VERSION.search(text)
-    if found is not None and int(found.group(1)) < SCHEMA_VERSION:
+    version = schema_version_of(run_dir.code)
+    if version is not None and version < SCHEMA_VERSION:
         raise ConfigError(
             f"the code of run {run_dir.id} holds an earlier slurmtrain, which cannot read a config of this one",
             hint=f"`resume {run_dir.id} KEY=VALUE --code` goes on with the code as it is now; without KEY=VALUE the run "
             "goes on as it is",
         )
+
+
+def schema_version_of(code: Path) -> int | None:
+    """Return the version of configs that the slurmtrain in a snapshot reads; None: the installed one is used."""
+    try:
+        text = (code / "slurmtrain" / "config" / "migrations.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = _SCHEMA_VERSION.search(text)
+    return None if found is None else int(found.group(1))
 
 
 def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
@@ -229,7 +247,7 @@ def undo_unfinished(run_dir: RunDir) -> None:
     if number is None:
         kept = _kept_code(run_dir)
     else:
-        for path in (run_dir.config_file, run_dir.script):
+        for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code)):
             if _kept(path, number).is_file():
                 _kept(path, number).replace(path)
         kept = _kept(run_dir.code, number)
@@ -240,6 +258,14 @@ def undo_unfinished(run_dir: RunDir) -> None:
     if number is not None:
         run_dir.update_info(changing=None)
     _remove_leftovers(run_dir)
+
+
+def _replace_record(run_dir: RunDir, fresh: Path) -> None:
+    """Make what is known of the new code that of the run's; code in place has none."""
+    if record_of(fresh).is_file():
+        record_of(fresh).replace(record_of(run_dir.code))
+    else:
+        record_of(run_dir.code).unlink(missing_ok=True)
 
 
 def _remove_leftovers(run_dir: RunDir) -> None:
@@ -259,8 +285,13 @@ def _kept_code(run_dir: RunDir) -> Path | None:
     )
 
 
-def changed(config: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, ParallelDims]:
+def changed(
+    config: Config, overrides: Sequence[str], cwd: Path, *, fixed: Sequence[str] = FIXED
+) -> tuple[Config, ParallelDims]:
     """Return the config with these fields changed, validated, and its parallel dims.
+
+    Args:
+        fixed: fields that cannot be changed; none of a run that is only going to be submitted.
 
     Raises:
         UsageError: an override cannot be read, or names what cannot be changed.
@@ -270,7 +301,7 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config
 
     values = to_values(config)
     for word in overrides:
-        path, value, added = _parsed(word)
+        path, value, added = _parsed(word, fixed)
         inside: Any = values
         for number, part in enumerate(path):
             if not isinstance(inside, dict) or (part not in inside and not added):
@@ -312,7 +343,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a run of its own")
 
 
-def _parsed(word: str) -> tuple[list[str], Any, bool]:
+def _parsed(word: str, fixed: Sequence[str] = FIXED) -> tuple[list[str], Any, bool]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -321,10 +352,15 @@ def _parsed(word: str) -> tuple[list[str], Any, bool]:
     except HydraException:
         raise UsageError(f"{word}: cannot read it", hint="key=value, such as optim.lr=1e-4") from None
     field = parsed.key_or_group
-    if field in FIXED or field.partition(".")[0] == "hydra":
+    if field in fixed or field.partition(".")[0] == "hydra":
         raise UsageError(f"{word}: {field} was decided when the run was submitted", hint="submit it anew")
-    if "." not in field or parsed.is_delete() or parsed.is_sweep_override():
-        raise UsageError(f"{word}: single fields can be set", hint="such as optim.lr=1e-4")
+    plain = not parsed.is_delete() and not parsed.is_sweep_override()
+    unknown = unknown_field(field, f" (in {word!r})") if plain and "." not in field else None
+    if unknown is not None:
+        raise unknown
+    hint = fields_instead(field, str(parsed.value())) if plain and not isinstance(parsed.value(), dict) else None
+    if "." not in field or hint is not None or not plain:
+        raise UsageError(f"{word}: single fields can be set", hint=hint or "such as optim.lr=1e-4")
     return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
 
 

@@ -10,7 +10,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status import RunState, RunStatus, is_over, state, states
-from slurmtrain.runs import lookup
+from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import free_dependents
 from slurmtrain.slurm.client import SlurmClient
@@ -96,6 +96,11 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     if not now.alive:
         raise _will_not_finish(run_dir, now)
     info = run_dir.info()
+    if choices.is_open(run_dir):
+        raise UsageError(
+            f"run {run_dir.id} waits in several queues, so SLURM does not know yet which job is to be awaited",
+            hint="submit when it has started",
+        )
     if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
             f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",

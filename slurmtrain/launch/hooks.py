@@ -24,7 +24,7 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.outcome import FAILURES, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees
@@ -60,15 +60,13 @@ def run_hook(run_dir: RunDir, number: int) -> None:
 
 
 def hook_of(attempt: Attempt) -> str | None:
-    """Return the name of the hook, or None: the attempt has no outcome yet, a person has ended the run, or it goes on."""
-    if attempt.reason in (None, Reason.CANCELLED, Reason.SUPERSEDED):
+    """Return the name of the hook, or None: no outcome yet, a person or a search has ended the run, or it goes on."""
+    if attempt.reason in (None, Reason.CANCELLED, Reason.PRUNED, Reason.SUPERSEDED):
         return None
     if attempt.reason == Reason.FINISHED:
         return "on_finish"
     gave_up = attempt.verdict == Verdict.END and attempt.stalled
-    failed = (
-        attempt.reason in (Reason.CRASH, Reason.HANG, Reason.CONFIG, Reason.NODE_FAILURE, Reason.BAD_NODE) or gave_up
-    )
+    failed = attempt.reason in (*FAILURES, Reason.CONFIG, Reason.DIVERGED) or gave_up
     return "on_failure" if failed else "on_preemption"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import os
 import pty
 import queue
@@ -21,12 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from slurmtrain.choices import RequeueMode
+from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import Reason, Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
@@ -35,6 +38,20 @@ from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
 from slurmtrain.system.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
+
+
+def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
+    """Send a signal to rank 0 of an attempt on this host; it tells the other ranks.
+
+    A rank of cluster=local leads its group, whose programs rely on it that all of them are told, as SLURM does.
+
+    Raises:
+        ProcessLookupError, PermissionError: the process has left, or is somebody else's.
+    """
+    if attempt.pid is None:
+        raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun")
+    leads = run_dir.info()["backend"] == Backend.LOCAL and os.getpgid(attempt.pid) == attempt.pid
+    (os.killpg if leads else os.kill)(attempt.pid, number)
 
 
 def run_local(run_dir: RunDir) -> int:
@@ -51,7 +68,8 @@ def run_local(run_dir: RunDir) -> int:
         ended = outcome.verdict is Verdict.END
         goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
         print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
-        if ended and config.checkpoint.local is not None:
+        own_is_done = outcome.verdict is Verdict.DONE and config.job.kind == JobKind.COMMAND
+        if (ended or own_is_done) and config.checkpoint.local is not None:
             from slurmtrain.checkpoint.node_copies.folder import (
                 remove_run,
             )  # with numpy, for which `submit` has no time
@@ -60,9 +78,9 @@ def run_local(run_dir: RunDir) -> int:
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
         if run_dir.next_change_file.exists():
-            from slurmtrain.launch.next_change import make_staged
+            from slurmtrain.launch.next_change import apply_next_change
 
-            make_staged(run_dir)
+            apply_next_change(run_dir)
             config = load_frozen(run_dir.config_file)
 
 
@@ -70,6 +88,8 @@ def how_to_continue(run_id: str, reason: str | None) -> str:
     """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it."""
     if reason == Reason.CONFIG:
         return f"When that is put right: resume {run_id} (KEY=VALUE after it changes its config), or submit again"
+    if reason == Reason.DIVERGED:
+        return f"Go on from the newest checkpoint with other values: resume {run_id} optim.lr=..."
     return f"Continue with: resume {run_id}"
 
 
@@ -88,7 +108,7 @@ class LocalAttempt:
         """Return the highest exit code of all ranks, as srun does; 128 + n for a rank killed by signal n."""
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            ranks = [self._start(rank) for rank in range(self._config.cluster.tasks_per_node)]
+            ranks = [self._start(rank) for rank in range(node_shape(self._config).tasks)]
             return self._wait(ranks)
         finally:
             for number, handler in handlers.items():
@@ -155,12 +175,13 @@ class LocalAttempt:
         variables = {name: value for name, value in os.environ.items() if not belongs_to_a_job(name)}
         folders = pythonpath_folders(workdir, self._run_dir.info().get("import_roots", ()))
         roots = [*(str(self._run_dir.path / each) for each in folders), *filter(None, [variables.get("PYTHONPATH")])]
-        size = str(cluster.tasks_per_node)
+        shape = node_shape(self._config)
+        size = str(shape.tasks)
         return {
             **variables,
             "PYTHONPATH": ":".join(dict.fromkeys(roots)),
             **waits_of_threads(variables),
-            "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", str(cluster.cpus_per_task)),
+            "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", str(shape.threads)),
             **cluster.env,
             LAUNCHER_VARIABLE: "local",
             RUN_DIR_VARIABLE: str(self._run_dir.path),

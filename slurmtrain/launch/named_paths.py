@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import glob
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, MANIFEST, committed, step_of
 from slurmtrain.choices import Backend, JobKind
+from slurmtrain.config.families import HUGGING_FACE
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data.sources import config_check
+from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.program_check import check_program
+from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.system.paths import URL, absolute
+from slurmtrain.system.sight import OF_EACH_NODE, Seen, Sight, look, unwritable
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
-OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # each node has its own
+TEMPLATE_WORDS = ("chatml", "none")  # for prepare.chat_template in place of a path
 SOURCED = re.compile(r"^\s*(?:source|\.)\s+(.+?)\s*$")
 
 
@@ -106,9 +113,13 @@ def _mount(mount: str, cwd: Path) -> str:
 
 
 def _model(model: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    path = model.get("path")
-    ours = model.get("_target_") == config_check.HUGGING_FACE and isinstance(path, str) and path
-    return {**model, "path": str(absolute(str(path), cwd))} if ours else dict(model)
+    return {**model, "path": str(absolute(str(model["path"]), cwd))} if _has_weights(model) else dict(model)
+
+
+def _has_weights(model: Mapping[str, Any]) -> bool:
+    """Return whether the config group `model` names a folder of weights."""
+    known = model.get("_target_") == HUGGING_FACE or is_our_decoder(model)
+    return known and isinstance(model.get("path"), str) and bool(model["path"])
 
 
 def _prepare(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
@@ -121,17 +132,24 @@ def _prepare(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
         inputs=[here(path) for path in prepare.inputs],
         output=here(prepare.output) if prepare.output else None,
         tokenizer=here(prepare.tokenizer) if named else prepare.tokenizer,
+        chat_template=prepare.chat_template
+        if prepare.chat_template in (None, *TEMPLATE_WORDS)
+        else here(prepare.chat_template),
     )
 
 
-def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None:
-    """Check that the paths in the config exist, if this machine sees the folder around them.
+def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: bool = False) -> list[str]:
+    """Check that the paths in the config exist, as far as this machine can know.
 
     Each node has its own /tmp and the like, and a container its own paths, so these are not checked.
 
     Args:
         cwd: the folder of the command.
         later: the job waits for other jobs, which may still make its input.
+        begun: the run has checkpoints of its own, so that what it began with is not read again.
+
+    Returns:
+        What only the nodes can know, as a sentence for the person.
 
     Raises:
         ConfigError: something is missing, and the message names the first; or SLURM cannot write below the folder of
@@ -146,28 +164,121 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
     check_program(config, cwd)
     _check_steps_are_left(config)
     located = with_absolute_paths(config, cwd)
-    if not later:
+    if not later and not begun:
         _check_is_a_checkpoint(located)
-    for field, path, what in _named(located, cwd, later=later):
-        if glob.has_magic(str(path)):
-            if _fixed_part(path).is_dir() and next(glob.iglob(str(path), recursive=True), None) is None:
-                raise ConfigError(f"{field}: no {what} matches {path}", hint="check the spelling")
-        elif path.parent not in OF_EACH_NODE and path.parent.is_dir() and not path.exists():
+    unknown = []
+    for named in _named(located, cwd, later=later, begun=begun):
+        seen = look(named.path, config.cluster.node_paths)
+        if seen.sight == Sight.MISSING:
+            raise _missing(named, seen, cwd)
+        if seen.sight == Sight.UNKNOWN and config.cluster.backend == Backend.LOCAL:
+            raise _missing(named, seen, cwd)
+        if seen.sight == Sight.UNKNOWN:
+            unknown.append((named, seen))
+        elif seen.sight == Sight.THERE and (problem := named.problem(named.path)):
+            raise ConfigError(f"{named.field}: {named.path} {problem[0]}", hint=problem[1])
+    _check_outputs(located)
+    return [*([_only_nodes_know(unknown)] if unknown else []), *_within_a_run(cwd)]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A path that must exist when the job begins.
+
+    Attributes:
+        field: the config's field, for messages.
+        what: what it is to be.
+        problem: says what is wrong with a path that is there, and what to do; None: nothing.
+    """
+
+    field: str
+    path: Path
+    what: str
+    problem: Callable[[Path], tuple[str, str] | None] = lambda path: None
+
+
+def _missing(named: Named, seen: Seen, cwd: Path) -> ConfigError:
+    """Return the error for a path that is certainly not there."""
+    hint = f"relative paths start in the folder of the command, {cwd}"
+    if glob.has_magic(str(named.path)) and glob.has_magic(seen.missing or ""):
+        return ConfigError(f"{named.field}: no {named.what} matches {named.path}", hint="check the spelling")
+    if not os.access(seen.place, os.X_OK):
+        return ConfigError(
+            f"{named.field}: {named.path}: you may not look into {seen.place}", hint="see `ls -ld` of it"
+        )
+    if close := _close_names(seen):
+        hint = f"did you mean {close}?"
+    if seen.place / (seen.missing or "") == named.path:
+        return ConfigError(f"{named.field}: there is no {named.what} {named.path.name} in {seen.place}", hint=hint)
+    return ConfigError(
+        f"{named.field}: there is no {named.what} {named.path}: {seen.place} has no {seen.missing}", hint=hint
+    )
+
+
+def _close_names(seen: Seen) -> str | None:
+    """Return names in the folder that are like the one that is missing."""
+    try:
+        names = sorted(os.listdir(seen.place))
+    except OSError:
+        return None
+    close = difflib.get_close_matches(seen.missing or "", names, n=2, cutoff=0.7)
+    return " or ".join(str(seen.place / name) for name in close) or None
+
+
+def _only_nodes_know(unknown: Sequence[tuple[Named, Seen]]) -> str:
+    """Return the sentence for the paths whose places this machine does not see."""
+    places = {_place_of_nodes(seen): None for _, seen in unknown}
+    named = ", ".join(dict.fromkeys(f"{each.field} ({each.path})" for each, _ in unknown))
+    return (
+        f"only the nodes can know whether {named} {'is' if len(unknown) == 1 else 'are'} there: this machine does not see "
+        f"{' or '.join(places)}, or has its own; cluster.node_paths=[{','.join(places)}] says that this is meant"
+    )
+
+
+def _place_of_nodes(seen: Seen) -> str:
+    """Return the folder to name in cluster.node_paths."""
+    own = seen.place in OF_EACH_NODE[1:]  # which is there on every machine
+    return str(seen.place if own or seen.missing is None else seen.place / seen.missing)
+
+
+def _within_a_run(cwd: Path) -> list[str]:
+    """Return a warning if a person submits from within another run's directory."""
+    around = next((folder for folder in (cwd, *cwd.parents) if os.path.isfile(folder / "run.json")), None)
+    if around is None or RUN_DIR_VARIABLE in os.environ:  # a program of that run submits
+        return []
+    return [f"this folder lies in the run {around.name}, which `runs prune` removes with all that is in it"]
+
+
+def _check_outputs(config: Config) -> None:
+    """Raise ConfigError if the job certainly cannot write where it is to write."""
+    outputs = {}
+    if config.job.kind == JobKind.PREPARE and config.prepare.output and config.cluster.container.kind is None:
+        outputs["prepare.output"] = Path(config.prepare.output)
+    for field, folder in outputs.items():
+        if look(folder, config.cluster.node_paths).sight == Sight.UNKNOWN:
+            continue
+        if reason := unwritable(folder):
             raise ConfigError(
-                f"{field}: there is no {what} {path.name} in {path.parent}",
-                hint=f"relative paths start in the folder of the command, {cwd}",
+                f"{field}={folder} cannot be written: {reason}",
+                hint="name a folder that you may write and the nodes see",
             )
 
 
 def _check_is_a_checkpoint(config: Config) -> None:
-    """Raise ConfigError if checkpoint.restore_from is a folder that this machine sees, and no checkpoint."""
+    """Raise ConfigError if checkpoint.restore_from is a folder that this machine sees, or a run's id, and no checkpoint."""
     source = Path(config.checkpoint.restore_from or "")
-    if not config.checkpoint.restore_from or not source.is_dir() or (source / MANIFEST).exists():
+    if not config.checkpoint.restore_from or URL.match(config.checkpoint.restore_from) or (source / MANIFEST).exists():
+        return
+    if source.is_dir():
+        reason = f"it has no {MANIFEST}"
+    elif of_run := next(Path(config.job.runs_dir).glob(f"*/{glob.escape(source.name)}/checkpoints"), None):
+        source, reason = of_run.parent, "it is a run"
+    else:
         return
     newest = [found[-1] for folder in (source, source / "checkpoints") if (found := committed(folder))]
     raise ConfigError(
-        f"checkpoint.restore_from={source} is no checkpoint: it has no {MANIFEST}",
-        hint=f"its newest one is {newest[0]}" if newest else "`checkpoints RUN` lists those of a run",
+        f"checkpoint.restore_from={source} is no checkpoint: {reason}",
+        hint=f"its newest one is {newest[0]}" if newest else "nor has it any; `checkpoints RUN` lists those of a run",
     )
 
 
@@ -184,45 +295,85 @@ def _check_steps_are_left(config: Config) -> None:
         )
 
 
-def _fixed_part(pattern: Path) -> Path:
-    """Return the folder of a pattern up to its first wildcard."""
-    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
-
-
-def _named(config: Config, cwd: Path, *, later: bool) -> Iterator[tuple[str, Path, str]]:
-    """Yield field, path and kind of everything that must exist when the job begins."""
-    cluster = config.cluster
+def _named(config: Config, cwd: Path, *, later: bool, begun: bool) -> Iterator[Named]:
+    """Yield everything that must exist when the job begins."""
+    cluster, own = config.cluster, config.cluster.container.kind is None
     yield from _of_container(cluster.container)
-    if cluster.venv and cluster.container.kind is None:
-        yield "cluster.venv", Path(cluster.venv), "virtual environment"
+    if cluster.venv and own:
+        yield Named("cluster.venv", Path(cluster.venv), "virtual environment", _problem_of_venv)
     for field, name in (("cluster.conda_env", cluster.conda_env), ("cluster.python", cluster.python)):
-        if name and os.path.isabs(name) and cluster.container.kind is None:
-            yield field, Path(name), "environment" if field.endswith("env") else "interpreter"
+        if name and os.path.isabs(name) and own:
+            yield Named(field, Path(name), "environment" if field.endswith("env") else "interpreter")
     for line in cluster.setup:
         sourced = _sourced(line)
         if sourced is not None:
-            yield f"cluster.setup has {line!r}", absolute(sourced, cwd), "file"
-    if later or cluster.container.kind or config.job.kind == JobKind.PREPARE:
+            yield Named(f"cluster.setup has {line!r}", absolute(sourced, cwd), "file")
+    if later or not own:
         return
-    if config.checkpoint.restore_from and not URL.match(config.checkpoint.restore_from):
-        yield "checkpoint.restore_from", Path(config.checkpoint.restore_from), "checkpoint"
+    if config.job.kind == JobKind.PREPARE:
+        yield from _of_prepare(config.prepare)
+        return
+    if config.checkpoint.restore_from and not begun and not URL.match(config.checkpoint.restore_from):
+        yield Named("checkpoint.restore_from", Path(config.checkpoint.restore_from), "checkpoint")
     if config.job.kind != JobKind.TRAIN:
         return
-    for path in _texts(config.data):
-        yield "data.paths", path, "file"
-    for path in _texts(config.eval.sets):
-        yield "eval.sets", path, "file"
-    if config.model.get("_target_") == config_check.HUGGING_FACE and isinstance(config.model.get("path"), str):
-        yield "model.path", Path(config.model["path"]), "folder"
+    for values, field in ((config.data, "data"), (config.eval.sets, "eval.sets")):
+        for path in _texts(values):
+            yield Named("data.paths" if field == "data" else field, path, "file")
+        for path in config_check.prepared_folders(values):
+            yield Named("data.path" if field == "data" else field, path, "folder of prepared data")
+    if _has_weights(config.model):
+        folder, reads_weights = Path(config.model["path"]), not begun or config.lora.r > 0
+        if reads_weights:
+            yield Named("model.path", folder, "folder", _problem_of_weights)
+        elif not is_our_decoder(config.model):
+            yield Named("model.path", folder, "folder")  # whose config.json describes the model
 
 
-def _of_container(container: ContainerConfig) -> Iterator[tuple[str, Path, str]]:
+def _of_container(container: ContainerConfig) -> Iterator[Named]:
     if container.image and os.path.isabs(container.image):
-        yield "cluster.container.image", Path(container.image), "image"
+        yield Named("cluster.container.image", Path(container.image), "image")
     for mount in container.mounts:
         source = mount.partition(":")[0]
         if os.path.isabs(source):
-            yield f"cluster.container.mounts has {mount!r}", Path(source), "file or folder"
+            yield Named(f"cluster.container.mounts has {mount!r}", Path(source), "file or folder")
+
+
+def _of_prepare(prepare: PrepareConfig) -> Iterator[Named]:
+    for path in prepare.inputs:
+        yield Named("prepare.inputs", Path(path), "file or folder")
+    if prepare.tokenizer != "bytes":
+        yield Named("prepare.tokenizer", Path(prepare.tokenizer), "file")
+    if prepare.chat_template not in (None, *TEMPLATE_WORDS):
+        yield Named("prepare.chat_template", Path(prepare.chat_template), "file")
+
+
+def _problem_of_venv(folder: Path) -> tuple[str, str] | None:
+    if os.path.exists(folder / "bin" / "activate"):
+        return None
+    return "is no virtual environment: it has no bin/activate", "name the folder that `python -m venv FOLDER` has made"
+
+
+def _problem_of_weights(folder: Path) -> tuple[str, str] | None:
+    """Say what is missing of the safetensors files of a folder of weights: a download may have stopped half-way."""
+    again = "fetch the folder again, or name one as save_pretrained writes it"
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        else:
+            files = {path.name for path in folder.glob("*.safetensors")}
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            return (
+                f"lacks {missing[0]}, one of {len(missing)} of its {len(files)} files of weights that are not there",
+                again,
+            )
+        if not files:
+            others = next((path.name for path in folder.glob("*.bin")), None)
+            return f"has no weights: no *.safetensors{f', only {others}' if others else ''}", again
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"has an index that cannot be read: {error}", again
+    return None
 
 
 def _sourced(line: str) -> str | None:

@@ -1,8 +1,10 @@
 """`requeue RUN key=value`: change a run for its next attempt.
 
 Of a run that is at work, the change is kept in its directory, and made when its ranks have all left: by the batch script, which
-then submits a new job with the changed script, or by cluster=local. Of a run whose job is pending, it is made at once; the
-job is kept if its script stays what it is, but for what `scontrol update` can change.
+then submits a new job with the changed script, or by cluster=local. Where SLURM itself has started the job again meanwhile, the
+job makes it, and leaves to a new one if its own script does not stay what it is.
+Of a run whose job is pending, it is made at once; the job is kept if its script stays what it is, but for what `scontrol
+update` can change.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 
 log = logging.getLogger(__name__)
+
+TRIES = 3  # at most, of a change whose maker is killed each time
 
 # Options of sbatch that are changed in a pending job -> scontrol's names for them. The number of nodes is not among them:
 # the job's number of tasks would stay what it was.
@@ -36,7 +41,9 @@ UPDATABLE = {"time": "TimeLimit", "partition": "Partition", "qos": "QOS"}
 
 
 @contextlib.contextmanager
-def staged(run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmClient | None) -> Iterator[list[str]]:
+def record_next_change(
+    run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmClient | None
+) -> Iterator[list[str]]:
     """Keep a change for the run's next attempt, after all checks, and yield sentences that say what will be different.
 
     It is added to one that is kept already. If the block fails, only the latter is kept.
@@ -46,7 +53,7 @@ def staged(run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmCl
 
     Raises as `changes.change`.
     """
-    kept = _kept(run_dir)
+    kept = _read_next_change(run_dir)
     earlier = list(kept["set"]) if kept is not None else []
     present = load_frozen(run_dir.config_file, with_secrets=False)
     if kept is not None and kept["cwd"] != str(cwd):  # to which paths are relative
@@ -71,33 +78,70 @@ def staged(run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmCl
     run_dir.event(Event.CHANGE_ASKED, set=words)
 
 
-def make_staged(run_dir: RunDir) -> bool:
+def apply_next_change(run_dir: RunDir) -> bool:
     """Make the change that is kept for the next attempt, and return whether there was one.
 
     Called when no rank is at work, by whoever starts the next attempt. A change that cannot be made any more is recorded, and
-    the run goes on without it.
+    the run goes on without it. So it does when the process that was to make it has ended several times before it was made:
+    the job would be started again for the sake of the change without end.
     """
-    kept = _kept(run_dir)
+    kept = _read_next_change(run_dir)
     if kept is None:
         return False
-    made = any(
-        change.get("asked") == kept["asked"]
-        for change in run_dir.info().get("changes") or ()
-        if isinstance(change, dict)
+    tries = kept["tries"] if records.is_count(kept.get("tries")) else 0
+    asked = kept["asked"] if records.is_time(kept.get("asked")) else None
+    made = asked is not None and any(
+        change.get("asked") == asked for change in run_dir.info().get("changes") or () if isinstance(change, dict)
     )
     try:
+        if tries >= TRIES and not made:
+            raise ClusterError(f"{tries} processes that were to make the change have ended before it was made")
+        write_json(run_dir.next_change_file, {**kept, "tries": tries + 1})
         changes.undo_unfinished(run_dir)
         if not made:
-            for line in changes.change(run_dir, kept["set"], Path(kept["cwd"]), asked=kept["asked"]):
+            for line in changes.change(run_dir, kept["set"], Path(kept["cwd"]), asked=asked):
                 log.info(line)
-    except (SlurmtrainError, OSError) as error:
-        why = error.message if isinstance(error, SlurmtrainError) else str(error)
-        log.warning("the run goes on without %s: %s", " ".join(kept["set"]), why)
+    except Exception as error:  # whatever it is, the next try would meet it again
+        why = _why(error)
+        log.warning("the run goes on without %s: %s", " ".join(kept["set"]), why, exc_info=_is_ours(error))
         run_dir.event(Event.NOT_CHANGED, set=kept["set"], why=why)
         run_dir.next_change_file.unlink(missing_ok=True)
+        with contextlib.suppress(Exception):  # so that no half of it stays
+            changes.undo_unfinished(run_dir)
         return False
     run_dir.next_change_file.unlink(missing_ok=True)
     return True
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return whether an error is a mistake of this program's, of which the place should be known."""
+    return not isinstance(error, SlurmtrainError | OSError)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, SlurmtrainError):
+        return error.message
+    return f"{type(error).__name__}: {error}" if _is_ours(error) else str(error)
+
+
+def make_in_this_job(run_dir: RunDir) -> bool:
+    """Make the change that is kept for the next attempt, unless a job with another script is needed; return False then.
+
+    Called by a job that SLURM has started again, before its ranks start. A change that cannot be made any more is dropped, as
+    `apply_next_change` does.
+    """
+    kept = _read_next_change(run_dir)
+    if kept is None:
+        return True
+    try:
+        present = load_frozen(run_dir.config_file, with_secrets=False)
+        after, _ = changes.plan(run_dir, present, kept["set"], Path(kept["cwd"]))
+        same = updates(run_dir.script.read_text(), _script(run_dir, after)) == {}
+    except Exception:  # which is told there
+        same = True
+    if same:
+        apply_next_change(run_dir)
+    return same
 
 
 def change_pending(run_dir: RunDir, job_id: str, overrides: Sequence[str], cwd: Path, client: SlurmClient) -> list[str]:
@@ -210,7 +254,13 @@ def _script(run_dir: RunDir, config: Config) -> str:
     return render_script(config, job_paths([run_dir.path], run_dir.info()))
 
 
-def _kept(run_dir: RunDir) -> dict[str, Any] | None:
+def kept_for_next_attempt(run_dir: RunDir) -> list[str]:
+    """Return what will be set before the run's next attempt, as KEY=VALUE; nothing if no change is kept."""
+    kept = _read_next_change(run_dir)
+    return list(kept["set"]) if kept is not None else []
+
+
+def _read_next_change(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the change that is kept for the next attempt, if it can be read."""
     kept = read_json(run_dir.next_change_file)
     if kept is None or not isinstance(kept.get("set"), list) or not isinstance(kept.get("cwd"), str):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.choices import JobKind
+from slurmtrain.config.launched_program import PACKAGES, has_launcher, program_of
 from slurmtrain.config.program_words import PYTHON, module_of, paths_in, script_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
@@ -43,6 +46,8 @@ def check_program(config: Config, cwd: Path) -> None:
     script, module = script_of(command), module_of(command)
     if module is not None:
         _check_module(config, module, cwd)
+    if has_launcher(config):
+        _check_launcher(config)
     if script is None:
         return
     path = absolute(script, cwd)
@@ -78,6 +83,16 @@ def _check_module(config: Config, module: str, cwd: Path) -> None:
         raise _not_installed(f"python -m {module} needs {package}", interpreter)
 
 
+def _check_launcher(config: Config) -> None:
+    """Raise ConfigError where the Python that is to run the launcher does not have it."""
+    interpreter, package = _interpreter(config), PACKAGES[config.job.launcher]
+    if interpreter is not None and _missing(interpreter, [package], Path("/")):
+        raise ConfigError(
+            f"job.launcher={config.job.launcher} needs {package}, which {interpreter} does not find",
+            hint=f"{interpreter} -m pip install {package}, or name the environment of the job: cluster.venv, cluster.conda_env",
+        )
+
+
 def _not_installed(what: str, interpreter: str) -> ConfigError:
     return ConfigError(
         f"job.command: {what}, which {interpreter} does not find",
@@ -97,7 +112,7 @@ def _can_run(folder: Path, module: str) -> bool:
 
 
 def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Path) -> list[str]:
-    """Check that the script of job.command is in the snapshot.
+    """Check that the script of job.command is in the snapshot, and return a warning for each other path that is not.
 
     Args:
         workdir: the working directory of the ranks.
@@ -107,6 +122,8 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
     """
     if source.root is None:  # it runs in `cwd` itself
         return []
+    if config.job.kind != JobKind.COMMAND:
+        return list(_not_in_snapshot(config, workdir, source, cwd))
     command, root = _command(config), source.root
     script, module = script_of(command), module_of(command)
 
@@ -135,6 +152,28 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
     ]
 
 
+def _not_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Path) -> Iterator[str]:
+    """Yield a warning for each path of a class of the user's own that means a file here, and none where the job runs."""
+    for field, value in _texts_of("data", config.data, "model", config.model, "eval.sets", config.eval.sets):
+        is_path = os.sep in value or re.search("path|dir|file|folder|root", field.rpartition(".")[2])
+        if is_path and not os.path.isabs(value) and _exists(cwd / value) and not _exists(workdir / value):
+            yield (
+                f"{field}={value} is not in the snapshot that the job runs{', since git ignores it' if source.git else ''}; "
+                f"name it by its absolute path: {absolute(value, cwd)}"
+            )
+
+
+def _texts_of(*named: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and value of all texts in config groups, given as NAME, GROUP, NAME, GROUP, ..."""
+    for name, value in zip(named[::2], named[1::2], strict=True):
+        if isinstance(value, str) and not name.endswith("._target_"):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _texts_of(*(part for key, inner in value.items() for part in (f"{name}.{key}", inner)))
+        elif isinstance(value, list):
+            yield from _texts_of(*(part for inner in value for part in (name, inner)))
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -143,12 +182,15 @@ def _exists(path: Path) -> bool:
 
 
 def _command(config: Config) -> str:
-    return (config.job.command or "") if config.job.kind == JobKind.COMMAND else ""
+    """Return the program's command; without its launcher, and with the ranks' Python where a launcher's command names none."""
+    if config.job.kind != JobKind.COMMAND:
+        return ""
+    return program_of(config, interpreter_of(config.cluster) or "python")
 
 
 def _interpreter(config: Config) -> str | None:
     """Return the Python that runs the script, as this machine sees it; None if set-up lines or a container decide it."""
-    cluster, word = config.cluster, shlex.split(config.job.command or "")[0]
+    cluster, word = config.cluster, shlex.split(_command(config))[0]
     if not PYTHON.match(os.path.basename(word)) or cluster.container.kind or cluster.modules or cluster.setup:
         return None
     if os.path.isabs(word):
@@ -195,7 +237,7 @@ def _missing(interpreter: str, names: list[str], *folders: Path) -> list[str]:
             timeout=ASK_S,
             check=True,
             cwd="/",
-            env=_with_absolute_pythonpath(folders[-1]),
+            env=with_absolute_pythonpath(folders[-1]),
         )
         found: list[str] = json.loads(answer.stdout.splitlines()[-1])
         return found
@@ -203,7 +245,7 @@ def _missing(interpreter: str, names: list[str], *folders: Path) -> list[str]:
         return []
 
 
-def _with_absolute_pythonpath(cwd: Path) -> dict[str, str]:
+def with_absolute_pythonpath(cwd: Path) -> dict[str, str]:
     """Return this shell's environment with the folders in PYTHONPATH made absolute.
 
     The job gets PYTHONPATH unchanged.

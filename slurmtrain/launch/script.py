@@ -11,11 +11,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain import __version__
 from slurmtrain.choices import ContainerKind, JobKind, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
@@ -24,10 +26,20 @@ from slurmtrain.launch.arrays import array_option
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
 from slurmtrain.runs.attempt_dir import rank_log_name
-from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.sweep_dir import tasks_of
 from slurmtrain.slurm.client import OF_QUERIES
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.versions import (
+    EXPEDITED_REQUEUE,
+    SRUN_COMPARES_CPUS_PER_TASK,
+    SRUN_FORGETS_CPUS_PER_TASK,
+    STARTS_PREEMPTED_JOBS_ONCE_MORE,
+    Version,
+)
+
+if TYPE_CHECKING:
+    import jinja2
 
 # Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
 _ALWAYS_DECIDED = (
@@ -53,6 +65,7 @@ _OPTIONS_OF_VARIABLES = {
 # The person chooses the cluster, and exported variables are only added to (see submit_once.export_option).
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
+TEMPLATE = "job.sbatch.j2"
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -60,6 +73,19 @@ EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not t
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
+
+
+# A remark of the template, {#! why #}, is the reason of the lines after it. It is left out of the script; to explain the
+# script, it is rendered between these letters, which no line has.
+_REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
+_BEGIN, _END = "\x01", "\x02"
+
+
+class Line(NamedTuple):
+    """A line of the script, or a part of one, and why it is there; a comment explains itself, so its reason is empty."""
+
+    text: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -75,6 +101,7 @@ class JobPaths:
         parallelism: number of tasks of an array that may run at the same time; None: no limit.
         pack: number of runs that share a task.
         submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
+        choice: for a run with cluster.choices, the one that the job is of: it asks first whether another one has the run.
     """
 
     run_dirs: Sequence[Path]
@@ -84,6 +111,7 @@ class JobPaths:
     pack: int = 1
     roots: Sequence[str] = ()
     submit_dir: Path | None = None
+    choice: str | None = None
 
     @property
     def tasks(self) -> int:
@@ -92,6 +120,41 @@ class JobPaths:
 
 def render_script(config: Config, paths: JobPaths) -> str:
     """Return the text that is passed to sbatch."""
+    return _render(config, paths, _environment().get_template(TEMPLATE))
+
+
+def explain_script(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+    """Return the lines of `render_script`, each with the reason why it is there.
+
+    Args:
+        version: the release of SLURM on the cluster; None: not known, and the reasons are those of all releases.
+    """
+    environment = _environment()
+    environment.filters["words"] = lambda lines, between: between.join(
+        f"{_BEGIN}{line.why}{_END}{line.text}" for line in lines
+    )
+    source = (shipped("jobs") / TEMPLATE).read_text()
+    template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
+    return _with_reasons(_render(config, paths, template, version))
+
+
+def _with_reasons(marked: str) -> list[Line]:
+    """Return the lines of a text in which reasons stand before the lines that they hold for, each until the next one."""
+    lines, why = [], ""
+    for line in marked.splitlines():
+        text = ""
+        for part in re.split(f"({_BEGIN}[^{_END}]*{_END})", line):
+            if part.startswith(_BEGIN):
+                why = part[1:-1]
+            else:
+                text += part
+        if text.strip() or _BEGIN not in line:
+            is_prose = not text.strip() or re.match(r"\s*#(?!SBATCH |!)", text) is not None
+            lines.append(Line(text, "" if is_prose else why))
+    return lines
+
+
+def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
@@ -104,21 +167,34 @@ def render_script(config: Config, paths: JobPaths) -> str:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
+    environment.filters["words"] = lambda lines, between: between.join(line.text for line in lines)
+    return environment
+
+
+def _render(config: Config, paths: JobPaths, template: jinja2.Template, version: Version | None = None) -> str:
+    started = as_started(config)
+    variables = [*OF_RANKS, *config.cluster.env, *config.secrets]
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
-    return environment.get_template("job.sbatch.j2").render(
+    once_more = STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(version)
+    return template.render(
         version=__version__,
-        directives=sbatch_directives(config, paths),
+        guard_why=", as SLURM does after a preemption (24.05 and later)" if once_more else "",
+        directives=explained_directives(config, paths, version),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
+        choice=paths.choice,
         tasks=paths.tasks,
         setup=setup_lines(config.cluster),
         env=config.cluster.env,
-        threads=max(1, config.cluster.cpus_per_task // paths.pack),
+        threads=max(1, node_shape(config).threads // paths.pack),
         workdir=folders[0],
         pythonpath=":".join(folders),
         sizes=usable_sizes(config)[::-1] if config.cluster.node_range.elastic else [],
-        tasks_per_node=config.cluster.tasks_per_node,
-        srun=srun_words(config.cluster, paths, [*OF_RANKS, *config.cluster.env, *config.secrets]),
+        tasks_per_node=started.cluster.tasks_per_node,
+        srun=explained_srun(started.cluster, paths, variables, version=version),
+        standby=config.requeue.standby_ranks,
+        standby_srun=explained_srun(started.cluster, paths, variables, standby=True, version=version),
+        ranks=config.world_size,
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
         hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
@@ -126,11 +202,12 @@ def render_script(config: Config, paths: JobPaths) -> str:
         in_place=config.requeue.starts_in_place,
         spare_nodes=config.cluster.spare_nodes,
         keeps_nodes=_keeps_nodes(config, paths),
-        first_nodes=" ".join(srun_node_options(config.cluster)),
+        first_nodes=" ".join(srun_node_options(started.cluster)),
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
-        local_copies=config.checkpoint.local if config.job.kind == JobKind.TRAIN else None,
+        local_copies=config.checkpoint.local if config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None,
+        own_program=config.job.kind == JobKind.COMMAND,
     )
 
 
@@ -149,7 +226,12 @@ def _in_script(folder: str) -> str:
 
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
     """Return the #SBATCH lines, in the order in which a person reads them."""
-    cluster, elastic = config.cluster, config.cluster.node_range.elastic
+    return [line.text for line in explained_directives(config, paths)]
+
+
+def explained_directives(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+    """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
+    cluster, elastic = as_started(config).cluster, config.cluster.node_range.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
     log = "slurm-%A_%a.log" if paths.tasks > 1 else "slurm-%j.log"
     options: list[tuple[str, object]] = [
@@ -181,10 +263,77 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
         ("chdir", paths.submit_dir),
-        ("output", _no_pattern(paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) + f"/{log}"),
+        ("output", _no_pattern(_folder_of_log(paths)) + f"/{log}"),
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
-    return [text for name, value in options if (text := _directive(name, value))]
+    reasons = reasons_of_options(config, paths, version)
+    return [
+        Line(text, reasons.get(name, f"cluster.sbatch.{name}: yours, as it stands"))
+        for name, value in options
+        if (text := _directive(name, value))
+    ]
+
+
+def reasons_of_options(config: Config, paths: JobPaths, version: Version | None) -> dict[str, str]:
+    """Return why each option of sbatch that this script sets by itself is there, by its name."""
+    cluster, mode = config.cluster, config.requeue.mode
+    elastic = cluster.node_range.elastic
+    spare = f", and cluster.spare_nodes={cluster.spare_nodes} besides" if cluster.spare_nodes else ""
+    expedited = (
+        "; not --requeue=expedite (25.11), with which SLURM holds a job after any requeue but that of a bad node"
+        if EXPEDITED_REQUEUE.applies_to(version)
+        else ""
+    )
+    several = (
+        f"{paths.tasks} tasks, each {'of ' + str(paths.pack) + ' runs' if paths.pack > 1 else 'a run'} of the sweep"
+    )
+    return {
+        "job-name": "job.name: squeue shows it",
+        "partition": "cluster.partition",
+        "account": "cluster.account",
+        "qos": "cluster.qos",
+        "nodes": f"cluster.nodes{spare}",
+        "ntasks-per-node": "cluster.tasks_per_node: a task is a rank",
+        "cpus-per-task": "cluster.cpus_per_task"
+        + (
+            " x cluster.tasks_per_node: with a range of nodes, a node has one task, which srun divides"
+            if elastic
+            else ""
+        ),
+        "gpus-per-node": "cluster.gpus_per_node and gpu_type; not --gpus-per-task, with which a rank sees its own GPU alone, "
+        "and NCCL cannot use the links to the others; all kinds of clusters take it",
+        "mem": "cluster.mem_per_node_gb" + (": 0 is all of a node's memory" if cluster.mem_per_node_gb == 0 else ""),
+        "mem-per-cpu": "cluster.mem_per_cpu_gb",
+        "mem-per-gpu": "cluster.mem_per_gpu_gb",
+        "time": "cluster.time_limit_min, in minutes; a run goes on after each job by itself",
+        "signal": "cluster.signal_lead_s: the early warning, so many seconds before the time limit (SLURM may send it 60 s "
+        "sooner), to the ranks, which save; with B: it would come to this shell alone",
+        "constraint": "cluster.constraint",
+        "reservation": "cluster.reservation",
+        "exclude": "cluster.exclude",
+        "exclusive": "cluster.exclusive: no other job runs on these nodes",
+        "array": several + (f", {paths.parallelism} at a time" if paths.parallelism else ""),
+        "dependency": "what the job waits for: --after, job.singleton, cluster.sbatch.dependency",
+        "no-kill": "a dead node leaves the job its others, which are enough to go on (requeue.in_place)",
+        "requeue": f"requeue.mode={mode}: without it a preempted job is cancelled before its first line runs, and a dead node "
+        f"ends it{expedited}",
+        "no-requeue": f"requeue.mode={mode}: "
+        + (
+            "nothing starts it again"
+            if mode == RequeueMode.OFF
+            else "another job goes on, so SLURM must not start this one again"
+        ),
+        "open-mode": "a restart would truncate the log of the attempt before",
+        "chdir": "the folder in which submit was typed, to which paths in set-up lines are relative",
+        "output": "what this shell and the set-up print, in the run directory; each rank has a log of its own",
+    }
+
+
+def _folder_of_log(paths: JobPaths) -> Path:
+    """Return the folder of the batch script's log. One in the run directory would say that the job has begun there."""
+    if paths.choice is not None:
+        return RunDir(paths.run_dirs[0]).choices / paths.choice
+    return paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]
 
 
 def _keeps_nodes(config: Config, paths: JobPaths) -> bool:
@@ -292,41 +441,109 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     return lines
 
 
-def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str] = ()) -> list[str]:
-    """Return the srun line, with a word or a pair of words per element.
+def srun_words(
+    cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str] = (), *, standby: bool = False
+) -> list[str]:
+    """Return the srun line, with a word or a pair of words per element; see `explained_srun`."""
+    return [line.text for line in explained_srun(cluster, paths, variables, standby=standby)]
+
+
+def explained_srun(
+    cluster: ClusterConfig,
+    paths: JobPaths,
+    variables: Sequence[str] = (),
+    *,
+    standby: bool = False,
+    version: Version | None = None,
+) -> list[Line]:
+    """Return the srun line with a reason for each of its elements, a word or a pair of words.
 
     Args:
         variables: names of the variables that the script sets for the ranks.
+        standby: for ranks that wait beside those that train; see `runtime/standby.py`.
+        version: the release of SLURM on the cluster; None: not known.
     """
     container = cluster.container
     logs = "${attempt_dir//%/%%}" if any("%" in str(run_dir) for run_dir in paths.run_dirs) else "$attempt_dir"
-    words = [
-        "srun",
-        f"--cpus-per-task={cluster.cpus_per_task}",
-        "--kill-on-bad-exit=1",
-        f"--wait={cluster.srun_wait_s}",
-        *(["--overlap"] if paths.pack > 1 else []),
-        *(['"${nodes_of_ranks[@]}"'] if cluster.spare_nodes or cluster.node_range.elastic else []),
-        "--unbuffered",
-        f'--output="{logs}/{rank_log_name("%t")}"',
+    lines = [
+        Line("srun", "one process for each task: a rank" + " that waits (requeue.standby_ranks)" * standby),
+        Line(f"--cpus-per-task={cluster.cpus_per_task}", _why_cpus_again(version)),
+        Line("--kill-on-bad-exit=1", "a rank that fails ends the others, which would wait for it"),
+        Line(
+            f"--wait={cluster.srun_wait_s}",
+            "cluster.srun_wait_s: ranks that live on for so many seconds after the first has left are killed",
+        ),
     ]
+    if paths.pack > 1 or standby:
+        lines.append(Line("--overlap", "beside other steps of this job, on the same CPUs and GPUs"))
+    if standby:
+        lines.append(Line("--mem=0", "all of the job's memory: that of a step would come on top"))
+    if cluster.spare_nodes or cluster.node_range.elastic:
+        lines.append(Line('"${nodes_of_ranks[@]}"', "the nodes of the job on which ranks run, chosen above"))
+    lines.append(Line("--unbuffered", "lines of a rank that dies are in its log"))
+    if not standby:  # each opens its log itself
+        lines.append(Line(f'--output="{logs}/{rank_log_name("%t")}"', "a log for each rank, in the attempt's folder"))
     mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
     if paths.workdir.startswith("/"):
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
+    own_args = "cluster.container.args: yours, as they stand"
     if container.kind == ContainerKind.PYXIS:
-        words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
-        words.append('--container-workdir="$PWD"')  # otherwise the image's own
+        lines += [
+            Line(f"--container-image={shlex.quote(str(container.image))}", "cluster.container.image, run by pyxis"),
+            Line("--container-mounts=" + ",".join(mounts), "the run directory, and cluster.container.mounts"),
+            Line('--container-workdir="$PWD"', "otherwise it would be the image's own"),
+        ]
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
         names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
-        # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
-        words += [CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))] if names else []
-        words += [shlex.quote(word) for word in container.args if word not in own]
-    words += [shlex.quote(word) for word in cluster.srun_args]
+        if names:
+            # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
+            named = CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))
+            lines.append(Line(named, "variables of this script that come before the image's own"))
+        lines += [Line(shlex.quote(word), own_args) for word in container.args if word not in own]
+    srun_args = _without_output(cluster.srun_args) if standby else cluster.srun_args
+    lines += [Line(shlex.quote(word), "cluster.srun_args: yours, as they stand") for word in srun_args]
     if container.kind == ContainerKind.APPTAINER:
-        words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts), '--pwd "$PWD"']
-        words += [*(shlex.quote(word) for word in container.args), shlex.quote(str(container.image))]
-    words.append(f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"')
-    return words
+        lines.append(Line("apptainer exec", "cluster.container.kind=apptainer"))
+        lines += [Line(f"--bind {mount}", "the run directory, and cluster.container.mounts") for mount in mounts]
+        lines.append(Line('--pwd "$PWD"', "otherwise it would be the image's own"))
+        lines += [Line(shlex.quote(word), own_args) for word in container.args]
+        lines.append(Line(shlex.quote(str(container.image)), "cluster.container.image"))
+    rank = f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
+    lines.append(
+        Line(
+            rank, "the rank (cluster.python, venv or conda_env); it ignores signals until Python has handlers for them"
+        )
+    )
+    return lines
+
+
+def _why_cpus_again(version: Version | None) -> str:
+    """Return why srun is told the number of CPUs that sbatch has been told already: each release had a reason."""
+    known = [each for each in (SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK) if each.applies_to(version)]
+    if version is None:
+        known = [SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK]
+    of = [
+        f"from {_release(each.since)}{f' to before {_release(each.until)}' if each.until else ' on'} {each.what}"
+        for each in known
+    ]
+    return "; ".join(["cluster.cpus_per_task, said again", *of])
+
+
+def _release(version: Version) -> str:
+    return f"{version[0]}.{version[1]:02d}"
+
+
+def _without_output(words: Sequence[str]) -> list[str]:
+    """Return arguments of srun without those that say where output goes: the script reads that of waiting ranks itself."""
+    kept, of_output = [], False
+    for word in words:
+        if of_output:  # its value
+            of_output = False
+        elif word in ("-o", "-e", "--output", "--error"):
+            of_output = True
+        elif not word.startswith(("-o", "-e", "--output=", "--error=")):
+            kept.append(word)
+    return kept
 
 
 def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list[str]:

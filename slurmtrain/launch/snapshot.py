@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import JobConfig
@@ -16,8 +18,11 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
-from slurmtrain.runs.run_dir import PREPARING, RunDir
+from slurmtrain.runs.code_record import CodeRecord, write_code_record
+from slurmtrain.runs.run_dir import DRILLS, PREPARING, RunDir
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write
+from slurmtrain.system.paths import absolute
+from slurmtrain.system.process_facts import without_user
 
 # Variables that make git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those
 # of `git rev-parse --local-env-vars`, and two more.
@@ -27,6 +32,8 @@ OF_ANOTHER_REPOSITORY = frozenset(
     GIT_LITERAL_PATHSPECS GIT_NAMESPACE GIT_NO_REPLACE_OBJECTS GIT_OBJECT_DIRECTORY GIT_PREFIX GIT_REPLACE_REF_BASE
     GIT_SHALLOW_FILE GIT_WORK_TREE""".split()
 )
+IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
+LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,16 @@ class Snapshot:
         revision: git commit, or None outside of git.
         dirty: whether the work tree differed from that commit.
         roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
+        branch: git branch, or None.
+        remote: URL of git's remote `origin`, without user and password, or None.
     """
 
     workdir: str
     revision: str | None = None
     dirty: bool = False
     roots: tuple[str, ...] = ()
+    branch: str | None = field(default=None, compare=False)
+    remote: str | None = field(default=None, compare=False)
 
     @property
     def in_place(self) -> bool:
@@ -58,12 +69,16 @@ class CodeSource:
     Attributes:
         root: the folder that is copied; None: run in place.
         workdir, roots: as in `Snapshot`.
+        record: what is known of code that comes out of a bundle, of which every file is copied; None: git is asked.
+        bundle: what run.json says of that bundle.
     """
 
     root: Path | None
     workdir: str
     git: bool = False
     roots: tuple[str, ...] = ()
+    record: CodeRecord | None = None
+    bundle: Mapping[str, Any] | None = None
 
 
 def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> CodeSource:
@@ -99,26 +114,46 @@ def _find_folders(job: JobConfig, cwd: Path) -> CodeSource:
     return CodeSource(None, str(cwd))
 
 
+def top_folder(cwd: Path) -> Path:
+    """Return the folder whose code is sent to another machine: the git work tree around `cwd`, else `cwd`."""
+    return _find_folders(JobConfig(), cwd).root or cwd
+
+
+def files_to_send(cwd: Path, max_mb: int) -> list[Path]:
+    """Return the files of `top_folder(cwd)` that are sent to another machine, relative to it: those of a snapshot.
+
+    Raises:
+        ConfigError: they are larger than that, or git failed.
+    """
+    root = top_folder(cwd)
+    source = dataclasses.replace(_find_folders(JobConfig(), cwd), root=root)
+    files = _files_of(source, runs=absolute(str(lookup.runs_root()), cwd), target=root / "no such folder")
+    _check_size(files, root, max_mb)
+    return files
+
+
 def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
-    """Copy the code to `target`.
+    """Copy the code to `target`, and write what it is into the file beside it: see `CodeRecord`.
 
     Raises:
         ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
     """
     target.mkdir(mode=folder_mode(target.parent))
-    revision, dirty = None, False
+    files: list[Path] = []
     if source.root is not None:
         runs = Path(job.runs_dir)
-        files = _files_of(source, runs=runs if runs.is_absolute() else Path.cwd() / runs, target=target)
-        _check_size(files, source.root, job.snapshot_max_mb)
+        if source.record is not None:
+            files = [
+                path.relative_to(source.root) for path in source.root.rglob("*") if path.is_file() or path.is_symlink()
+            ]
+        else:
+            files = _files_of(source, runs=runs if runs.is_absolute() else Path.cwd() / runs, target=target)
+            _check_size(files, source.root, job.snapshot_max_mb)
         for file in files:
             destination = target / file
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source.root / file, destination, follow_symlinks=False)
-        if source.git:
-            # The one git command that may fail: a work tree without a commit has no HEAD.
-            revision = _run_git(source.root, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
-            dirty = bool(_git(source.root, "status", "--porcelain"))
+    git = source.record or _git_state(source, set(files))
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of
     if not is_installed_copy() and not (target / "slurmtrain" / "__main__.py").exists():
         # An editable install: this package's own code is a work tree, too.
@@ -127,7 +162,52 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
         (target / "slurmtrain" / "jobs").mkdir()
         shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
     forbid_others_to_write(target)  # the modes of the files are those of the work tree
-    return Snapshot(source.workdir, revision, dirty, source.roots)
+    contents, links = _contents(target)
+    write_code_record(target, dataclasses.replace(git, files=contents, links=links))
+    return Snapshot(source.workdir, git.revision, git.dirty, source.roots, git.branch, git.remote)
+
+
+def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
+    """Return what git says of the code, without its files; of code that is not copied what it says soon.
+
+    Raises:
+        ConfigError: the code is git's, and git fails.
+    """
+    folder = source.root or Path(source.workdir)
+    # Of a work tree without a commit there is no HEAD.
+    revision = _run_git(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
+    if source.git:
+        changes = _git(folder, "status", "--porcelain")
+    elif revision is None:
+        return CodeRecord()
+    else:  # perhaps a work tree so large that it runs in place for that
+        changes = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S).stdout
+    branch = _run_git(folder, "symbolic-ref", "--short", "--quiet", "HEAD").stdout.strip() or None
+    remote = _run_git(folder, "config", "--get", "remote.origin.url").stdout.strip() or None
+    state = CodeRecord(revision, bool(changes), branch, None if remote is None else without_user(remote))
+    if not changes or revision is None:
+        return state
+    patience_s = None if source.git else IN_PLACE_S
+    words = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+    answer = _run_git(folder, *words, patience_s=patience_s)
+    diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
+    others = _run_git(folder, "ls-files", "-z", "--others", "--exclude-standard").stdout.split("\0") if files else []
+    untracked = tuple(name for name in others if Path(name) in files)
+    return dataclasses.replace(state, diff=diff, untracked=untracked)
+
+
+def _contents(target: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the digest of each file of a snapshot, and the target of each link, by path."""
+    files, links = {}, {}
+    for folder, folders, names in os.walk(target):
+        for name in [*folders, *names]:
+            path = Path(folder) / name
+            inside = str(path.relative_to(target))
+            if path.is_symlink():
+                links[inside] = os.readlink(path)
+            elif name in names:
+                files[inside] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(files.items())), dict(sorted(links.items()))
 
 
 def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
@@ -142,6 +222,8 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     root = source.root.resolve()
     names = _files_in_git(root) if source.git else _visible_files(root)
     runs, target = runs.resolve(), target.resolve()
+    if runs.parent.name == DRILLS:  # the runs of a drill lie below those of the person
+        runs = runs.parent.parent
     known: dict[Path, bool] = {}
 
     def belongs_to_a_run(path: Path) -> bool:
@@ -150,7 +232,7 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
         if runs not in path.parents:
             return False
         name, *below = path.relative_to(runs).parts
-        if name == PREPARING or (below and is_one(runs / name, lookup.is_sweep)):
+        if name in (PREPARING, DRILLS) or (below and is_one(runs / name, lookup.is_sweep)):
             return True
         return len(below) > 1 and is_one(runs / name / below[0], lambda folder: RunDir(folder).exists())
 
@@ -206,20 +288,24 @@ def _git(folder: Path, *arguments: str) -> str:
     return answer.stdout
 
 
-def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run_git(folder: Path, *arguments: str, patience_s: float | None = None) -> subprocess.CompletedProcess[str]:
     command = ["git", *arguments]
     if shutil.which("git") is None:
         return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
-    # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in OF_ANOTHER_REPOSITORY},
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-        check=False,
-    )
+    try:
+        # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={name: value for name, value in os.environ.items() if name not in OF_ANOTHER_REPOSITORY},
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+            timeout=patience_s,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"git took longer than {patience_s} s")
 
 
 def _git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from slurmtrain.launch import node_exclusion
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import JobPaths, render_script, without_past
+from slurmtrain.launch.script import JobPaths, Line, explain_script, render_script, without_past
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit_once import NotSubmittedError, comment_option, export_option, sbatch, submit_exactly_once
 from slurmtrain.runs.create import create_run_dir
@@ -31,7 +31,9 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
+from slurmtrain.slurm.versions import Version
 from slurmtrain.system import files
+from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -39,30 +41,84 @@ log = logging.getLogger(__name__)
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 
 
-def dry_run(config: Config, cwd: Path) -> str:
-    """Return the script that `submit` would pass to sbatch. Nothing is created."""
+def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
+    """Return the script that `submit` would pass to sbatch. Nothing is created. Arguments as of `preparing`."""
     config = with_absolute_paths(config, cwd)
+    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
+
+
+def explained(config: Config, cwd: Path, version: Version | None) -> list[Line]:
+    """Return the lines of `dry_run` with the reason of each, for this release of SLURM (None: not known)."""
+    config = with_absolute_paths(config, cwd)
+    return explain_script(config, _paths_of_a_dry_run(config, cwd), version)
+
+
+def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
     run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
-    source = find_source(config.job, cwd, interpreter_of(config.cluster))
-    return render_script(
-        config, JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd)
-    )
+    source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
+    return JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd)
 
 
 @contextlib.contextmanager
-def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
+def preparing(
+    config: Config, overrides: Sequence[str], cwd: Path, source: CodeSource | None = None
+) -> Iterator[RunDir]:
     """Make the run directory: frozen config, snapshot of the code, script.
 
     It is removed again if the block fails, unless a job that needs it may be in the queue.
+
+    Args:
+        source: the code; None: that of `cwd`, as job.snapshot says.
     """
     config = with_absolute_paths(config, cwd)
-    source = find_source(config.job, cwd, interpreter_of(config.cluster))
-    run_dir = create_run_dir(Path(config.job.runs_dir), config.job.name)
-    try:
+    source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
+    with _new_run_dir(config) as run_dir:
         snapshot = take_snapshot(config.job, source, run_dir.code)
         for warning in check_in_snapshot(config, run_dir.path / snapshot.workdir, source, cwd):
             log.warning(warning)
         _write(run_dir, config, overrides, snapshot, source, cwd)
+        yield run_dir
+
+
+@contextlib.contextmanager
+def preparing_with_code_of(
+    other: RunDir, config: Config, overrides: Sequence[str], cwd: Path, *, without: Collection[Path] = ()
+) -> Iterator[RunDir]:
+    """Make the run directory of a run with the code of another one, which stays as it is; else as `preparing`.
+
+    Args:
+        config: a config with absolute paths.
+        without: files and folders of that code that are not copied, such as what its program has written there.
+
+    Raises:
+        ConfigError: the run directory cannot be made, or the code cannot be copied.
+    """
+    info, left_out = other.info(), {str(path) for path in without}
+    workdir, roots = str(info.get("workdir") or cwd), tuple(info.get("import_roots", ()))
+    code = info.get("code") or {}
+    with _new_run_dir(config) as run_dir:
+        try:
+            shutil.copytree(
+                other.code,
+                run_dir.code,
+                symlinks=True,
+                ignore=lambda folder, names: [name for name in names if os.path.join(folder, name) in left_out],
+            )
+        except OSError as error:  # also a shutil.Error, which has no words of its own
+            why = error.strerror or "not all of its files can be read"
+            raise ConfigError(f"the code of run {other.id} cannot be copied from {other.code}: {why}") from None
+        git = code.get("revision"), bool(code.get("dirty"))
+        snapshot = Snapshot(workdir, *git, roots, code.get("branch"), code.get("remote"))
+        source = CodeSource(None if snapshot.in_place else other.code, workdir, roots=roots)
+        _write(run_dir, config, overrides, snapshot, source, cwd)
+        yield run_dir
+
+
+@contextlib.contextmanager
+def _new_run_dir(config: Config) -> Iterator[RunDir]:
+    """Create a run directory, which is removed again if the block fails, unless a job that needs it may be in the queue."""
+    run_dir = create_run_dir(Path(config.job.runs_dir), config.job.name)
+    try:
         yield run_dir
     except BaseException as error:
         if not isinstance(error, NotSubmittedError) and _submitting(run_dir):
@@ -270,7 +326,9 @@ def run_info(
         "config_hash": config_hash(config),
         "backend": config.cluster.backend,
         "steps": steps_of(config),
-        "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
+        **own_checkpoints_of(config),
+        "code": {**code_facts(snapshot), "from": str(source.bundle["file"] if source.bundle else source.root or cwd)},
+        **({"bundle": dict(source.bundle)} if source.bundle else {}),
         "workdir": snapshot.workdir,
         "import_roots": list(snapshot.roots),
         "user": getpass.getuser(),
@@ -278,6 +336,8 @@ def run_info(
         "submit_dir": str(cwd),
         "created": time.time(),
         "version": __version__,
+        "submitted_with": login_facts(),
+        **_image_of(config),
         "slurm_conf": _slurm_conf_if_known(config),
         "job_ids": [],
     }
@@ -290,9 +350,40 @@ def run_info(
     return info
 
 
+def code_facts(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what run.json says of a snapshot."""
+    return {
+        "revision": snapshot.revision,
+        "dirty": snapshot.dirty,
+        "branch": snapshot.branch,
+        "remote": snapshot.remote,
+    }
+
+
+def _image_of(config: Config) -> dict[str, Any]:
+    """Return the field of run.json for the image of the job's container, with a digest if it is a file that can be read."""
+    container = config.cluster.container
+    if not container.kind or not container.image:
+        return {}
+    facts: dict[str, Any] = {"image": container.image}
+    path = Path(container.image)
+    if path.is_absolute():
+        with contextlib.suppress(OSError):  # the compute nodes alone may see it
+            facts |= {"bytes": path.stat().st_size, "digest": fingerprint_of(path)}
+    return {"image": facts}
+
+
 def steps_of(config: Config) -> int | None:
     """Return the number of steps that the trainer is to do; None for a program of the user's own."""
     return config.train.steps if config.job.kind == JobKind.TRAIN else None
+
+
+def own_checkpoints_of(config: Config) -> dict[str, Any]:
+    """Return the field of run.json by which `status` finds the checkpoints of a program of the user's own."""
+    job = config.job
+    if job.checkpoints is None:
+        return {}
+    return {"own_checkpoints": {"pattern": job.checkpoints, "complete": job.checkpoint_complete}}
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:

@@ -232,9 +232,19 @@ def check(script: Path, client: SlurmClient) -> None:
         return
     error = refusal(words, code, 60)
     if isinstance(error, RefusedError):
-        if NO_SUCH_NODE in low and client.lacks_nodes(directive(script.read_text(), "partition")):
+        if NO_SUCH_NODE in low and _may_be_available(script.read_text(), client):
             return
         raise error
+
+
+def _may_be_available(script: str, client: SlurmClient) -> bool:
+    """Return whether SLURM may queue the job though `sbatch --test-only` has found no nodes for it.
+
+    That looks at the nodes that are up now. Of a job that names fewer nodes than it needs, it looks at these alone, though
+    SLURM adds others when it starts the job (seen with 22.05 and --nodes=2 --nodelist=n0).
+    """
+    named = any(directive(script, name) is not None for name in ("nodelist", "nodefile"))
+    return named or client.lacks_nodes(directive(script, "partition"))
 
 
 class TransientError(ClusterError):
@@ -394,8 +404,9 @@ def advice(said: str) -> str:
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
         "partition": "cluster.partition; `sinfo` lists the partitions",
         "qos": "cluster.qos; `sacctmgr show qos` lists them",
-        "node configuration": "cluster.nodes, cpus_per_task, gpus_per_node or mem_*: no node has that much; see `sinfo -N -l`",
-        "node count": "cluster.nodes; `sinfo` shows how many there are",
+        "node configuration": "cluster.nodes, spare_nodes, cpus_per_task, gpus_per_node or mem_*: there is not that much; see "
+        "`sinfo -N -l`",
+        "node count": "cluster.nodes, and cluster.spare_nodes besides; `sinfo` shows how many there are",
         "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
         "controller": "the controller does not answer; try again later",
         "array": "MaxArraySize and MaxJobCount; `scontrol show config` shows them",

@@ -1,6 +1,6 @@
 """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-It computes what Llama 3, Qwen2.5 and Qwen3 compute; `conf/model/` has their sizes.
+It computes what Llama 2 and 3, Mistral, Qwen2.5 and Qwen3 compute; `conf/model/` has their sizes.
 
 Tensor names end in the letters of their axes:
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
+from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
 from slurmtrain.planner.shape import default_hidden_dim
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
@@ -53,6 +54,7 @@ class Decoder(nn.Module):
         qk_norm: RMSNorm over each head of queries and keys, as in Qwen3 (arXiv:2505.09388).
         tie_embeddings: use the embedding matrix as the output projection too (Press & Wolf 2017, arXiv:1608.05859).
         dropout: probability of dropping, after the embedding, in attention and before each residual sum.
+        path: the folder of Hugging Face with whose weights training begins; see `models.pretrained`, which reads it.
 
     Raises:
         ConfigError: the sizes do not fit together.
@@ -78,6 +80,7 @@ class Decoder(nn.Module):
         qk_norm: bool = False,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
+        path: str | None = None,
     ):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -187,15 +190,21 @@ class Decoder(nn.Module):
         """Return the number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def training_flops(self) -> ModelFlops:
+        """Return the operations of a training step, see `planner.flops`; matrices that are not trained count less."""
+        looked_up = None if self.output is None else self.embedding.weight
+        multiplied = [each for each in self.parameters() if each.ndim == 2 and each is not looked_up]
+        per_token = sum(each.numel() * (TRAINED if each.requires_grad else FROZEN) for each in multiplied)
+        return ModelFlops(per_token, attention_flops(self.n_layers, self.n_heads, self.head_dim))
+
     def flops_per_token(self, seq_len: int) -> int:
         """Return the floating-point operations of one token's forward and backward pass, 6 N + 12 L H D S.
 
         The formula is that of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where D is Q. N counts the
-        parameters that are multiplied: an untied input embedding is looked up and left out. As there, attention counts
-        as if it were not causal and recomputed activations do not count.
+        elements of all matrices that are multiplied: an untied input embedding is looked up and left out. As there,
+        attention counts as if it were not causal and recomputed activations do not count.
         """
-        multiplied = self.num_parameters() - (0 if self.output is None else self.vocab_size * self.dim)
-        return 6 * multiplied + 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        return self.training_flops().of(1, seq_len)
 
 
 class Block(nn.Module):

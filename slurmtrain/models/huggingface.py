@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
+from slurmtrain.models.flops import transformers_flops
+from slurmtrain.planner.flops import ModelFlops
+
+PREFIX = "model."  # of the names of its parameters, before those that transformers gives them
 
 
 class HuggingFace(nn.Module):
     """A causal language model: tokens in, logits out, in float32 parameters; nothing is downloaded.
 
+    With `path` its parameters are on the meta device, and take no memory: `models.pretrained` fills those that a rank holds.
+
     Args:
         config: fields of the model's configuration, `model_type` among them; the weights are drawn at random.
-        path: a folder that `save_pretrained` has written, or a snapshot of one from the hub, whose weights are read.
+        path: a folder that `save_pretrained` has written, or a snapshot of one from the hub, with weights to begin with.
 
     Raises:
         ConfigError: transformers is not installed, not exactly one of `config` and `path` is given, or it names no
@@ -36,7 +47,7 @@ class HuggingFace(nn.Module):
             raise ConfigError(
                 "model=huggingface needs transformers, which is not installed", hint="pip install 'slurmtrain[hf]'"
             ) from None
-        model: Any = _drawn(transformers, config or {}) if path is None else _read(transformers, path)
+        model: Any = _drawn(transformers, config or {}) if path is None else _described(transformers, path)
         self.model: nn.Module = model.float()
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
 
@@ -45,21 +56,121 @@ class HuggingFace(nn.Module):
         logits_BSV: Tensor = self.model(tokens_BS, use_cache=False).logits
         return logits_BSV
 
+    def training_flops(self) -> ModelFlops | None:
+        """Return the operations of a training step, see `planner.flops`; None: not all matrices are used for each token."""
+        return transformers_flops(self.model)
 
-def _drawn(transformers: Any, config: Mapping[str, Any]) -> nn.Module:
+    @staticmethod
+    def stored_name(name: str) -> str:
+        """Return the name in a folder of Hugging Face of one of this module's parameters."""
+        return name.removeprefix(PREFIX)
+
+
+def _drawn(transformers: Any, config: Mapping[str, Any], *, on_meta: bool = False) -> nn.Module:
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        described = transformers.AutoConfig.for_model(**config)
+        with _without_drawing() if on_meta else nullcontext(), torch.device("meta") if on_meta else nullcontext():
+            model: Any = transformers.AutoModelForCausalLM.from_config(described)
+        model.tie_weights()  # which not drawing leaves out, too
     except (TypeError, ValueError) as error:  # no model_type, an unknown one, or one that predicts no tokens
         first = str(error).splitlines()[0][:200]
         raise ConfigError(
             f"transformers cannot build model.config={dict(config)}: {first}",
             hint="model_type is that of a config.json, such as llama or qwen3",
         ) from None
-    return model
+    found: nn.Module = model
+    return found
 
 
-def _read(transformers: Any, path: str) -> nn.Module:
+def _described(transformers: Any, path: str) -> nn.Module:
+    """Return the model of the config.json in `path`, with buffers, but with parameters on the meta device."""
     if not Path(path, "config.json").is_file():
-        raise ConfigError(f"model.path={path} has no config.json", hint="name a folder written by save_pretrained")
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        what = " has no config.json" if Path(path).is_dir() else ": there is no such folder"
+        raise ConfigError(f"model.path={path}{what}", hint="name a folder written by save_pretrained")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with _without_drawing(), _parameters_on_meta():
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.tie_weights()  # which not drawing leaves out, too
+    except (TypeError, ValueError, OSError) as error:
+        first = str(error).splitlines()[0][:200]
+        raise ConfigError(f"transformers cannot build the model of model.path={path}: {first}") from None
+    found: nn.Module = model
+    return found
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What a folder of Hugging Face has of a model of transformers.
+
+    Attributes:
+        config: the contents of config.json.
+        names: names of the tensors; a tied one has one name.
+        renamed: names that its files have instead, if transformers names or joins tensors otherwise when it writes them.
+    """
+
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    renamed: frozenset[str]
+
+
+def stored_names(config: Mapping[str, Any]) -> StoredNames:
+    """Return what a folder of the model that `config` describes has, which takes no memory and no weights.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    import transformers
+
+    model: Any = _drawn(transformers, config, on_meta=True)
+    names = [name for name, _ in model.named_parameters()]  # a parameter of several names is given once
+    names += [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    written = set(names)
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # transformers 4 writes tensors as they are
+        pass
+    else:
+        values = model.state_dict()
+        written = set(loading.revert_weight_conversion(model, {name: values[name] for name in names}))
+    described = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
+    return StoredNames(described, frozenset(names), frozenset(written - set(names)))
+
+
+def read_whole(path: Path) -> nn.Module:
+    """Return the model in `path` as transformers reads it, in the element type that its weights have there."""
+    import transformers
+
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
     return model
+
+
+def _without_drawing() -> AbstractContextManager[None]:
+    try:
+        module = importlib.import_module("transformers.initialization")
+    except ImportError:  # transformers 4
+        module = importlib.import_module("transformers.modeling_utils")
+    context: AbstractContextManager[None] = module.no_init_weights()
+    return context
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device as soon as a module has it.
+
+    Under torch.device("meta") buffers would be there, too, and those that are in no file (rotary frequencies) are computed
+    once only, when the module is built.
+    """
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    module_class: Any = nn.Module
+    module_class.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        module_class.register_parameter = register

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,8 +29,8 @@ from slurmtrain.errors import ConfigError
 
 # A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.
 TILE = (32, 1024)
-# The prefixes that torch adds to the names of a module's parameters when it wraps the module.
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# What torch adds to the names of a module's parameters when it wraps the module, and peft to those beside an adapter.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,17 @@ def initialize(model: nn.Module, seed: int) -> None:
     Raises:
         ConfigError: a module has no such method, or has buffers.
     """
+    initialize_layers(model.named_modules(), seed)
+
+
+def initialize_layers(layers: Iterable[tuple[str, nn.Module]], seed: int) -> None:
+    """Draw the parameters of some modules of a model, without those of their children; otherwise as `initialize`.
+
+    Args:
+        layers: the modules by their names in the whole model.
+    """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for path, module in model.named_modules():
+        for path, module in layers:
             starts = _starts(path, module)
             for name, parameter in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}" if path else name

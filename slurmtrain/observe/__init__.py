@@ -1,5 +1,6 @@
 """The output of a run: metrics on disk, curves in TensorBoard, progress for a person, speed."""
 
+from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
 from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.observe.reporter import Reporter
@@ -7,6 +8,10 @@ from slurmtrain.observe.tensorboard import TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
 
 __all__ = [
+    "Ending",
+    "Held",
+    "LoggedRun",
+    "Logger",
     "MetricsLog",
     "ProgressLine",
     "Reporter",

@@ -16,6 +16,8 @@ from slurmtrain.system import records
 from slurmtrain.system.files import fsync_directory, replace_file
 
 BLOCK_BYTES = 1 << 18
+# Names, or what they begin with, of metrics that describe the machine; besides those whose unit has seconds.
+MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_", "slowest_rank")
 
 Value = float | int | str | bool | None
 
@@ -52,6 +54,16 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def is_measured(name: str) -> bool:
+    """Return whether a metric describes the machine, such as its speed, and is never the same twice."""
+    return name.endswith("_s") or name.startswith(MEASURED)
+
+
+def is_detail(name: str) -> bool:
+    """Return whether a metric is one of many that explain another: a part of a step's time, or the norm of one layer."""
+    return name.startswith(("time_", "grad_norm/", "param_norm/", "slowest_rank")) or name == "mfu_attended"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -75,13 +75,14 @@ class PowerSGD:
         hook = self._hook
         self._before = dict(hook.error_dict), {bucket: q.clone() for bucket, q in hook.q_memory_dict.items()}
 
-    def take_back(self, skips: Tensor) -> None:
-        """Bring that state back where `skips`, a bool scalar on the device, is true."""
+    def end_step(self, skips: Tensor | None) -> None:
+        """Bring that state back where `skips`, a bool scalar on the device, is true; None: the step is not skipped."""
         hook, (errors, qs) = self._hook, self._before
-        for bucket, error in hook.error_dict.items():
-            hook.error_dict[bucket] = torch.where(skips, errors.get(bucket, 0.0), error)
-        for bucket, q in hook.q_memory_dict.items():
-            hook.q_memory_dict[bucket] = torch.where(skips, qs[bucket] if bucket in qs else _random_like(q), q)
+        if skips is not None:
+            for bucket, error in hook.error_dict.items():
+                hook.error_dict[bucket] = torch.where(skips, errors.get(bucket, 0.0), error)
+            for bucket, q in hook.q_memory_dict.items():
+                hook.q_memory_dict[bucket] = torch.where(skips, qs[bucket] if bucket in qs else _random_like(q), q)
         self._before = {}, {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ see the rest of the sequence:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,6 +81,11 @@ class AllToAllAttention(CausalAttention):
         return exchanged.movedim(0, 2).flatten(2, 3)
 
 
+# torch 2.13 has other names for the two, and warns of those of before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _AllGather(torch.autograd.Function):
     """An autograd function that gathers x of all ranks, in their order, along a new first axis."""
 
@@ -87,13 +93,13 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         result = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(result, x.contiguous(), group)
+        _all_gather(result, x.contiguous(), group=ctx.group)
         return result.view(group.size(), *x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         result = gradient.new_empty(gradient.shape[1:])
-        dist.reduce_scatter_tensor(result, gradient.flatten(0, 1).contiguous(), group=ctx.group)
+        _reduce_scatter(result, gradient.flatten(0, 1).contiguous(), group=ctx.group)
         return result, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def warm_up_ddp_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
+def warm_up_ddp_buckets(model: nn.Module, backward: Callable[[], None] | None = None) -> None:
     """Let DDP reach its final buckets before the first step counts.
 
     DDP reduces in one bucket during its first backward and regroups by arrival order afterwards. A sum over ranks is
@@ -62,10 +63,31 @@ def warm_up_ddp_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
     alike; random state and buffers are left as they were.
 
     Args:
-        backward: one forward and backward pass through `model` on any batch of the usual shape.
+        backward: one forward and backward pass through `model` on any batch of the usual shape. None: a pass over all
+            trained parameters in their order, without a batch; no gradient may be in the model yet.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        without_trace(model, backward)
+        without_trace(model, backward or partial(_backward_without_batch, model))
+
+
+def _backward_without_batch(model: nn.parallel.DistributedDataParallel) -> None:
+    """Run a backward pass through DDP in which every trained parameter takes part, in reverse order, with gradients of 0."""
+    module, trained = model.module, [each for each in model.module.parameters() if each.requires_grad]
+    if model.find_unused_parameters or model.static_graph:
+        return  # buckets stay as they are; or the first pass has to be a real one
+    if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in trained):
+        return  # somebody steps the optimiser within the backward pass
+    replaced, synchronises = vars(module).get("forward"), model.require_backward_grad_sync
+    module.forward = lambda: torch.stack([(each * 0).sum().float() for each in trained]).sum()
+    model.require_backward_grad_sync = True  # also within no_sync
+    try:
+        model().backward()
+    finally:
+        model.require_backward_grad_sync = synchronises
+        if replaced is None:
+            del module.forward
+        else:
+            module.forward = replaced
 
 
 def without_trace(model: nn.Module, backward: Callable[[], None]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ def clip_gradients(
     limit: float,
     group: dist.ProcessGroup | None,
     tied_parameters: Sequence[nn.Parameter] = (),
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Scale all gradients so that their norm is at most `limit`.
 
@@ -28,6 +30,7 @@ def clip_gradients(
         limit: the greatest norm; 0: gradients are not scaled.
         group: all ranks; None for a single one.
         tied_parameters: those of `parameters` that another stage of the pipeline also has, with the same gradient.
+        waiting: returns a context for the sum over the ranks.
 
     Returns:
         The norm before, a scalar; and of each parameter the norm of this rank's part of its gradient before, a scalar; None
@@ -39,12 +42,13 @@ def clip_gradients(
     norms = torch._foreach_norm(local)
     by_holders: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):
-        by_holders.setdefault(_holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
+        by_holders.setdefault(holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
     # No tensor comes from the host, since its copy would wait until the GPU has finished its backward pass.
-    parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
+    parts = [torch.stack(norms).double().square().sum() / count for count, norms in by_holders.items()]
     total = torch.stack(parts).sum()
     if group is not None:
-        dist.all_reduce(total, group=group)
+        with waiting():
+            dist.all_reduce(total, group=group)
     norm = total.sqrt().float()
     if limit:
         torch._foreach_mul_(local, (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -52,7 +56,8 @@ def clip_gradients(
     return norm, [next(each) if isinstance(parameter.grad, DTensor) else None for parameter in parameters]
 
 
-def _holders(tensor: DTensor) -> int:
+def holders(tensor: Tensor) -> int:
     """Return the number of ranks of the tensor's mesh that hold the same elements."""
+    assert isinstance(tensor, DTensor)
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())

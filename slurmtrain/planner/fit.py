@@ -25,7 +25,7 @@ from slurmtrain.config.parallel_dims import (
 from slurmtrain.config.schema import Config
 from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.memory import MemorySettings, memory_per_rank
+from slurmtrain.planner.memory import ADAM_STATES, MemorySettings, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
 GIB = 2**30
@@ -103,6 +103,16 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
         whole_gradients=dims.pp > 1,
     )
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
+    shape = DecoderShape.of(config.model)
+    stages = memory_per_rank(shape, work, **sizes)
+    if config.lora.r:  # the model's own parameters are frozen
+        adapters = work.parameter_bytes * shape.adapter_elements(config.lora.r, dims.dp_shard * dims.cp)
+        stages = [
+            dataclasses.replace(
+                each, parameters=each.parameters + adapters, gradients=adapters, optimizer=adapters * ADAM_STATES
+            )
+            for each in stages
+        ]
     return [
         StageMemory(
             stage,
@@ -113,7 +123,7 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
             each.gathered,
             each.activations if seq_len else None,
         )
-        for stage, each in enumerate(memory_per_rank(DecoderShape.of(config.model), work, **sizes))
+        for stage, each in enumerate(stages)
     ]
 
 
@@ -230,6 +240,8 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
     The layouts nearest to the config's come first.
     """
     for dims in nearest_layouts(config):
+        if config.lora.r and dims.tp * dims.pp > 1:  # which adapters do not go with
+            continue
         ways = sorted(_ways(config, dims), key=lambda way: (len(way[1]), way[0]))
         if _most(ways[-1][2], dims) > limit:  # the change that needs least memory
             continue

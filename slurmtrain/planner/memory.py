@@ -10,6 +10,7 @@ matrix (Dao et al. 2022, arXiv:2205.14135).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def memory_per_rank(
     for stage, layers in enumerate(layers_of_stages(shape.n_layers, pp)):
         ends = shape.ends(first=stage == 0, last=stage == pp - 1)
         shard = dp_shard * cp
-        elements = layers * _elements(shape.block(), tp, shard) + _elements(ends, tp, shard)
+        elements = layers * block_elements(shape, tp, shard) + _elements(ends, tp, shard)
         in_flight = pp - stage if work.in_flight is None else work.in_flight[stage]
         tokens = work.micro_batch_size * work.seq_len // cp
         found.append(
@@ -117,13 +118,19 @@ def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
     return sum(parameter.per_rank(tp, shard) for parameter in parameters)
 
 
+@functools.lru_cache(maxsize=1024)  # a search asks for the same cuts of a layer thousands of times
+def block_elements(shape: DecoderShape, tp: int, shard: int) -> int:
+    """Return the elements of one layer on the rank that has most."""
+    return _elements(shape.block(), tp, shard)
+
+
 def _gathered(shape: DecoderShape, work: MemorySettings, layers: int, ends: list[Parameter], tp: int) -> int:
     """Return the bytes of gathered parameters and of gradients that are not yet cut.
 
     FSDP keeps gathered copies of the parameters outside the blocks all the time, and those of the present and the next
     block, or of all. Gradients before they are summed up and cut are those of one block, or of all.
     """
-    block, beside = _elements(shape.block(), tp, 1), _elements(ends, tp, 1)
+    block, beside = block_elements(shape, tp, 1), _elements(ends, tp, 1)
     near = min(2, layers)
     group = math.inf if work.reshard_after_forward is True else work.reshard_after_forward or 1
     gradients = (beside + layers * block) * work.reduce_bytes if work.whole_gradients else block * work.compute_bytes

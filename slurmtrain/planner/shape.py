@@ -95,6 +95,12 @@ class DecoderShape:
             parameters += [Parameter((self.head_dim,), tp_dim=None)] * 2
         return parameters
 
+    def adapter_elements(self, r: int, shard: int) -> int:
+        """Return the elements of adapters (LoRA) of rank `r` beside all matrices of all layers, on one of `shard` ranks."""
+        sizes = [parameter.shape for parameter in self.block() if len(parameter.shape) == 2]
+        pairs = [Parameter(shape) for rows, columns in sizes for shape in ((r, columns), (rows, r))]
+        return self.n_layers * sum(parameter.per_rank(1, shard) for parameter in pairs)
+
     def ends(self, *, first: bool, last: bool) -> list[Parameter]:
         """Return the parameters before and after the layers, which only the `first` and the `last` stage of a pipeline have.
 

@@ -18,6 +18,7 @@ from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import is_detail
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -87,7 +88,8 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
 
     Columns: point, run, state; the varied keys in the order of their first appearance; step, the last that was logged;
     `best_<metric>` for one metric, its best value over the whole run; then every scalar metric by its own name, with
-    the value that was logged last. A point that never ran or logged nothing has a row with empty cells.
+    the value that was logged last, and at the end those that only explain another. A point that never ran or logged
+    nothing has a row with empty cells.
 
     The one metric is `metric`; else checkpoint.best_metric of the runs' config; else, if that was never logged, "loss".
     Which values of it are good is `mode`; else checkpoint.best_mode, if it is the config's metric; else "min", if its
@@ -98,7 +100,7 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
     """
     candidates = _candidates(points, metric, mode)
     logs = [_read(point.run_dir, candidates) for point in points]
-    logged = list(dict.fromkeys(name for log in logs for name in log.last))
+    logged = sorted(dict.fromkeys(name for log in logs for name in log.last), key=is_detail)
     if metric is not None and logged and metric not in logged:
         raise UsageError(f"no run has logged the metric {metric!r}", hint=nearest(metric, logged))
     goal = next((goal for goal in candidates if goal.metric in logged), candidates[0] if metric is not None else None)
@@ -133,6 +135,33 @@ def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, value))
+    return kept
+
+
+def metrics_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics and of its evaluation jobs, by step, each value once, as it counts.
+
+    Raises:
+        UnreadableRecordError: a file of metrics cannot be used.
+    """
+    found = [*read_metrics(run_dir.evaluations_file), *without_repeated(read_metrics(run_dir.metrics_file))]
+    return sorted(found, key=lambda record: record["step"])
+
+
+def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records in the order of the log, without those that were logged again.
+
+    An attempt that repeats steps replaces the records of later steps, as in `as_it_counts`, and those of the same step
+    that have a value of the same name.
+    """
+    kept: list[dict[str, Any]] = []
+    for record in logged:
+        names, same = record.keys() - {"step"}, []
+        while kept and kept[-1]["step"] >= record["step"]:
+            last = kept.pop()
+            if last["step"] == record["step"] and names.isdisjoint(last):
+                same.append(last)
+        kept += [*reversed(same), record]
     return kept
 
 

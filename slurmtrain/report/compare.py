@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import is_measured
 from slurmtrain.report.collect import is_scalar
+from slurmtrain.runs.environment_record import read_environment
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 
+MOST_ENVIRONMENTS = 100  # attempts of a run whose records are read
 READ_AT_MOST = 2e9  # bytes of a model, without being asked to
 MISSING = object()  # a key that one of the two does not have, which is not null
 
@@ -40,6 +45,7 @@ class Comparison:
     Attributes:
         config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
         files: paths of files that differ between the snapshots of the code; None when one ran in place.
+        environment: what the newest attempt of each ran with, as far as it differs.
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.
         weights: comparison of the checkpoints that both have.
@@ -49,6 +55,7 @@ class Comparison:
 
     config: list[tuple[str, Any, Any]]
     files: list[str] | None
+    environment: Environments
     steps: list[int]
     data: Data
     weights: Weights
@@ -58,8 +65,23 @@ class Comparison:
     @property
     def parted(self) -> Parting | None:
         """The earliest difference in a metric that does not measure speed."""
-        found = [parting for name, parting in self.partings.items() if not is_speed(name)]
+        found = [parting for name, parting in self.partings.items() if not is_measured(name)]
         return min(found, key=lambda parting: parting.step, default=None)
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The comparison of what two runs ran with: packages, driver, CUDA and NCCL, image, variables.
+
+    Attributes:
+        differences: facts that differ, by group and name.
+        missing: the runs, "a" or "b", of which no attempt has recorded it; nothing but the image is compared then.
+        within: groups in which attempts of one run differ from each other, by run.
+    """
+
+    differences: list[FactDifference] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    within: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,13 +128,45 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
     logs = _by_step(_records(a)), _by_step(_records(b))
     return Comparison(
         config_differences(_config(a), _config(b)),
-        None if _in_place(a) or _in_place(b) else code_differences(a.code, b.code),
+        None if _in_place(a) or _in_place(b) else code_differences(snapshot_of(a), snapshot_of(b)),
+        compare_environments(a, b),
         sorted(logs[0].keys() & logs[1].keys()),
         _compare_data(a, b),
         _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
         partings(*logs, tolerance=tolerance),
         _final(*logs),
     )
+
+
+def compare_environments(a: RunDir, b: RunDir) -> Environments:
+    """Compare what the newest attempts of two runs ran with, and the images of their containers.
+
+    Raises:
+        UnreadableRecordError: a record cannot be read.
+    """
+    known = {name: recorded_environments(run) for name, run in (("a", a), ("b", b))}
+    image = fact_differences(*(ProcessFacts(container=_image(run)) for run in (a, b)))
+    missing = [name for name, facts in known.items() if not facts]
+    newest = [] if missing else fact_differences(known["a"][-1], known["b"][-1])
+    within = {}
+    for name, facts in known.items():
+        groups = {each.group for one, other in pairwise(facts) for each in fact_differences(one, other)}
+        if groups:
+            within[name] = [group for group in ProcessFacts().groups() if group in groups]
+    return Environments([*image, *newest], missing, within)
+
+
+def recorded_environments(run_dir: RunDir) -> list[ProcessFacts]:
+    """Return what the attempts of a run ran with, oldest first; of many attempts the newest ones."""
+    numbers = run_dir.attempt_numbers()[-MOST_ENVIRONMENTS:]
+    found = (read_environment(run_dir.attempt(number)) for number in numbers)
+    return [facts for facts in found if facts is not None]
+
+
+def _image(run_dir: RunDir) -> dict[str, str]:
+    """Return the image of a run's container, and its digest, as submit has recorded them."""
+    image = run_dir.info().get("image") or {}
+    return {name: str(image[key])[:400] for name, key in (("image", "image"), ("digest", "digest")) if image.get(key)}
 
 
 def _compare_data(a: RunDir, b: RunDir) -> Data:
@@ -144,11 +198,6 @@ def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
     return Weights(compared)
 
 
-def is_speed(name: str) -> bool:
-    """Return whether a metric has seconds in its unit: it describes the machine, and is never the same twice."""
-    return name.endswith("_s")
-
-
 def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """Return (dotted key, a's value, b's value) of each difference, in a's order. Lists are compared as a whole."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -163,6 +212,11 @@ def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, 
         return [difference for key in b for difference in config_differences(MISSING, b[key], f"{where}.{key}")]
     same = type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
     return [] if same else [(where, a, b)]
+
+
+def snapshot_of(run_dir: RunDir) -> Path:
+    """Return the folder of a run's snapshot; that of the runs of a sweep, which share one, is the sweep's."""
+    return run_dir.path.parent / "code" if run_dir.code.is_symlink() else run_dir.code
 
 
 def code_differences(a: Path, b: Path) -> list[str]:

@@ -9,11 +9,18 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmtrain.runs import attempts
+from slurmtrain.runs.program_checkpoints import (
+    ProgramCheckpoint,
+    find_checkpoints,
+    newest_complete,
+    seconds_per_step,
+    total_steps,
+)
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -28,7 +35,7 @@ class Progress:
         step: number of steps done, as far as is known.
         steps: number of steps of the whole run.
         loss, valid_loss: values logged last, in nats per token.
-        logged: time of the last record, in unix seconds.
+        logged: time of the last record, or of a program's newest checkpoint, in unix seconds.
         tokens_per_s: tokens of all ranks per second, while it runs.
         step_time_s: seconds per step over the last steps, without pauses for evaluations and saves; while it runs.
     """
@@ -52,14 +59,45 @@ class Progress:
         return None if self.step_time_s is None or self.left is None else _finite(self.left * self.step_time_s)
 
 
-def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | None) -> Progress:
+def read_progress(
+    run_dir: RunDir, steps: int | None, own_checkpoints: Mapping[str, Any] | None = None, *, running_since: float | None
+) -> Progress:
     """Return the progress of a run.
 
     Args:
         steps: number of steps of the whole run.
+        own_checkpoints: what run.json says of the checkpoints of a program of the user's own, if it has any.
         running_since: when the running attempt began; None when none runs, since an earlier speed says nothing about
             now.
     """
+    own = _by_own_checkpoints(run_dir, own_checkpoints or {}, running_since)
+    logged = _by_log(run_dir, steps if steps is not None else own.steps, running_since)
+    step = max(logged.step or 0, own.step or 0) or None
+    return replace(
+        logged,
+        step=step,
+        logged=max(filter(None, (logged.logged, own.logged)), default=None),
+        step_time_s=own.step_time_s if logged.step_time_s is None else logged.step_time_s,
+    )
+
+
+def _by_own_checkpoints(run_dir: RunDir, described: Mapping[str, Any], running_since: float | None) -> Progress:
+    """Return what the checkpoints of a program of the user's own show, if it is known where they are."""
+    pattern, rule = described.get("pattern"), described.get("complete")
+    if not isinstance(pattern, str) or not isinstance(rule, str | None):
+        return Progress()
+    found: list[ProgramCheckpoint] = []
+    with contextlib.suppress(OSError):
+        found = find_checkpoints(run_dir.program_folders, pattern, rule)
+    newest = newest_complete(found)
+    if newest is None:
+        return Progress()
+    pace = seconds_per_step(found, running_since) if running_since is not None else None
+    return Progress(newest.step, total_steps(newest), logged=newest.changed, step_time_s=pace)
+
+
+def _by_log(run_dir: RunDir, steps: int | None, running_since: float | None) -> Progress:
+    """Return what metrics.jsonl and the checkpoints of this package show."""
     saved = None
     with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
         saved = attempts.newest_checkpoint_step(run_dir)

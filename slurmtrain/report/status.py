@@ -14,20 +14,21 @@ import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
+from slurmtrain.choices import Choice as NamedValue
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, choices
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
+from slurmtrain.runs.choices import Choice
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import is_anothers, names_of
+from slurmtrain.runs.job_tokens import TOKEN_PREFIX, is_anothers, names_of
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, RunAction, Verdict
 from slurmtrain.runs.ownership import check_parts, is_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE, QueuedJob, SlurmClient, parse_time
@@ -41,7 +42,7 @@ CONFIRM_EVERY_S = 0.7
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 
 
-class RunStatus(StrEnum):
+class RunStatus(NamedValue):
     """The status of a run."""
 
     PREPARED = "prepared"  # nothing has been submitted or started yet
@@ -55,6 +56,7 @@ class RunStatus(StrEnum):
     UNKNOWN = "unknown"  # SLURM, or the host of a local run, cannot be asked
     FINISHED = "finished"
     STOPPED = "stopped"  # somebody or something ended it before it had finished; it can be resumed
+    PRUNED = "pruned"  # its search has ended it early, by the values that it had logged
     FAILED = "failed"
     LOST = "lost"  # its job is gone, and the run has not ended
     UNREADABLE = "unreadable"  # its files cannot be used
@@ -122,7 +124,11 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
         if not record.local and record.job_id and record.distrust is None:
             by_owner.setdefault(record.owner, []).append(record)
     queues = {owner: _confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
+    open_runs = {record.id: _open_states(record) for record in records if record.is_open}
     for record in records:
+        if record.id in open_runs:
+            found[record.id] = open_runs[record.id]
+            continue
         queue = _Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, _Queue())
         try:
             own = queue.of(record)
@@ -199,6 +205,11 @@ class _Record:
     @property
     def id(self) -> str:
         return self.run_dir.id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was submitted to several choices, and no job has taken it yet."""
+        return self.job_id is None and not self.attempts and not self.local and choices.is_open(self.run_dir)
 
     @property
     def local(self) -> bool:
@@ -280,6 +291,11 @@ class _Record:
     def cancelled(self, queued: str) -> bool:
         """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
         return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
+
+    @property
+    def pruned(self) -> bool:
+        """Whether its search has pruned it after the last attempt could notice."""
+        return attempts.ended_after(self.run_dir, self.last) == RunAction.PRUNE
 
     def _has_log(self, job_id: str | None) -> bool:
         return self.run_dir.job_log(job_id or "") is not None
@@ -417,6 +433,108 @@ def _queue(owner: _Owner, job_ids: list[str]) -> _Queue:
         return _Queue(doubt=error.message)
 
 
+def _open_states(record: _Record) -> RunState:
+    """Return the state of a run that is in several queues, and that the first job that starts takes."""
+    for _ in range(CONFIRMATIONS):
+        try:
+            places = [_place(choice, record.owner.user) for choice in choices.choices_of(record.run_dir)]
+        except UnreadableRecordError as error:
+            return _unreadable(error)
+        if any(place.alive for place in places):
+            break
+        time.sleep(CONFIRM_EVERY_S)  # a controller that has just begun knows no jobs
+    if not choices.is_open(record.run_dir):  # one has taken it since
+        return state(record.run_dir)
+    word, sentence, alive = _of_places(record, places)
+    waits = [place for place in places if place.word == RunStatus.WAITING]
+    doubt = next((place.doubt for place in places if place.doubt is not None), None)
+    starts = [start for place in waits if (start := _expected_start(place.job)) is not None]
+    return RunState(
+        word,
+        sentence,
+        alive,
+        [],
+        None,
+        slurm_error=doubt,
+        reason=waits[0].job.reason if waits else None,
+        expected_start=min(starts, default=None),
+    )
+
+
+class _Place(NamedTuple):
+    """A choice of a run, and what SLURM says of its job there: `word` is None for a job that is gone or was never submitted."""
+
+    choice: Choice
+    job: QueuedJob
+    word: RunStatus | None
+    doubt: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.word is not None
+
+
+def _place(choice: Choice, user: str | None) -> _Place:
+    if not choice.token or _was_in_a_lost_sandbox(choice.named_conf):
+        return _Place(choice, QueuedJob(), None)
+    try:
+        client = SlurmClient(choice.slurm_conf())
+        job_id = choice.job_id or next(iter(client.find_by_comment(TOKEN_PREFIX + choice.token)), None)
+        job = client.queue([job_id], user).get(job_id, QueuedJob()) if job_id is not None else QueuedJob()
+    except ClusterError as error:
+        return _Place(choice, QueuedJob(), RunStatus.UNKNOWN, error.message)
+    if TOKEN_PREFIX + choice.token not in job.comment:  # another run's job has its id by now
+        return _Place(choice, QueuedJob(), None)
+    if job.state in GONE:
+        return _Place(choice, job, None)
+    return _Place(dataclasses.replace(choice, job_id=job_id), job, _word_of(job))
+
+
+def _was_in_a_lost_sandbox(conf: str | None) -> bool:
+    """Return whether a slurm.conf is that of a sandbox of this user that is down: its jobs are gone with it."""
+    from slurmtrain.sandbox.directory import user_directory
+
+    return conf is not None and Path(conf).parent.parent == user_directory() and not os.path.lexists(conf)
+
+
+def _word_of(job: QueuedJob) -> RunStatus:
+    if job.state != "PENDING":
+        return RunStatus.STARTING
+    return RunStatus.HELD if is_held(job.reason) else RunStatus.WAITING
+
+
+def _of_places(record: _Record, places: list[_Place]) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a run that no job has taken yet."""
+    said = []
+    for place in places:
+        job = f"{place.choice.name}: job {place.choice.job_id}"
+        start = _expected_start(place.job)
+        when = f", expected to start {at_about(start, time.time())}" if start is not None else ""
+        if place.word in (RunStatus.WAITING, RunStatus.HELD):
+            said.append(f"{job} is pending: {in_words(place.job.reason, record.id)}{when}")
+        elif place.word == RunStatus.STARTING:
+            said.append(f"{job} is about to begin")
+        elif place.word == RunStatus.UNKNOWN:
+            said.append(f"{place.choice.name}: SLURM cannot be asked")
+    alive = [place.word for place in places if place.word is not None]
+    resume = f"`resume {record.id}` submits it to each of them again"
+    if attempts.cancelled_after(record.run_dir, None):
+        if any(word != RunStatus.UNKNOWN for word in alive):
+            return RunStatus.STOPPING, f"it is cancelled; {'; '.join(said)}", True
+        return RunStatus.STOPPED, f"cancelled while it waited. {resume}", False
+    if not alive:
+        if not any(place.choice.token for place in places):
+            return RunStatus.PREPARED, f"not submitted yet. {resume}", False
+        if any(place.job.state == "CANCELLED" for place in places):
+            return RunStatus.STOPPED, f"cancelled while it waited. {resume}", False
+        return RunStatus.LOST, f"its jobs are gone and left no attempt. {resume}", False
+    first = "it waits in several queues, and the first job that starts takes it"
+    for word in (RunStatus.STARTING, RunStatus.WAITING, RunStatus.HELD):
+        if word in alive:
+            return word, f"{first if len(alive) > 1 else 'it waits'}: {'; '.join(said)}", True
+    return RunStatus.UNKNOWN, "; ".join(said), True
+
+
 def _state(record: _Record, queue: _Queue) -> RunState:
     without_slurm = record.local or record.job_id is None
     job = queue.job(None if without_slurm else record.job_id)
@@ -434,7 +552,12 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         alive,
         record.attempts,
         record.job_id,
-        progress=read_progress(record.run_dir, record.info.get("steps"), running_since=running_since),
+        progress=read_progress(
+            record.run_dir,
+            record.info.get("steps"),
+            record.info.get("own_checkpoints"),
+            running_since=running_since,
+        ),
         own_job=record.own_job,
         packed=record.packed,
         slurm_error=None if without_slurm else queue.doubt,
@@ -579,6 +702,8 @@ def _ended(record: _Record, queued: str = "") -> tuple[RunStatus, str]:
     """Return word and sentence for a run that nobody runs any more."""
     last = record.last
     resume = f"`resume {record.id}` continues it"
+    if not record.over and record.pruned:
+        return RunStatus.PRUNED, f"{PRUNED_BY_SEARCH} while it waited. {resume}"
     if last is None or not record.has_begun:
         what = f"job {record.job_id}" if record.job_id else "it"
         if record.cancelled(queued):
@@ -593,11 +718,15 @@ def _ended(record: _Record, queued: str = "") -> tuple[RunStatus, str]:
         return RunStatus.FAILED, read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
         return RunStatus.FINISHED, f"{last.sentence or 'finished'}{_started_again(record, last)}"
+    if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
+        return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if last.verdict == Verdict.END:
         if last.reason == Reason.CONFIG:
             resume = (
                 f"When that is put right: `resume {record.id}` (KEY=VALUE after it changes its config), or submit again"
             )
+        elif last.reason == Reason.DIVERGED:
+            resume = f"`resume {record.id} optim.lr=...` goes on from the newest checkpoint with other values"
         interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
         word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"

@@ -71,6 +71,27 @@ class AttemptDir:
         found = {path.stem.removeprefix("hang-"): path for path in self.path.glob("hang-*.json")}
         return {int(rank): path for rank, path in found.items() if rank.isdecimal()}
 
+    def hang_node(self, rank: int) -> Path:
+        """Return the file in which the monitor beside a rank writes what it knows of its node, until it is on the page."""
+        return self.path / f"hang-node-{rank}.json"
+
+    def hang_nodes(self) -> list[Path]:
+        """Return those files."""
+        return list(self.path.glob("hang-node-*.json"))
+
+    def stacks_file(self, rank: int) -> Path:
+        """Return the file to which a rank writes its stacks if it shares its log with others, as under a launcher."""
+        return self.path / f"stacks-{rank}.log"
+
+    def stacks_files(self) -> list[Path]:
+        """Return those files."""
+        return list(self.path.glob("stacks-*.log"))
+
+    def stacks_log(self, rank: int) -> Path:
+        """Return the file in which the stacks of a rank, and of the processes that it has forked, are to be found."""
+        own = self.stacks_file(rank)
+        return own if own.exists() else self.rank_log(rank)
+
     def nccl_trace(self, rank: int) -> Path:
         """Return the file of NCCL's flight record of a rank."""
         return self.path / f"nccl-trace-{rank}.pickle"
@@ -80,6 +101,11 @@ class AttemptDir:
     def record_file(self) -> Path:
         """The record of the attempt, see `Attempt`."""
         return self.path / "attempt.json"
+
+    @property
+    def environment_file(self) -> Path:
+        """The record of what the attempt runs with: packages, driver, variables; see `environment_record`."""
+        return self.path / "environment.json"
 
     @property
     def stop_file(self) -> Path:
@@ -92,6 +118,16 @@ class AttemptDir:
         return self.path / "master.json"
 
     @property
+    def preflight_file(self) -> Path:
+        """What the checks before training have found, see `runtime.preflight.check.record_of`."""
+        return self.path / "preflight.json"
+
+    @property
+    def profiles_marker(self) -> Path:
+        """An empty file: the user's own program looks for a wish for a profile after each of its steps."""
+        return self.path / "takes-profiles"
+
+    @property
     def prepared_file(self) -> Path:
         """An empty file: rank 0 of a preparation of data needs no other rank any more."""
         return self.path / "prepared"
@@ -100,6 +136,19 @@ class AttemptDir:
     def stopping_file(self) -> Path:
         """An empty file: a rank of a preparation of data was told to stop, so all ranks stop."""
         return self.path / "stopping"
+
+    # Files of the first rank of every node.
+    def gpu_file(self, node_rank: int) -> Path:
+        """Return the record of how busy a node's GPUs were, see `gpu_use`."""
+        return self.path / f"gpus-{node_rank}.json"
+
+    def gpu_files(self) -> list[Path]:
+        """Return those records, in no particular order; none if the folder cannot be listed."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return []
+        return [self.path / name for name in names if name.startswith("gpus-") and name.endswith(".json")]
 
     # Files of every rank.
     def rank_log(self, rank: int) -> Path:

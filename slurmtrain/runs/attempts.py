@@ -14,7 +14,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import JobFacts, parse_time
+from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
@@ -75,10 +76,15 @@ class Attempt:
             and when it ended; None if it reports none.
         marked_before, marked: when the newest file of job.progress_file had last been changed, when it began and when
             it ended.
+        seen_before, seen_step: step of the newest complete checkpoint of job.checkpoints when it began, and when it ended.
         stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
         failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
+        last_sign: when it last wrote something; only of an attempt whose end nobody saw, so that `ended` is later.
+        last_logged: when metrics.jsonl was last written while it ran; None if it was not.
+        gpus: GPUs that it held, on all nodes of its job; its share of them if several runs shared the job.
+        kind: job.kind.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
         fault: what it says against a node: the values of a `NodeRecord`; None if it says nothing.
         said: rank 0's last word, a `LastWord`.
@@ -109,6 +115,8 @@ class Attempt:
     reported_step: int | None = None
     marked_before: float | None = None
     marked: float | None = None
+    seen_before: int | None = None
+    seen_step: int | None = None
     said: str | None = None
     program_code: int | None = None
     cause: str | None = None
@@ -127,6 +135,10 @@ class Attempt:
     lasted: bool = False
     sentence: str | None = None
     started_again: int = 0
+    last_sign: float | None = None
+    last_logged: float | None = None
+    gpus: float | None = None
+    kind: str | None = None
 
     @property
     def facts_when_told(self) -> JobFacts | None:
@@ -141,7 +153,13 @@ class Attempt:
         """
         reported = self.reported_step is not None and self.reported_step > (self.reported_before or 0)
         marked = self.marked is not None and self.marked > (self.marked_before or 0.0)
-        return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
+        seen = self.seen_step is not None and self.seen_step > (-1 if self.seen_before is None else self.seen_before)
+        return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked or seen
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it got past its start, so that its config and its environment were sound."""
+        return self.stepping is not None or self.said is not None or self.progressed
 
 
 def _kind(annotation: str) -> Kind:
@@ -215,11 +233,6 @@ def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
         if attempt.stalled and not attempt.unseen:
             counted.append(attempt.number)
     return counted
-
-
-def stalled_before(attempts: list[Attempt], number: int) -> int:
-    """Return how many attempts directly before `number` used up the budget."""
-    return len(stalled_numbers(attempts, number))
 
 
 def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
@@ -337,6 +350,8 @@ def record_failure(
     because_of_peer: bool = False,
     superseded: bool = False,
     on_any_node: bool = False,
+    diverged: bool = False,
+    bad_nodes: Sequence[str] = (),
 ) -> None:
     """Record a rank's failure. Each rank writes its own file, so nothing has to be agreed on in the error path.
 
@@ -344,13 +359,24 @@ def record_failure(
         because_of_peer: another rank had exited, and its failure came first.
         superseded: a newer incarnation of the run is at work, and this one may not commit any more.
         on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
+        diverged: numbers of the training are not finite, or its loss has jumped.
+        bad_nodes: nodes that cannot do what the job needs, as the checks before training have found.
     """
-    record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
+    record: dict[str, Any] = {
+        "rank": rank,
+        "exit_code": exit_code,
+        "sentence": sentence,
+        "because_of_peer": because_of_peer,
+    }
     if superseded:
         record["superseded"] = True
     if on_any_node:
         record["on_any_node"] = True
-    record |= {"node": os.environ.get("SLURMD_NODENAME"), "time": time.time()}
+    if diverged:
+        record["diverged"] = True
+    if bad_nodes:
+        record["bad_nodes"] = list(bad_nodes)
+    record |= {"node": own_node_name(), "time": time.time()}
     write_json(attempt_dir.failure_file(rank), record)
     if because_of_peer or superseded or on_any_node or exit_code == EXIT_CONFIG:
         return
@@ -367,6 +393,7 @@ class Failure:
         node: the rank's node, by SLURM's name; None if it is not known.
         superseded: a newer incarnation of the run is at work.
         on_any_node: it is the same on every node.
+        diverged: numbers of the training are not finite, or its loss has jumped.
     """
 
     exit_code: int
@@ -374,6 +401,7 @@ class Failure:
     node: str | None = None
     superseded: bool = False
     on_any_node: bool = False
+    diverged: bool = False
 
 
 def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> Failure | None:
@@ -382,14 +410,28 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
     chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
-    first = min(chosen, key=lambda record: float(record["time"]))
+    # What a node was found unfit for tells more than what has followed from it.
+    first = min(chosen, key=lambda record: (not record.get("bad_nodes"), float(record["time"])))
     return Failure(
         int(first["exit_code"]),
         f"rank {first['rank']}: {first['sentence']}",
         node=first.get("node"),
         superseded=bool(first.get("superseded")),
         on_any_node=bool(first.get("on_any_node")),
+        diverged=bool(first.get("diverged")),
     )
+
+
+def unfit_nodes(attempt_dir: AttemptDir, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes that the checks before training have found unfit; none if that is most of them, and no node's fault.
+
+    Args:
+        nodes: those of the attempt; others are left out.
+    """
+    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
+    named = (record["bad_nodes"] for record in found if isinstance(record.get("bad_nodes"), list))
+    bad = tuple(dict.fromkeys(node for each in named for node in each if node in nodes))
+    return bad if len(nodes) == 1 or 2 * len(bad) <= len(nodes) else ()
 
 
 def failed_nodes(attempt_dir: AttemptDir) -> tuple[str, ...]:
@@ -399,9 +441,16 @@ def failed_nodes(attempt_dir: AttemptDir) -> tuple[str, ...]:
     return tuple(dict.fromkeys(nodes))
 
 
-def record_hang(attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int]) -> None:
-    """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other."""
-    write_json(attempt_dir.hang_file, {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()})
+def record_hang(
+    attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int], since: float | None = None
+) -> None:
+    """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other.
+
+    Args:
+        since: when a rank got on for the last time, in unix seconds; None if it is not known.
+    """
+    record = {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()}
+    write_json(attempt_dir.hang_file, record if since is None else {**record, "since": since})
 
 
 @dataclass(frozen=True)
@@ -463,10 +512,7 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
 
 def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     """Return srun's own words on a task that was killed, since that rank could not leave a record."""
-    try:
-        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
-    except UnreadableRecordError:
-        return None
+    text = _srun_log_text(attempt_dir)
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
     )
@@ -481,12 +527,9 @@ def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
     Args:
         how: a regular expression for srun's words: "Exited with exit code 1".
     """
-    try:
-        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
-    except UnreadableRecordError:
-        return []
     nodes: dict[str, None] = {}
-    for hosts in re.findall(rf"^srun: error: (\S+): tasks? [\d,-]+: (?:{how})\b", text, re.MULTILINE):
+    words = rf"^srun: error: (\S+): tasks? [\d,-]+: (?:{how})\b"
+    for hosts in re.findall(words, _srun_log_text(attempt_dir), re.MULTILINE):
         with contextlib.suppress(EnvironmentMismatchError):
             nodes |= dict.fromkeys(expand_nodelist(hosts))
     return list(nodes)
@@ -510,12 +553,16 @@ def lost_node(attempt_dir: AttemptDir) -> str | None:
 
 
 def _named_by_srun(attempt_dir: AttemptDir, words: str) -> str | None:
-    try:
-        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
-    except UnreadableRecordError:
-        return None
-    match = re.search(words, text, re.MULTILINE)
+    match = re.search(words, _srun_log_text(attempt_dir), re.MULTILINE)
     return match.group(1) if match else None
+
+
+def _srun_log_text(attempt_dir: AttemptDir) -> str:
+    """Return the end of srun's log, where it reports what became of its tasks; empty if it cannot be read."""
+    try:
+        return records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return ""
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:
@@ -594,14 +641,20 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Return whether `cancel RUN`, or the file `stop`, came after the outcome of the last attempt was decided.
+    """Return whether `cancel RUN`, the file `stop` or a pruning came after the outcome of the last attempt was decided.
 
     For an attempt without an outcome, return whether it came after that attempt was claimed.
     """
+    return ended_after(run_dir, last) is not None
+
+
+def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
+    """Return by which action the run was ended after its last attempt, as in `cancelled_after`; None if it was not."""
     request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
     if request is None or request.action not in ENDS_RUN:
-        return False
-    return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
+        return None
+    is_later = last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
+    return request.action if is_later else None
 
 
 def write_request(run_dir: RunDir, action: RunAction) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.outcome import FAILURES, Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.node_ledger import (
     Blamed,
@@ -28,7 +28,7 @@ from slurmtrain.slurm.node_ledger import (
 from slurmtrain.system import records
 
 # An attempt that ended so says nothing for its nodes unless it made progress.
-FAILED = (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE, Reason.BAD_NODE, Reason.CONFIG)
+FAILED = (*FAILURES, Reason.CONFIG, Reason.DIVERGED)
 
 
 def cluster_of_this_job() -> str | None:
@@ -43,12 +43,14 @@ def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
         fault = record_of(attempt.fault)
         if fault is not None:
             found.append(fault)
-            continue
         ended = attempt.ended or attempt.started
         found += [
             NodeRecord(ended, node, NodeEvent.BAD_START, run, attempt.number, attempt.sentence or "", proven=True)
             for node in attempt.bad_nodes
+            if fault is None or node != fault.node
         ]
+        if fault is not None:
+            continue
         if has_trained_well(attempt):
             found.append(
                 NodeRecord(ended, "", NodeEvent.TRAINED, run, attempt.number, nodes=tuple(attempt.nodes), proven=True)
@@ -58,9 +60,7 @@ def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
 
 def has_trained_well(attempt: Attempt) -> bool:
     """Return whether an attempt has trained, and did not fail."""
-    return attempt.reason not in FAILED and (
-        attempt.stepping is not None or attempt.said is not None or attempt.progressed
-    )
+    return attempt.reason not in FAILED and attempt.has_trained
 
 
 def ledger_of(cluster: str | None, policy: BlamePolicy) -> list[NodeRecord]:

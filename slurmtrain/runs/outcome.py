@@ -44,7 +44,11 @@ class Reason(StrEnum):
     NODE_FAILURE = "node failure"
     REQUEUED = "requeued"  # somebody used scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
+    PRUNED = "pruned"  # its search has ended it early
     CONFIG = "config"
+    DIVERGED = (
+        "diverged"  # numbers of the training are not finite, or its loss has jumped: no retry, and no node's fault
+    )
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
     SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
     CRASH = "crash"
@@ -71,15 +75,18 @@ class LastWord(StrEnum):
 
 
 class RunAction(StrEnum):
-    """An action that a person has requested of a run."""
+    """An action that a person, or the search that a run belongs to, has requested of it."""
 
     CANCEL = "cancel"
     STOP = "stop"  # by a file of this name in the run's directory
     PREEMPT = "preempt"
     REQUEUE = "requeue"
+    PRUNE = "prune"  # by a search
 
 
-ENDS_RUN = (RunAction.CANCEL, RunAction.STOP)
+ENDS_RUN = (RunAction.CANCEL, RunAction.STOP, RunAction.PRUNE)
+PRUNED_BY_SEARCH = "pruned by its search"
+STARTS_ANEW = (RunAction.PREEMPT, RunAction.REQUEUE)  # the run leaves its nodes, and goes on in a later start
 
 
 def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
@@ -92,7 +99,7 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
     """
     if verdict == Verdict.DONE:
         return 0
-    if reason == Reason.CONFIG:
+    if reason in (Reason.CONFIG, Reason.DIVERGED):
         return EXIT_CONFIG
     # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
     return EXIT_REQUEUE if code == EXIT_REQUEUE and reason not in (Reason.CRASH, Reason.HANG) else 1
@@ -111,8 +118,10 @@ class Evidence:
         failure: (exit code, sentence) of the first rank that failed by itself.
         set_up: message of a set-up that failed before any rank was started.
         on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
+        diverged: that failure is one of the training's numbers.
         failed_on: the node of the first failure; None if it is not known.
         failed_nodes: all nodes on which a rank failed by itself.
+        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found.
         lost_node: the node that failed, as srun has said; None if it has not.
         dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
         usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
@@ -151,8 +160,10 @@ class Evidence:
     failure: tuple[int, str] | None = None
     set_up: str | None = None
     on_any_node: bool = False
+    diverged: bool = False
     failed_on: str | None = None
     failed_nodes: tuple[str, ...] = ()
+    unfit_nodes: tuple[str, ...] = ()
     lost_node: str | None = None
     dead_nodes: tuple[str, ...] = ()
     usable_nodes: tuple[str, ...] = ()
@@ -220,7 +231,7 @@ class AttemptOutcome:
         stalled: nobody told it to stop, and it shows no progress: the attempt uses up the budget.
         unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
         lasted: it was a long attempt of such a program, whatever the cause of its end.
-        bad_node: the node on which it could not start; the next start should exclude it.
+        bad_nodes: the nodes on which it could not start; the next start should exclude them.
         fault: what this attempt says against a node, for the ledger; None if it says nothing.
         nodes: nodes on which the ranks start again in the same job; () otherwise.
         wait_s: seconds before that start.
@@ -232,7 +243,7 @@ class AttemptOutcome:
     stalled: bool = False
     unseen: bool = False
     lasted: bool = False
-    bad_node: str | None = None
+    bad_nodes: tuple[str, ...] = ()
     fault: NodeRecord | None = None
     nodes: tuple[str, ...] = ()
     wait_s: float = 0.0
@@ -244,7 +255,7 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     if reason is Reason.FINISHED:
         return AttemptOutcome(reason, Verdict.DONE, sentence)
     sentence += _doubt(evidence)
-    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
+    if reason in (Reason.CANCELLED, Reason.PRUNED, Reason.CONFIG, Reason.DIVERGED, Reason.SUPERSEDED):
         return AttemptOutcome(reason, Verdict.END, sentence)
     fault = fault_of_node(evidence, reason)
     outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence, fault=fault), evidence, policy)
@@ -257,7 +268,9 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     if spent is not None:
         return replace(outcome, sentence=f"{sentence}; {spent}")
     if nodes is not None:
-        return _in_place(outcome, nodes, evidence)
+        return replace(_in_place(outcome, nodes, evidence), bad_nodes=evidence.unfit_nodes)
+    if evidence.request in STARTS_ANEW and reason is not Reason.ASKED:
+        outcome = replace(outcome, sentence=f"{outcome.sentence}; meanwhile asked by `{evidence.request} RUN`")
     return _in_a_later_start(outcome, evidence, policy)
 
 
@@ -270,17 +283,25 @@ def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Polic
     verdict, next_step = _NEXT_STEPS[policy.mode]
     if policy.local:
         next_step = "it starts again"
-    bad_node = evidence.failed_on if outcome.reason is Reason.BAD_NODE else None
-    return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_node=bad_node)
+    bad_nodes = _bad_nodes(evidence) if outcome.reason is Reason.BAD_NODE else ()
+    return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_nodes=bad_nodes)
+
+
+def _bad_nodes(evidence: Evidence) -> tuple[str, ...]:
+    """Return the nodes on which an attempt could not start."""
+    return evidence.unfit_nodes or ((evidence.failed_on,) if evidence.failed_on is not None else ())
 
 
 def _nodes_in_place(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> tuple[str, ...] | None:
     """Return the nodes on which the ranks can start again in the same job; None if they cannot, or should not.
 
     A job that SLURM is about to end, or whose time is almost over, is of no use to them. A set-up that has failed is run
-    again by a new start only. A blamed node is used only if no other start would come without it.
+    again by a new start only. A blamed node is used only if no other start would come without it. A person who has asked that
+    the run leaves its nodes is obeyed, also if it crashed at that moment.
     """
     facts = evidence.facts
+    if evidence.request in STARTS_ANEW:
+        return None
     if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != "RUNNING":
         return None
     if evidence.set_up is not None or evidence.step_left:
@@ -294,7 +315,10 @@ def _nodes_in_place(outcome: AttemptOutcome, evidence: Evidence, policy: Policy)
     return nodes_of_next_start(
         evidence.usable_nodes,
         policy.node_counts,
-        refused=(*(at_fault if outcome.reason is Reason.BAD_NODE else ()), *(() if last_start else blamed)),
+        refused=(
+            *(_bad_nodes(evidence) if outcome.reason is Reason.BAD_NODE else ()),
+            *(() if last_start else blamed),
+        ),
         avoided=(*at_fault, *blamed, *evidence.failed_before),
     )
 
@@ -352,14 +376,19 @@ def decide_after_pause(
         return replace(ended, sentence=f"{ended.sentence}; then stopped by the file `stop` in its directory")
     if request == RunAction.CANCEL:
         return replace(ended, sentence=f"{ended.sentence}; then cancelled by `cancel RUN`")
+    if request == RunAction.PRUNE:
+        return replace(ended, reason=Reason.PRUNED, sentence=f"{ended.sentence}; then {PRUNED_BY_SEARCH}")
     if facts is not None and facts.restarts > evidence.restart_count:
         return replace(ended, verdict=Verdict.RESTARTING, sentence=f"{ended.sentence}; SLURM starts it again")
     if facts is not None and is_cancelled(facts, evidence.restart_count):
         return replace(ended, sentence=f"{ended.sentence}; then cancelled by scancel")
-    if facts is not None and facts.state == "RUNNING" and not facts.preempted:
+    asked = request in STARTS_ANEW
+    if facts is not None and facts.state == "RUNNING" and not facts.preempted and not asked:
         return outcome
     if facts is not None and facts.preempted:
         ended = replace(ended, sentence=f"{ended.sentence}; then preempted")
+    elif asked:
+        ended = replace(ended, sentence=f"{ended.sentence}; then asked by `{request} RUN`")
     if policy.mode == RequeueMode.OFF:
         return replace(ended, sentence=f"{ended.sentence}; it is not requeued (requeue.mode=off)")
     return _in_a_later_start(ended, evidence, policy)
@@ -418,6 +447,8 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
     """
     if evidence.said == LastWord.FINISHED:
         return AttemptOutcome(Reason.FINISHED, Verdict.DONE, "finished")
+    if evidence.request == RunAction.PRUNE:
+        return AttemptOutcome(Reason.PRUNED, Verdict.END, PRUNED_BY_SEARCH)
     if evidence.request in ENDS_RUN:
         said = "cancelled by a person, and killed before that was on record"
         return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
@@ -575,8 +606,13 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded}"
+    if evidence.diverged and evidence.failure is not None:
+        return Reason.DIVERGED, f"diverged: {evidence.failure[1]}"
     wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
-    blame_node = evidence.trained_before and not evidence.trained and not evidence.on_any_node
+    unfit = (
+        bool(evidence.unfit_nodes) and not policy.local
+    )  # where this machine is all there is, nothing can be left out
+    blame_node = unfit or (evidence.trained_before and not evidence.trained and not evidence.on_any_node)
     if wrong is not None and not blame_node:
         return Reason.CONFIG, wrong
     wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first
@@ -584,11 +620,15 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.CANCELLED, "stopped by the file `stop` in its directory"
     if evidence.request == RunAction.CANCEL:
         return Reason.CANCELLED, "cancelled by `cancel RUN`"
+    if evidence.request == RunAction.PRUNE:
+        return Reason.PRUNED, PRUNED_BY_SEARCH
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
     if evidence.hang is not None:
         return Reason.HANG, f"hung: {evidence.hang}"
+    if evidence.failure is not None and unfit:
+        return Reason.BAD_NODE, f"{evidence.failure[1]} (the fault of {', '.join(evidence.unfit_nodes)})"
     if wrong is not None and blame_node:
         where = evidence.failed_on or "that node"
         return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
@@ -631,7 +671,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
     if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
         return None
     if _slurm_restarts(evidence):
-        if evidence.request in (RunAction.PREEMPT, RunAction.REQUEUE):
+        if evidence.request in STARTS_ANEW:
             return Reason.ASKED, f"asked by `{evidence.request} RUN`"
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
@@ -649,7 +689,7 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     """Return reason and sentence from the clock and the signal, when SLURM's record says nothing."""
-    if evidence.request in (RunAction.PREEMPT, RunAction.REQUEUE):
+    if evidence.request in STARTS_ANEW:
         return Reason.ASKED, f"asked by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
     if evidence.cause == StopCause.DEADLINE or (

@@ -7,7 +7,6 @@ defined here and nowhere else; every verb works from it alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -30,9 +29,9 @@ from slurmtrain.system.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
+DRILLS = "drills"  # below runs/: the scratch runs of drills, in a folder for each
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
-INFO_LOCK_POLL_S = 0.01
 # The fields of run.json: those that every run has, and those that some have.
 _ALWAYS = {
     "name": TEXT,
@@ -48,13 +47,18 @@ _SOMETIMES = {
     "config_hash": TEXT,
     "steps": COUNT | NOTHING,
     "code": OBJECT | NOTHING,
+    "submitted_with": OBJECT | NOTHING,
+    "image": OBJECT | NOTHING,
+    "bundle": OBJECT | NOTHING,
     "workdir": TEXT,
     "submit_dir": TEXT,
     "packed": FLAG | NOTHING,
+    "own_checkpoints": OBJECT | NOTHING,
     "chain": JOB_IDS | NOTHING,
     "chain_after": COUNT | NOTHING,
     "varied": OBJECT | TEXTS | NOTHING,
     "changing": COUNT | NOTHING,
+    "trainings": OBJECT | NOTHING,
 }
 
 
@@ -86,6 +90,11 @@ class RunDir:
         return self.path / "code"
 
     @property
+    def code_record_file(self) -> Path:
+        """The record of the snapshot; that of the runs of a sweep, which share one, lies in the sweep's folder."""
+        return (self.path.parent if self.code.is_symlink() else self.path) / "code.json"
+
+    @property
     def program_folders(self) -> tuple[Path, ...]:
         """The folders of files that a program of the user's own names by a relative path.
 
@@ -96,6 +105,11 @@ class RunDir:
     @property
     def script(self) -> Path:
         return self.path / "job.sbatch"
+
+    @property
+    def choices(self) -> Path:
+        """The folder of what the run is on each of cluster.choices, and of who has taken it; see `runs/choices.py`."""
+        return self.path / "choices"
 
     @cached_property
     def attempts(self) -> Path:
@@ -120,6 +134,14 @@ class RunDir:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def loggers(self) -> Path:
+        """The folder of what is noted of loggers outside of the run directory: which steps they have."""
+        return self.path / "loggers"
+
+    def logger_file(self, name: str) -> Path:
+        return self.loggers / f"{name}.json"
+
     @cached_property
     def evaluations(self) -> Path:
         """The folder of the folders of evaluation jobs, each of which is like a run's."""
@@ -131,6 +153,11 @@ class RunDir:
         `variant` distinguishes evaluations with other overrides.
         """
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
+
+    @property
+    def exports(self) -> Path:
+        """The folder of the folders that checkpoints were exported to, for other programs."""
+        return self.path / "exports"
 
     @cached_property
     def evaluations_file(self) -> Path:
@@ -170,6 +197,25 @@ class RunDir:
     def save_switch(self) -> Path:
         """A file that anybody who may write here can make, with `touch`, to have a checkpoint saved now."""
         return self.path / "save"
+
+    @property
+    def profile_switch(self) -> Path:
+        """A file that anybody who may write here can make, with `touch`, to have some steps profiled."""
+        return self.path / "profile"
+
+    @property
+    def profiles(self) -> Path:
+        """The folder of the folders of profiles."""
+        return self.path / "profiles"
+
+    def profile(self, first: int, number: int = 1) -> Path:
+        """Return the folder of a profile that begins with step `first`; of the second one that does, with number 2."""
+        return self.profiles / (f"step_{first:07d}" + (f".{number}" if number > 1 else ""))
+
+    @property
+    def interrupted_file(self) -> Path:
+        """The record of the step at which `drill` has interrupted this run, a scratch run of its own."""
+        return self.path / "interrupted.json"
 
     def job_log(self, job_id: str) -> Path | None:
         """Return the log of a job's batch script; None when the job has not begun here.
@@ -322,28 +368,12 @@ class RunDir:
     def _changing_info(self) -> Iterator[None]:
         """Hold a lock while run.json is read, changed and written: the running job does that, too, on another host.
 
-        The lock is on events.jsonl, which is never replaced. NFS passes flock(2) on to its server, and it ends with the
-        process that holds it. If a file system has no locks, or a process that was suspended holds it, run.json is
-        changed without it.
+        The lock is on events.jsonl, which is never replaced. If it cannot be had, run.json is changed without it.
         """
-        try:
-            descriptor = records.open_to_append(self.events_file)
-        except OSError:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(records.locked(self.events_file, at_most_s=INFO_LOCK_S))
             yield
-            return
-        try:
-            give_up = time.monotonic() + INFO_LOCK_S
-            while time.monotonic() < give_up:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(INFO_LOCK_POLL_S)
-                except OSError:
-                    break
-            yield
-        finally:
-            os.close(descriptor)
 
     def event(self, name: Event, **facts: Any) -> None:
         """Append one line to events.jsonl, a file of this user.
@@ -363,7 +393,11 @@ class RunDir:
             UnreadableRecordError: events.jsonl is not a regular file, or cannot be read.
         """
         lines = records.read_tail(self.events_file, records.EVENTS_BYTES).splitlines()
-        found = [records.parse(line) for line in lines if line.endswith(b"}")]
+        lines = [line for line in lines if line.endswith(b"}")]
+        # One call for all lines takes half the time; a torn one among them makes it fail, or counts for several.
+        found = records.parse(b"[%s]" % b",".join(lines))
+        if not isinstance(found, list) or len(found) != len(lines):
+            found = [records.parse(line) for line in lines]
         return [each for each in found if _is_event(each)]
 
     def attempt_numbers(self) -> list[int]:

@@ -78,12 +78,22 @@ class Sweep:
         return self.path / "points.jsonl"
 
     @property
+    def trials_file(self) -> Path:
+        """The log of a search, from which another process goes on with it; other sweeps have none."""
+        return self.path / "trials.jsonl"
+
+    @property
     def code(self) -> Path:
         return self.path / "code"
 
     @property
     def arrays(self) -> Path:
         return self.path / "arrays"
+
+    @property
+    def tasks(self) -> Path:
+        """The folder of the pickled functions and arguments of a sweep whose points are calls; other sweeps have none."""
+        return self.path / "tasks"
 
     @property
     def cancelled_file(self) -> Path:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
 import os
+import secrets
 import socket
 import struct
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.config.port_range import HIGHEST, PortRange
+from slurmtrain.errors import EnvironmentMismatchError, RendezvousError
 from slurmtrain.slurm.environment import Environment
 
 
@@ -104,6 +108,16 @@ def interface_addresses() -> dict[str, str]:
     return addresses
 
 
+def network_of(interface: str) -> str | None:
+    """Return the IPv4 network that an interface is in, as in "10.0.0.0/16"; None if it has no address (SIOCGIFNETMASK)."""
+    address = interface_addresses().get(interface)
+    if address is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), 0x891B, struct.pack("256s", interface.encode()[:15]))
+    return str(ipaddress.ip_network(f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False))
+
+
 def interface_towards(address: str) -> str | None:
     """Return the interface that has `address`, or through which it is reached; None if it is not known."""
     by_address = {own: name for name, own in interface_addresses().items()}
@@ -125,9 +139,102 @@ def address_of(host: str) -> str:
         return host
 
 
-def free_port() -> int:
-    """Return a port that is free now, for programs that must be given a number; our own bind first and publish then."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
+def bind_port(host: str, ports: PortRange | None, node: str) -> socket.socket:
+    """Return a socket that is bound to a free port of an address of this machine.
+
+    Args:
+        host: the address; "": all of them.
+        ports: the range that the port has to lie in; None: any.
+        node: the name of this node, for the error.
+
+    Raises:
+        RendezvousError: none of the range is free.
+    """
+    if ports is None:
+        return _bound(host, 0)
+    # Several jobs of a node, which begin at the same moment, do not all try the same ones first.
+    for port in ports.ports_from(secrets.randbelow(HIGHEST)):
+        with contextlib.suppress(OSError):
+            return _bound(host, port)
+    raise RendezvousError(
+        f"no port of cluster.port_range={ports} is free on {node}",
+        hint=f"`ss -tlnp` on {node} shows who has them; take a larger range",
+    )
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    try:
+        if port:
+            # A port that a job before has just left has connections that are still being closed, and can be used. With that
+            # option a port is somebody's only when he listens, which therefore follows here at once.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        if port:
+            listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class HeldPort:
+    """A free port for a program that is given a number, and listens there seconds later, when it has loaded its libraries.
+
+    Until then the kernel would hand the number to whoever asks for any: to a listener of another job, or an outgoing
+    connection. So a socket stays bound to it, which does not listen. A listener that sets SO_REUSEADDR, as torch's store,
+    gRPC and Python's `socket.create_server` do, may bind it as well (man 7 socket); one that does not, may not.
+
+    Args:
+        ports, node: as for `bind_port`.
+    """
+
+    def __init__(self, ports: PortRange | None = None, node: str = "this node") -> None:
+        self._ports, self._node = ports, node
+        self._socket: socket.socket | None = None
+
+    def take(self) -> int:
+        """Choose the port, at the first call, and return it.
+
+        Raises:
+            RendezvousError: none of the range is free.
+        """
+        if self._socket is None:
+            self._socket = self._chosen()
+        port: int = self._socket.getsockname()[1]
         return port
+
+    def _chosen(self) -> socket.socket:
+        # Chosen without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
+        for port in [0] if self._ports is None else self._ports.ports_from(secrets.randbelow(HIGHEST)):
+            holder = socket.socket()
+            try:
+                holder.bind(("", port))
+            except OSError:
+                holder.close()
+                continue
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        with bind_port("", self._ports, self._node) as listener:
+            port = listener.getsockname()[1]
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", port))
+        return holder
+
+    def release(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+
+def is_taken(port: int) -> bool:
+    """Return whether a listener of this machine could not get this port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return True
+    return False

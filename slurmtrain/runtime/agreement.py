@@ -1,4 +1,4 @@
-"""Agreement of all ranks to stop, save, go back or give up after the same step, whichever of them was told to.
+"""Agreement of all ranks to stop, save, go back, give up or profile after the same step, whichever of them was told to.
 
 A signal reaches ranks at different moments of different steps, or one rank only, and clocks differ. A maximum over the
 ranks' flags, once a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs
@@ -17,12 +17,16 @@ from slurmtrain.system.signals import StopCause, StopFlag
 
 
 class AgreedDecision(NamedTuple):
-    """The decision of all ranks after this step: give up; or else, stop; or else, go back to a checkpoint; or else, save."""
+    """The decision of all ranks after this step: give up; or else, stop; or else, go back to a checkpoint; or else, save.
+
+    Besides, unless they stop, they may begin a profile.
+    """
 
     stop: bool
     save: bool
     give_up: bool = False
     roll_back: bool = False
+    profile: bool = False
 
 
 class StopAgreement:
@@ -39,11 +43,13 @@ class StopAgreement:
         self, stop_flag: StopFlag, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
     ):
         self._stop_flag, self._group, self._take_save = stop_flag, group, take_save
-        self._flags = torch.zeros(4, dtype=torch.int32)
+        self._flags = torch.zeros(5, dtype=torch.int32)
         self._work: dist.Work | None = None
         self.rounds = 0
 
-    def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
+    def begin(
+        self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False, profile: bool = False
+    ) -> None:
         """Pass in this rank's flags, and return at once.
 
         Args:
@@ -51,10 +57,11 @@ class StopAgreement:
                 for later.
             give_up: this rank cannot usefully go on.
             roll_back: this rank wants to go back to a checkpoint from before a trouble.
+            profile: this rank knows of a wish for a profile.
         """
         self.rounds += 1
         wanted = save is not None and (self._take_save() or save)
-        flags = self._stop_flag.requested, wanted, give_up, roll_back
+        flags = self._stop_flag.requested, wanted, give_up, roll_back, profile
         for index, flag in enumerate(flags):
             self._flags[index] = flag
         if self._group is not None:
@@ -65,7 +72,7 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        stop, save, give_up, roll_back = self._flags.tolist()
+        stop, save, give_up, roll_back, profile = self._flags.tolist()
         if stop:
             self._stop_flag.request(StopCause.OTHER_RANK)
-        return AgreedDecision(bool(stop), bool(save), bool(give_up), bool(roll_back))
+        return AgreedDecision(bool(stop), bool(save), bool(give_up), bool(roll_back), bool(profile))

@@ -22,27 +22,32 @@ import os
 import sys
 import traceback
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
 from slurmtrain.errors import (
+    DIVERGED,
     EXIT_REQUEUE,
     CheckpointError,
     CheckpointMismatchError,
+    PreflightError,
     SlurmtrainError,
     SupersededError,
     exit_code_of,
 )
 from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.client_loggers import close_client_loggers
 from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
 from slurmtrain.system.logs import show_error
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     import torch
 
     from slurmtrain.checkpoint.checkpointer import Checkpointer
+    from slurmtrain.observe.profiling import Profiling
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
@@ -86,6 +92,9 @@ class Session:
         checkpointers: those that the script has made and still holds.
         watchdog: watches whether the script gets on; None: nothing does.
         first_step: the step of the checkpoint that was restored.
+        local_copies: checkpoint.local of the job; None: it has none, or the script was not submitted.
+        profiling: profiles between calls of `should_stop`; None: the script was not submitted.
+        by_itself: the program is one process that looks for a stop without `init`.
     """
 
     context: AttemptContext | None = None
@@ -94,6 +103,9 @@ class Session:
     checkpointers: weakref.WeakSet[Checkpointer] = field(default_factory=weakref.WeakSet)
     watchdog: Watchdog | None = None
     first_step: int = 0
+    local_copies: str | None = None
+    profiling: Profiling | None = None
+    by_itself: bool = False
 
     def initialised(self) -> tuple[DistributedContext, StopAgreement]:
         """Return this rank's groups and its agreement.
@@ -114,7 +126,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
     If a signal ends a rank sooner, the job is still requeued if it was submitted (`job=command`): the process around
-    the script does that.
+    the script does that. A process group that exists already (Trainer's, Accelerate's) is used as it is.
 
     Args:
         device: "auto" (as the job's train.device says: a GPU if the job has asked for some or one is visible), "cpu" or
@@ -125,18 +137,23 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
             watchdog.min_s seconds. Choose more than an evaluation of yours takes.
 
     Raises:
-        EnvironmentMismatchError, RendezvousError: shown as one sentence; the process ends with the right exit code.
+        EnvironmentMismatchError, PreflightError, RendezvousError: shown as one sentence; the process ends with the right exit
+            code.
         RuntimeError: it was called before in this process.
     """
     if session.distributed is not None:
         raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
     stop_flag = signals.install_signal_handlers()
     logs.set_up(leave_to_others=True)
-    from slurmtrain.runtime.agreement import StopAgreement  # torch, which takes seconds
-    from slurmtrain.runtime.distributed_context import init_distributed
+    import torch.distributed as dist  # torch, which takes seconds
+
+    from slurmtrain.runtime.agreement import StopAgreement
+    from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
 
     sys.excepthook = _record_and_show
     environment = Environment.detect()
+    if dist.is_initialized():
+        environment = environment_of_process_group(environment)
     cluster, limits = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s), WatchdogConfig()
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if directory and ATTEMPT_VARIABLE in os.environ:
@@ -144,12 +161,18 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         config = load_frozen(session.context.run_dir.config_file)
         secrets.take(config.secrets)
         cluster, limits = config.cluster, config.watchdog
+        session.local_copies = config.checkpoint.local
         device = config.train.device if device == "auto" else device
     meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
     session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
+    if session.context is not None:
+        from slurmtrain.runtime.preflight.check import run_preflight
+
+        run_preflight(config, session.distributed, session.context)
+        session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
     if watchdog:
         _watch(limits if watchdog is True else replace(limits, min_s=watchdog), session.distributed, session.agreement)
     atexit.register(_let_go)
@@ -170,25 +193,77 @@ def _watch(limits: WatchdogConfig, distributed: DistributedContext, agreement: S
     )
 
 
+def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
+    """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
+    from slurmtrain.checkpoint.ranks import RankGroup
+    from slurmtrain.config.profile_steps import DEFAULT_STEPS, ProfileRequest
+    from slurmtrain.observe.profile_switch import ProfileSwitch
+    from slurmtrain.observe.profiling import Profiling
+
+    switch = None
+    if distributed.environment.rank == 0:
+        switch = ProfileSwitch(context.run_dir, ProfileRequest(DEFAULT_STEPS, tuple(ranks) or None))
+        with suppress(OSError):
+            context.attempt_dir.profiles_marker.touch()
+
+    def event(event: Event, values: dict[str, Any]) -> None:
+        with suppress(OSError):
+            context.run_dir.event(event, attempt=context.number, **values)
+
+    group = RankGroup(distributed.control_group)
+    on_gpu = distributed.device.type == "cuda"
+    return Profiling(context.run_dir, group, on_gpu=on_gpu, switch=switch, event=event)
+
+
 def should_stop() -> bool:
     """Return whether any rank was told to stop: the same answer on all ranks. Call it once a step, on every rank.
 
-    It costs one small all-reduce on the CPU.
+    It costs one small all-reduce on the CPU. Profiles that are asked for by `touch RUN/profile` begin and end here.
     """
-    agreement = session.initialised()[1]
-    agreement.begin()
-    return agreement.finish().stop
+    agreement, profiling = session.initialised()[1], session.profiling
+    agreement.begin(profile=profiling is not None and profiling.look())
+    decision = agreement.finish()
+    if profiling is None:
+        return decision.stop
+    if decision.stop:
+        profiling.abandon()
+    elif profiling.active:
+        said = profiling.step()
+        if said is not None:
+            log.info(said)
+    elif decision.profile:
+        profiling.begin(session.first_step + agreement.rounds + 1)
+    return decision.stop
+
+
+def stop_requested() -> bool:
+    """Return whether this process was told to stop. From the first call on, a stop signal does not end the process.
+
+    It is for programs of one process, such as functions that `slurmtrain.map` calls: it needs no `init` and loads no
+    torch. Ranks that have to stop after the same step call `should_stop`.
+    """
+    session.by_itself = True
+    return signals.install_signal_handlers().requested
 
 
 def exit_for_requeue() -> NoReturn:
     """Exit after a save: all ranks together, with the exit code (75) that makes the job start again.
 
+    A program that uses `stop_requested` needs no `init` for it, and leaves by itself.
+
     Raises:
         CheckpointError: the last save failed, so there is less to continue from than it would seem.
+        RuntimeError: neither `init` nor `stop_requested` has been called.
     """
+    if session.distributed is None and session.by_itself:
+        from slurmtrain.runtime.main import leave
+
+        close_client_loggers()
+        leave(EXIT_REQUEUE)
     distributed = session.initialised()[0]
     for checkpointer in list(session.checkpointers):
         checkpointer.wait()
+    close_client_loggers()  # before any rank leaves: srun ends those that are left
     distributed.leave_together()
     if session.watchdog is not None:
         session.watchdog.close()
@@ -207,7 +282,9 @@ def _let_go() -> None:
     lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
     if session.watchdog is not None:
         session.watchdog.close()
-    distributed, session.distributed, session.agreement = session.distributed, None, None
+    # All of these hold the groups, which end with the last reference to them.
+    distributed, session.distributed = session.distributed, None
+    session.agreement = session.profiling = session.watchdog = None
     if lost and distributed is not None:
         if session.context is not None:
             attempts.record_failure(
@@ -216,6 +293,7 @@ def _let_go() -> None:
                 exit_code=lost[0].exit_code,
                 sentence=lost[0].message,
                 superseded=isinstance(lost[0], SupersededError),
+                diverged=isinstance(lost[0], DIVERGED),
             )
         from slurmtrain.runtime.main import leave
 
@@ -249,6 +327,9 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
             sentence=sentence,
             superseded=isinstance(error, SupersededError),
             on_any_node=isinstance(error, CheckpointMismatchError),
+            diverged=isinstance(error, DIVERGED),
+            because_of_peer=isinstance(error, PreflightError) and error.told_all and rank_or_zero() != 0,
+            bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
         )
     if session.watchdog is not None:
         session.watchdog.failed()

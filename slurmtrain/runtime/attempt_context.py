@@ -7,6 +7,7 @@ broadcasts both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,14 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.config.launched_program import has_launcher, node_shape
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned
+from slurmtrain.runtime.finish_attempt import close_abandoned, progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 
@@ -110,15 +113,20 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         step_id=f"{environment.job_id}.{environment.step_id}" if environment.source == "slurm" else None,
         restart_count=environment.restart_count,
         nodes=list(environment.nodes),
-        world_size=environment.world_size,
+        world_size=len(environment.nodes) * node_shape(config).processes
+        if has_launcher(config)
+        else environment.world_size,
         pid=os.getpid(),
         host=socket.gethostname(),
         started=time.time(),
+        gpus=_gpus(context.run_dir, environment, config),
+        kind=config.job.kind,
         committed_before=attempts.newest_checkpoint_step(context.run_dir),
-        reported_before=attempts.furthest_reported(context.run_dir) if config.job.kind in REPORTING else None,
-        marked_before=attempts.newest_change(context.run_dir, config.job.progress_file),
     )
+    shown = progress_shown(context.run_dir, config)
+    attempt.reported_before, attempt.marked_before, attempt.seen_before = shown.reported, shown.marked, shown.seen
     attempts.write_attempt(context.run_dir, attempt)
+    record_environment(context.attempt_dir)
     context.run_dir.event(
         Event.ATTEMPT_STARTED,
         attempt=context.number,
@@ -126,6 +134,19 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         nodes=attempt.nodes,
         world_size=attempt.world_size,
     )
+
+
+def _gpus(run_dir: RunDir, environment: Environment, config: Config) -> float:
+    """Return the GPUs that this attempt holds: spare nodes count, and runs that share a job share its GPUs."""
+    nodes = len(environment.nodes)
+    if environment.source == "slurm":
+        allocated = os.environ.get("SLURM_JOB_NUM_NODES", "")
+        nodes = max(nodes, int(allocated) if allocated.isdigit() else 0)
+    packed = False
+    with contextlib.suppress(UnreadableRecordError):  # it is needed for nothing else here
+        packed = bool(run_dir.info().get("packed"))
+    sharing = config.sweep.pack if packed else 1
+    return nodes * config.cluster.gpus_per_node / max(1, sharing)
 
 
 def update_attempt(context: AttemptContext, **changes: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +13,14 @@ import torch.distributed as dist
 
 from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError
+from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
+from slurmtrain.runtime.preflight.waiting import begin
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
-from slurmtrain.slurm.environment import Environment, no_gpu
+from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
 from slurmtrain.system.signals import StopFlag
+
+DRIVER_S = 5.0  # for a driver to say why there is no GPU
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class DistributedContext:
         control_group: all ranks, gloo: flags and sums, on the CPU.
         checkpoint_group: all ranks, gloo: checkpoints only, separate from all other collectives.
         store_address: host and port of the store in rank 0's process; None for a single rank.
+        store: this rank's connection to it, which the groups use, too; None: somebody else has made the groups.
     """
 
     environment: Environment
@@ -36,6 +41,7 @@ class DistributedContext:
     control_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
     store_address: tuple[str, int] | None = None
+    store: dist.Store | None = None
 
     def connect_to_store(self) -> dist.Store:
         """Return a connection to the store of its own, for a thread that must not share that of the groups.
@@ -78,6 +84,8 @@ def init_distributed(
 ) -> DistributedContext:
     """Find the device, meet the other ranks, and make the process groups.
 
+    Where torch's default process group exists already (Trainer, Accelerate and others make it), it is used.
+
     Args:
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
 
@@ -93,17 +101,21 @@ def init_distributed(
         torch.cuda.set_device(own)
     if environment.world_size == 1:
         return DistributedContext(environment, own)
+    timeout = timedelta(seconds=cluster.collective_timeout_s)
+    if dist.is_initialized():
+        _choose_interface(cluster.network_interface, None)
+        return _with_groups(environment, own, timeout, _address_of_store())
     meeting = meet(
         environment,
         directory or Path("."),
         timeout_s=cluster.rendezvous_timeout_s,
         stop_requested=lambda: stop_flag.requested,
         interface=cluster.network_interface,
+        ports=cluster.ports,
     )
     if own.type == "cuda":
         _check_own_gpu(meeting.store, environment, own)
     _choose_interface(cluster.network_interface, meeting.interface)
-    timeout = timedelta(seconds=cluster.collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=meeting.store,
@@ -112,10 +124,44 @@ def init_distributed(
         timeout=timeout,
         device_id=own if own.type == "cuda" else None,
     )
+    return replace(_with_groups(environment, own, timeout, meeting.address), store=meeting.store)
+
+
+def _with_groups(
+    environment: Environment, device: torch.device, timeout: timedelta, store_address: tuple[str, int] | None
+) -> DistributedContext:
+    """Make the groups beside torch's default process group."""
     assert dist.group.WORLD is not None
     control_group = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return DistributedContext(environment, own, dist.group.WORLD, control_group, checkpoint_group, meeting.address)
+    return DistributedContext(environment, device, dist.group.WORLD, control_group, checkpoint_group, store_address)
+
+
+def _address_of_store() -> tuple[str, int] | None:
+    """Return the address of the store that env:// uses; None: the variables do not say it."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdigit() else None
+
+
+def environment_of_process_group(detected: Environment) -> Environment:
+    """Return this rank's place in torch's default process group, which exists already.
+
+    It is what was detected, unless a launcher that leaves no mark of its own has started several ranks in one task.
+
+    Raises:
+        EnvironmentMismatchError: the group lacks ranks of the job.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (detected.rank, detected.world_size) == (rank, size):
+        return detected
+    if size < detected.world_size:
+        raise EnvironmentMismatchError(
+            f"torch's process group has {size} ranks, and the job has {detected.world_size}",
+            hint="let slurmtrain.init() make the process group, or make it with init_method='env://'",
+        )
+    # As from cluster=local, which leaves everything else to these variables.
+    variables = {LAUNCHER_VARIABLE: "local", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **os.environ}
+    return Environment.detect({**variables, "RANK": str(rank), "WORLD_SIZE": str(size)})
 
 
 def threads_of(setting: str, cpus: int) -> int:
@@ -151,18 +197,34 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
             ""
             if torch.version.cuda or torch.version.hip
             else f", and its torch {torch.__version__} is built for CPUs only",
+            driver_says() if torch.version.cuda else None,
         )
     if visible == 1:
         return torch.device("cuda", 0)
     if environment.local_rank >= visible:
         asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
-        raise EnvironmentMismatchError(
+        raise PreflightError(
             f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
             hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
             if asked
             else f"set cluster.tasks_per_node={visible}",
+            nodes=(environment.node,) if asked and environment.source == "slurm" else (),
         )
     return torch.device("cuda", environment.local_rank)
+
+
+def driver_says() -> str | None:
+    """Return what the driver says of why there is no GPU; None if it says nothing, or nobody can ask it."""
+    asked = begin(read_gpus)
+    try:
+        asked.result(DRIVER_S)
+    except NoAnswerError as error:
+        return str(error)
+    except TimeoutError:
+        return f"nothing within {DRIVER_S:.0f} s"
+    except Exception:
+        return None
+    return None
 
 
 def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:

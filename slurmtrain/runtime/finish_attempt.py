@@ -6,13 +6,13 @@ a preemption the grace time is still running.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import step_of
@@ -36,11 +36,12 @@ from slurmtrain.runs.outcome import (
     decide_abandoned_outcome,
     decide_outcome,
 )
+from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
-from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
+from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count, own_step_id
 from slurmtrain.slurm.node_ledger import (
     BlamePolicy,
     NodeRecord,
@@ -85,9 +86,10 @@ def finish_attempt(
     # A change for the next attempt needs a new job: the batch script of this one is that of before.
     can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
-    evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
+    tries = attempts.all_attempts(run_dir)
+    evidence = _evidence(run_dir, tries, attempt, exit_code, facts, config, request, time.time())
     if client is not None:
-        evidence = replace(evidence, run=run_dir.id, node_records=tuple(_node_records(run_dir, config)))
+        evidence = replace(evidence, run=run_dir.id, node_records=tuple(_node_records(run_dir, tries, config)))
     # After a crash srun ends the other ranks, too, by a signal, so that rank 0 may say that it was stopped.
     failed = attempt.said is None or evidence.failure is not None or evidence.killed is not None
     if client is not None and decides.in_place and failed and not evidence.preempted_when_told:
@@ -109,9 +111,9 @@ def finish_attempt(
     return outcome
 
 
-def _node_records(run_dir: RunDir, config: Config) -> list[NodeRecord]:
-    """Return what is on record for and against nodes."""
-    own = node_blame.records_of(run_dir.id, attempts.all_attempts(run_dir))
+def _node_records(run_dir: RunDir, tries: list[Attempt], config: Config) -> list[NodeRecord]:
+    """Return what is on record for and against nodes, in the run's own attempts and in the ledger."""
+    own = node_blame.records_of(run_dir.id, tries)
     return [*node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config)), *own]
 
 
@@ -191,7 +193,10 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
             continue
         _find_last_steps(run_dir, attempt, config)
         request = attempts.take_request(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(attempt_dir))
+        tries = attempts.all_attempts(run_dir)
+        last_sign = _last_sign(attempt_dir)
+        evidence = _evidence(run_dir, tries, attempt, 0, None, config, request, last_sign)
+        attempt.last_sign = max(last_sign, attempt.last_logged or 0.0)
         _record(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
         closed.append(number)
     return closed
@@ -228,23 +233,56 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
 
 def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
-    if config.job.kind in REPORTING:
-        attempt.reported_step = attempts.furthest_reported(run_dir)
-    attempt.marked = attempts.newest_change(run_dir, config.job.progress_file)
+    shown = progress_shown(run_dir, config)
+    attempt.reported_step, attempt.marked, attempt.seen_step = shown.reported, shown.marked, shown.seen
     if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
         attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
-        attempt.marked_before = attempt.marked
+        attempt.marked_before, attempt.seen_before = attempt.marked, attempt.seen_step
+    with contextlib.suppress(OSError):
+        written = run_dir.metrics_file.stat().st_mtime
+        attempt.last_logged = written if attempt.started and written >= attempt.started else None
     if attempt.last_step is None:
         logged, committed = attempts.last_logged_step(run_dir), attempt.committed_step
-        attempt.last_step = max(logged or 0, committed or 0) or attempt.first_step
+        attempt.last_step = max(logged or 0, committed or 0, attempt.seen_step or 0) or attempt.first_step
+
+
+@dataclass(frozen=True)
+class ShownProgress:
+    """What a program of the user's own has shown of its progress so far.
+
+    Attributes:
+        reported: the furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that
+            are reported after the newest one will be done again.
+        marked: when the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints
+            without a number.
+        seen: the step of its newest complete checkpoint.
+    """
+
+    reported: int | None = None
+    marked: float | None = None
+    seen: int | None = None
+
+
+def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
+    """Return what a program has shown of its progress so far."""
+    job = config.job
+    if job.kind not in REPORTING:
+        return ShownProgress()
+    changed = attempts.newest_change(run_dir, job.progress_file)
+    if job.checkpoints is None:
+        return ShownProgress(attempts.furthest_reported(run_dir), changed)
+    newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
+    if newest is None or newest.step is not None:
+        return ShownProgress(None, changed, newest.step if newest is not None else None)
+    return ShownProgress(None, max(changed or 0.0, newest.changed))
 
 
 def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
     attempt.ended, attempt.lasted = time.time(), outcome.lasted
     attempt.stalled, attempt.unseen = outcome.stalled or outcome.unseen, outcome.unseen
     attempt.reason, attempt.verdict, attempt.sentence = outcome.reason, outcome.verdict, outcome.sentence
-    if outcome.bad_node is not None:
-        attempt.bad_nodes = [outcome.bad_node]
+    if outcome.bad_nodes:
+        attempt.bad_nodes = list(outcome.bad_nodes)
     if outcome.fault is not None:
         attempt.fault = outcome.fault.values()
     attempts.write_attempt(run_dir, attempt)
@@ -303,6 +341,7 @@ def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
 
 def _evidence(
     run_dir: RunDir,
+    tries: list[Attempt],
     attempt: Attempt,
     exit_code: int,
     facts: JobFacts | None,
@@ -311,14 +350,20 @@ def _evidence(
     ended: float,
 ) -> Evidence:
     attempt_dir = run_dir.attempt(attempt.number)
-    tries = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(attempt_dir)
     failure = attempts.first_failure(attempt_dir)
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
+    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes)
     hang = attempts.found_hang(attempt_dir)
+    if unfit:  # rank 0 speaks for them
+        failed_on: str | None = unfit[0]
+    elif hang is None:
+        failed_on = _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code)
+    else:  # ranks of torchrun do not know SLURM's names of nodes
+        failed_on = hang.node if hang.node in attempt.nodes or not attempt.nodes else None
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -327,17 +372,17 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
-        failed_on=hang.node
-        if hang is not None
-        else _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code),
+        diverged=failure is not None and failure.diverged,
+        failed_on=failed_on,
         failed_nodes=attempts.failed_nodes(attempt_dir),
+        unfit_nodes=unfit,
         lost_node=attempts.lost_node(attempt_dir),
         failed_before=attempts.failed_before(tries, attempt),
         seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
         trained_before=any(
-            has_trained(each) for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
+            each.has_trained for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
         ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
@@ -375,7 +420,7 @@ def _node_at_fault(
     if failure is not None and failure.node is not None:
         return failure.node
     if failure is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
-        return os.environ.get("SLURMD_NODENAME")
+        return own_node_name()
     if killed is not None:
         return attempts.node_of_killed_tasks(killed)
     ended = attempts.nodes_of_tasks(attempt_dir, f"Exited with exit code {code}") or attempt.nodes
@@ -399,7 +444,7 @@ def spent_by(run_dir: RunDir, config: Config) -> str | None:
         number=last.number,
         now=time.time(),
         stalled_numbers=tuple(counted),
-        node_records=tuple(_node_records(run_dir, config)),
+        node_records=tuple(_node_records(run_dir, tries, config)),
     )
     outcome = AttemptOutcome(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
     return budget_spent(outcome, evidence, policy(config))
@@ -409,14 +454,10 @@ def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
     return (
         config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
         or config.job.progress_file is not None
+        or config.job.checkpoints is not None
         or attempt.committed_step is not None
         or attempt.reported_step is not None
     )
-
-
-def has_trained(attempt: Attempt) -> bool:
-    """Return whether an attempt got past its start, so that its config and its environment were sound."""
-    return attempt.stepping is not None or attempt.said is not None or attempt.progressed
 
 
 def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
@@ -433,7 +474,7 @@ def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure
     alive = [each for each in others if each.verdict != Verdict.END]
     last = (alive or others)[-1]
     name = f"attempt {last.number}" + (f" in job {last.job_id}" if last.job_id is not None else "")
-    if last.verdict == Verdict.DONE or others[-1].reason == Reason.CANCELLED:
+    if last.verdict == Verdict.DONE or others[-1].reason in (Reason.CANCELLED, Reason.PRUNED):
         return f"{name} has ended this run"
     if alive:
         return f"{name} goes on with this run"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient, is_dead, is_usable
-from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.client import SlurmClient, is_dead, is_silent, is_usable
+from slurmtrain.slurm.environment import own_job_id, own_node_name
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.signals import STOP_SIGNALS
 
@@ -29,6 +28,8 @@ log = logging.getLogger(__name__)
 
 STEP_GONE_S = 60.0  # how long killed processes may take to be gone: KillWait, often 30 s, and some more
 STEP_POLL_S = 0.2
+REGISTRATION_POLL_S = 1.0
+REGISTRATION_POLLS = 15  # a slurmd registers as soon as it has started
 LOOK_EVERY_S = 5.0  # seconds between two questions to SLURM during a pause: a preemption gives this shell no signal
 FRESH_S = 1.0  # an answer of SLURM that is not older is believed
 
@@ -50,12 +51,12 @@ def with_allocation(
     if facts is None or not facts.nodes:
         return evidence
     try:
-        allocated, states = expand_nodelist(facts.nodes), client.node_states(facts.nodes)
+        allocated, states = expand_nodelist(facts.nodes), _node_states(facts.nodes, client, sleep)
     except (ClusterError, EnvironmentMismatchError) as error:
         log.warning("cannot look at the nodes of this job: %s", error.message)
         return evidence
     usable = [node for node in allocated if is_usable(states.get(node, ""))]
-    if os.environ.get("SLURMD_NODENAME", allocated[0]) not in usable:  # this shell itself will not last
+    if (own_node_name() or allocated[0]) not in usable:  # this shell itself will not last
         usable = []
     dead = [node for node in attempt.nodes if node not in allocated or is_dead(states.get(node, ""))]
     return dataclasses.replace(
@@ -64,6 +65,20 @@ def with_allocation(
         dead_nodes=tuple(dead),
         failed_on=dead[0] if dead else evidence.failed_on,
     )
+
+
+def _node_states(nodes: str, client: SlurmClient, sleep: Callable[[float], None]) -> dict[str, str]:
+    """Return the states of these nodes, once each answers or is known to be dead, or has had time to.
+
+    A slurmd that is just being restarted does not answer, for some seconds, and its node is none that has failed.
+    """
+    states = client.node_states(nodes)
+    for _ in range(REGISTRATION_POLLS):
+        if not any(map(is_silent, states.values())):
+            break
+        sleep(REGISTRATION_POLL_S)
+        states = client.node_states(nodes)
+    return states
 
 
 def _is_gone(step_id: str | None, client: SlurmClient, sleep: Callable[[float], None]) -> bool:
@@ -112,7 +127,7 @@ def await_next_start(
         if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
             break
     if now.verdict is not Verdict.IN_PLACE:
-        attempt.verdict, attempt.sentence = now.verdict, now.sentence
+        attempt.verdict, attempt.reason, attempt.sentence = now.verdict, now.reason, now.sentence
         with contextlib.suppress(OSError):
             attempts.write_attempt(run_dir, attempt)
             run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=now.sentence)

@@ -12,20 +12,24 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slurmtrain.choices import JobKind, RequeueMode
+from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.elastic import on_given_nodes
+from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import (
+    DIVERGED,
     EXIT_REQUEUE,
     CheckpointMismatchError,
     LostPeersError,
+    PreflightError,
     SlurmtrainError,
     SupersededError,
     exit_code_of,
@@ -37,6 +41,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
+from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
+from slurmtrain.runtime.profiles import profile_switch_of
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
@@ -53,13 +59,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run_submitted(run_dir: RunDir) -> NoReturn:
-    """Run a rank of a run that has a run directory."""
+def run_submitted(run_dir: RunDir, began: float | None = None) -> NoReturn:
+    """Run a rank of a run that has a run directory.
+
+    Args:
+        began: when this rank was told to, in unix seconds; None: when its process was started.
+    """
 
     def find() -> tuple[Config, Callable[[], RunDir]]:
         return load_frozen(run_dir.config_file), lambda: run_dir
 
-    _run(find, attempt_context.given_attempt(run_dir), strict=True)
+    _run(find, attempt_context.given_attempt(run_dir), strict=True, began=began)
 
 
 def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict: bool) -> NoReturn:
@@ -73,16 +83,21 @@ def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict:
 
 
 def _run(
-    find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: AttemptContext | None, *, strict: bool
+    find: Callable[[], tuple[Config, Callable[[], RunDir]]],
+    given: AttemptContext | None,
+    *,
+    strict: bool,
+    began: float | None = None,
 ) -> NoReturn:
     """Run a rank from beginning to end: find its environment, meet the others, train, exit with the right code.
 
     Args:
         find: reads the config, and returns it with the function that rank 0 calls for the run directory.
         given: the attempt that a batch script has named; None: the ranks find out together.
+        began: as for `run_submitted`.
     """
     stop_flag = signals.install_signal_handlers()
-    timeline = Timeline()
+    timeline = Timeline(began)
     environment: Environment | None = None
     context = given
     stop_watcher: StopWatcher | None = None
@@ -94,11 +109,12 @@ def _run(
         secrets.take(config.secrets)
         if strict:
             config = on_given_nodes(config, len(environment.nodes))
-            nodes, tasks = config.cluster.node_range.most, config.cluster.tasks_per_node
+            nodes, tasks = config.cluster.node_range.most, node_shape(config).tasks
             check_world_size(environment, nodes=nodes, tasks_per_node=tasks)
         if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             stop_watcher = _begin(context, environment, config, stop_flag) if environment.rank == 0 else None
+            start_gpu_sampler(context.attempt_dir, environment)
             code = _program(config.job.kind)(config, environment, context, stop_flag, stop_watcher)
             _finish_by_hand(config, environment, context, code)
             leave(code)
@@ -110,6 +126,8 @@ def _run(
         if given is None and environment.rank == 0:
             stop_watcher = _begin(context, environment, config, stop_flag)
         watchdog = _watch(config, distributed, context)
+        _check(config, distributed, context, timeline)
+        start_gpu_sampler(context.attempt_dir, environment)
         code = _train(config, distributed, context, stop_flag, timeline, stop_watcher, watchdog)
         if watchdog is not None:
             watchdog.close()
@@ -128,9 +146,11 @@ def _run(
             environment,
             error.exit_code,
             error.message,
-            because_of_peer=isinstance(error, LostPeersError),
+            because_of_peer=isinstance(error, LostPeersError) or _is_told_by_rank_0(error, environment),
             superseded=isinstance(error, SupersededError),
             on_any_node=isinstance(error, CheckpointMismatchError),
+            diverged=isinstance(error, DIVERGED),
+            bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
             watchdog=watchdog,
         )
     except BaseException as error:
@@ -162,7 +182,12 @@ def _begin(
     # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
     return StopWatcher(
-        stop_flag, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir
+        stop_flag,
+        context.attempt_dir,
+        client,
+        signal_lead_s=config.cluster.signal_lead_s,
+        run_dir=run_dir,
+        profile_switch=profile_switch_of(context, config),
     )
 
 
@@ -197,6 +222,16 @@ def _join(
     )
 
 
+def _check(config: Config, distributed: DistributedContext, context: AttemptContext, timeline: Timeline) -> None:
+    """Check ranks and nodes before they train, unless preflight.mode is off."""
+    if config.preflight.mode == PreflightMode.OFF:
+        return
+    from slurmtrain.runtime.preflight.check import run_preflight
+
+    run_preflight(config, distributed, context)
+    timeline.mark("preflight")
+
+
 def _watch(config: Config, distributed: DistributedContext, context: AttemptContext) -> Watchdog | None:
     """Start the watch over this rank's main thread, unless watchdog.enabled is false."""
     if not config.watchdog.enabled:
@@ -225,9 +260,15 @@ def _train(
     )
     if watchdog is not None:
         watchdog.follow(lambda: Position(agreement.rounds, None, False))
+    if config.job.kind == JobKind.PREFLIGHT:  # the checks are over, and nothing else is to be done
+        if distributed.environment.rank == 0:
+            attempt_context.update_attempt(context, said=LastWord.FINISHED, stepping=time.time())
+        distributed.leave_together()
+        return 0
     if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
-    trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher)
+    switch = stop_watcher.profile_switch if stop_watcher is not None else None
+    trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher, profile_switch=switch)
     if watchdog is not None:
         state = trainer.state
         watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
@@ -293,6 +334,8 @@ def _fail(
     because_of_peer: bool = False,
     superseded: bool = False,
     on_any_node: bool = False,
+    diverged: bool = False,
+    bad_nodes: tuple[str, ...] = (),
     watchdog: Watchdog | None = None,
 ) -> NoReturn:
     """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
@@ -307,6 +350,8 @@ def _fail(
                 because_of_peer=because_of_peer,
                 superseded=superseded,
                 on_any_node=on_any_node,
+                diverged=diverged,
+                bad_nodes=bad_nodes,
             )
             if environment is not None and not context.supervised:
                 _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
@@ -315,6 +360,11 @@ def _fail(
     if watchdog is not None:
         watchdog.failed(lost_a_peer=because_of_peer)
     leave(code)
+
+
+def _is_told_by_rank_0(error: SlurmtrainError, environment: Environment | None) -> bool:
+    """Return whether all ranks end with this error, which rank 0 records for all."""
+    return isinstance(error, PreflightError) and error.told_all and environment is not None and environment.rank != 0
 
 
 def leave(code: int) -> NoReturn:

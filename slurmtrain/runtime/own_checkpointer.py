@@ -34,11 +34,15 @@ class Checkpointer(checkpointer.Checkpointer):
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
+        local: a folder that each node has for itself, as in /dev/shm; default: checkpoint.local of a submitted script. Every
+            save is copied there, and to the next node, and those of `save_local` go there only. A restart on the same
+            nodes restores from there in seconds. `remove_local` removes the copies.
 
     Raises:
         RuntimeError: `slurmtrain.init` has not been called.
         CheckpointError: on every rank: a newer incarnation of the run has used the directory, the ranks were given
             different directories, or an argument is not known.
+        NodeFolderError: on every rank: a node has no folder `local`.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Checkpointer(checkpointer.Checkpointer):
         config: Mapping[str, Any] | None = None,
         changed: Collection[str] = (),
         mirror: str | None = None,
+        local: Path | str | None = None,
     ):
         distributed, _ = session.initialised()
         context = session.context
@@ -75,6 +80,7 @@ class Checkpointer(checkpointer.Checkpointer):
             max_failures=max_failures,
             on_replica_drift=on_replica_drift,
             mirror=mirror,
+            local=local or session.local_copies,
             on_ending=_note_saved,
         )
         session.checkpointers.add(self)

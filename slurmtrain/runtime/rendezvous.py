@@ -7,6 +7,7 @@ in the attempt's directory, so no rank of an older incarnation can be met by mis
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,17 +20,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slurmtrain.errors import RendezvousError
-from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine
+from slurmtrain.config.port_range import PortRange
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError, SlurmtrainError
+from slurmtrain.runtime.addresses import address_of, bind_port, interface_towards, listening_address, machine
+from slurmtrain.runtime.preflight import reachability
+from slurmtrain.runtime.preflight.reachability import Answer
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.files import write_json
+from slurmtrain.system.files import read_json, write_json
 
 ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the meeting folder of ranks that were started by hand
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
+REPORT_AFTER_S = 10.0  # without a connection, before a node tells rank 0 so by the folder that they share
+LOOK_FOR_REPORTS_S = 5.0
+REPORTED_S = 20.0  # that every missing node must have reported for, before rank 0 waits no longer
 STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
+PREFLIGHT = "preflight, "  # how rank 0's word begins when it is about what a node, or the config, is at fault for
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 
 
@@ -59,6 +67,7 @@ def meet(
     timeout_s: float,
     stop_requested: Callable[[], bool],
     interface: str = "auto",
+    ports: PortRange | None = None,
 ) -> Meeting:
     """Bring all ranks together.
 
@@ -67,39 +76,44 @@ def meet(
         timeout_s: seconds to wait for the last rank.
         stop_requested: polled while waiting.
         interface: name of the interface at which rank 0 should be reached, or "auto".
+        ports: the ports on which rank 0 may wait; None: any.
 
     Raises:
-        RendezvousError: ranks are missing; the message says which, and on which nodes.
+        RendezvousError: none of the ports is free, or ranks are missing; the message says which, and on which nodes.
+        PreflightError: nodes cannot reach rank 0, and it is known whose fault that is.
+        EnvironmentMismatchError: two processes are the same rank, or ranks have been told different numbers of ranks.
         StopDuringStartError: a stop was requested before all ranks were there.
     """
     deadline = time.monotonic() + timeout_s
     if environment.source == "torchrun":
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        store = _store_of_launcher(environment, timeout_s)
         # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
         store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
         via = address_of(os.environ.get("MASTER_ADDR", ""))
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     elif environment.rank == 0:
-        own, via = _publish(environment, directory, interface, timeout_s), ""
+        own, via = _publish(environment, directory, interface, ports, timeout_s), ""
         store, host, port = own, own.host, own.port
     published = Published(directory / ADDRESS_FILE, environment)
     try:
         if environment.source != "torchrun":
             if environment.rank != 0:
-                other, via = _connect(environment, published, deadline, timeout_s, stop_requested)
+                other, via = _connect(environment, directory, published, deadline, timeout_s, stop_requested)
                 store, host, port = other, other.host, other.port
             elif environment.local_world_size > 1:
                 published.look()  # hands it on to the ranks beside this one
-        _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
+        missing = _Missing(directory, environment) if environment.source != "torchrun" else None
+        _gather_presence(store, environment, via, deadline, timeout_s, stop_requested, missing)
     finally:
         published.forget()
     return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
 
 
-def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.TCPStore:
+def _publish(
+    environment: Environment, directory: Path, interface: str, ports: PortRange | None, timeout_s: float
+) -> dist.TCPStore:
     listens, timeout = listening_address(environment, interface), timedelta(seconds=timeout_s)
-    with socket.socket() as listener:
-        listener.bind((listens, 0))
+    with bind_port(listens, ports, environment.node) as listener:
         port = listener.getsockname()[1]
         descriptor = listener.detach()  # the store's from now on
     # Given a port alone it would listen on every network of this node.
@@ -111,8 +125,31 @@ def _publish(environment: Environment, directory: Path, interface: str, timeout_
     return store
 
 
+def _store_of_launcher(environment: Environment, timeout_s: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, which a launcher has set.
+
+    Raises:
+        RendezvousError: it cannot be reached.
+    """
+    try:
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0]
+        return store
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        answer = reachability.knock(host, int(port)) if host and port.isdigit() else Answer.CONNECTED
+        if answer is Answer.CONNECTED:  # it answers now, or the variables are not there, which torch says itself
+            raise RendezvousError(str(error).splitlines()[0], hint="see rank 0's log") from None
+        found = reachability.look_into(environment.node, environment.rank, host, int(port), answer)
+        kind = reachability.kind_of(found, rank_0_waits=False)
+        raise RendezvousError(
+            f"preflight, {kind}: rank {environment.rank} on {environment.node} {found.sentence} (MASTER_ADDR, MASTER_PORT)",
+            hint=reachability.advice(kind, environment.node),
+        ) from None
+
+
 def _connect(
     environment: Environment,
+    directory: Path,
     published: Published,
     deadline: float,
     timeout_s: float,
@@ -120,6 +157,8 @@ def _connect(
 ) -> tuple[dist.TCPStore, str]:
     pauses = Pauses()
     failures: dict[str, str] = {}
+    first_failed: float | None = None
+    reported: reachability.Unreachable | None = None
     while True:
         address = published.look()
         if address is not None:
@@ -132,18 +171,28 @@ def _connect(
                     if store.check(["token"]) and store.get("token").decode() == address["token"]:
                         store.set_timeout(timedelta(seconds=timeout_s))
                         return store, via
-                    failures[host] = "somebody else answers there"
+                    failures[host], answer = "somebody else answers there", Answer.STRANGER
                 except (OSError, dist.DistError) as error:
                     failures[host] = str(error).splitlines()[0]
+                    answer = reachability.answer_of(error) if isinstance(error, OSError) else Answer.STRANGER
+                now = time.monotonic()
+                first_failed = now if first_failed is None else first_failed
+                if reported is None and (now - first_failed >= min(REPORT_AFTER_S, timeout_s / 3) or now > deadline):
+                    reported = reachability.look_into(environment.node, environment.rank, host, address["port"], answer)
+                    if environment.local_rank == 0:
+                        with contextlib.suppress(OSError):
+                            reachability.report(directory, environment.node_rank, reported)
         if stop_requested():
             raise StopDuringStartError
-        if time.monotonic() > deadline:
+        # What a node has reported is for rank 0 to judge, which knows of the others.
+        if time.monotonic() > deadline + (GRACE_S if reported is not None else 0):
             tried = "; ".join(f"{host}: {why}" for host, why in failures.items())
+            by = f" by {reported.interface}" if reported is not None and reported.interface else ""
             where = f"rank 0, expected on node {environment.expected_node(0)},"
             raise RendezvousError(
                 f"rank {environment.rank} on {environment.node}: {where} "
                 + (
-                    f"cannot be reached ({tried})"
+                    f"cannot be reached{by} ({tried})"
                     if failures
                     else f"did not publish its address within {timeout_s:.0f} s"
                 ),
@@ -161,12 +210,14 @@ def _gather_presence(
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
+    absent: _Missing | None,
 ) -> None:
     """Wait until every rank is there."""
-    store.set(f"here/{environment.rank}", json.dumps({"machine": machine(), "via": via}))
+    _take_place(store, environment, via)
     if environment.rank != 0:
         _await_word(store, environment, deadline, stop_requested)
         return
+    store.set("world_size", str(environment.world_size))
     ranks = range(environment.world_size)
     pauses = Pauses(LONGEST_PAUSE_S)
     while True:
@@ -179,12 +230,81 @@ def _gather_presence(
         if stop_requested() or store.check(["told to stop"]):
             _tell_and_linger(store, STOP, present=[r for r in ranks if r not in missing])
             raise StopDuringStartError
-        if time.monotonic() > deadline:
-            message = _who_is_missing(missing, environment, timeout_s)
-            _tell_and_linger(store, message, present=[r for r in ranks if r not in missing])
-            raise RendezvousError(message, hint=MISSING_HINT)
+        if store.check(["wrong"]):
+            word = store.get("wrong").decode()
+            _tell_and_linger(store, f"{PREFLIGHT}{word}", present=[r for r in ranks if r not in missing])
+            raise EnvironmentMismatchError(f"{PREFLIGHT}{word}", hint=RANKS_HINT)
+        late = time.monotonic() > deadline
+        error = absent.error(missing, late=late) if absent is not None else None
+        if late and error is None:
+            error = RendezvousError(_who_is_missing(missing, environment, timeout_s), hint=MISSING_HINT)
+        if error is not None:
+            _tell_and_linger(store, error.message, present=[r for r in ranks if r not in missing])
+            raise error
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
         pauses.pause()
+
+
+RANKS_HINT = "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job"
+
+
+def _take_place(store: dist.Store, environment: Environment, via: str) -> None:
+    """Say that this rank is there.
+
+    Raises:
+        EnvironmentMismatchError: another process is the same rank.
+    """
+    place = {
+        "machine": machine(),
+        "via": via,
+        "node": environment.node,
+        "process": f"{os.getpid()}-{secrets.token_hex(4)}",
+    }
+    mine = json.dumps(place)
+    there = store.compare_set(f"here/{environment.rank}", "", mine).decode()
+    if there == mine:
+        return
+    other = json.loads(there).get("node", "another node")
+    word = f"ranks: rank {environment.rank} is there twice, on {other} and on {environment.node}"
+    store.set("wrong", word)
+    raise EnvironmentMismatchError(f"{PREFLIGHT}{word}", hint=RANKS_HINT)
+
+
+class _Missing:
+    """Finds out on rank 0 why ranks do not come, from what their nodes have reported in the folder that all share."""
+
+    def __init__(self, directory: Path, environment: Environment):
+        self._directory, self._environment = directory, environment
+        self._looked = time.monotonic()
+        self._complete_since: float | None = None
+        self._published = read_json(directory / ADDRESS_FILE) if environment.rank == 0 else None
+
+    def error(self, missing: list[int], *, late: bool) -> SlurmtrainError | None:
+        """Return why no rank of `missing` will come; None while some may, or if nothing is known.
+
+        Args:
+            late: the time for them is over.
+        """
+        now = time.monotonic()
+        if not late and now < self._looked + LOOK_FOR_REPORTS_S:
+            return None
+        self._looked, environment = now, self._environment
+        published = read_json(self._directory / ADDRESS_FILE)
+        if published is not None and self._published is not None and published["token"] != self._published["token"]:
+            word = "ranks: another process is rank 0, too, and has published its own address"
+            return EnvironmentMismatchError(f"{PREFLIGHT}{word}", hint=RANKS_HINT)
+        found = reachability.reports(self._directory)
+        nodes = {environment.expected_node(rank) for rank in missing}
+        complete = nodes <= {each.node for each in found}
+        self._complete_since = (self._complete_since or now) if complete else None
+        if not late and (self._complete_since is None or now - self._complete_since < REPORTED_S):
+            return None
+        reached = {node for node in environment.nodes if node not in nodes}
+        first = environment.node
+        order = (first, *(node for node in environment.nodes if node != first))
+        return reachability.error_of_reports(
+            reachability.diagnose([each for each in found if each.node in nodes], reached, nodes=order)
+        )
 
 
 def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -> str | None:
@@ -218,6 +338,8 @@ def _await_word(
         while not store.check(["everybody"]):
             if stop_requested():
                 store.set("told to stop", "")
+            if store.check(["world_size"]) and int(store.get("world_size").decode()) != environment.world_size:
+                store.set("wrong", _other_size(environment, int(store.get("world_size").decode())))
             if time.monotonic() > deadline + GRACE_S:
                 raise RendezvousError(
                     f"rank 0 on {environment.expected_node(0)} stopped answering after it had been reached",
@@ -226,6 +348,7 @@ def _await_word(
             pauses.pause()
         word = store.get("everybody").decode()
         store.set(f"heard/{environment.rank}", "")
+        size = int(store.get("world_size").decode()) if word == "" else environment.world_size
     except dist.DistError:  # the store lives in rank 0
         if stop_requested():
             raise StopDuringStartError from None
@@ -234,8 +357,19 @@ def _await_word(
         ) from None
     if word == STOP:
         raise StopDuringStartError
+    if size != environment.world_size:
+        raise EnvironmentMismatchError(f"{PREFLIGHT}{_other_size(environment, size)}", hint=RANKS_HINT)
+    if word.startswith(PREFLIGHT):
+        raise PreflightError(word, hint="see rank 0's log", told_all=True)
     if word:
         raise RendezvousError(word, hint=MISSING_HINT)
+
+
+def _other_size(environment: Environment, size: int) -> str:
+    return (
+        f"ranks: rank {environment.rank} on {environment.node} was told that the job has {environment.world_size} ranks, and "
+        f"rank 0 that it has {size}"
+    )
 
 
 def _tell_and_linger(store: dist.Store, word: str, *, present: list[int]) -> None:

@@ -27,6 +27,8 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 BY_ITSELF_S = 5.0  # seconds for which a rank leaves looking to the first one of its node; then doubled
 LONGEST_BY_ITSELF_S = 40.0
+LEFTOVER_S = 3600.0  # age of a node's copy that nobody is going to read
+DIGITS = 24  # of the digest in its name
 
 
 class Pauses:
@@ -44,6 +46,14 @@ class Pauses:
         self._next_s = min(1.5 * self._next_s, self._longest_s)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"slurmtrain-{os.getuid()}-{'[0-9a-f]' * DIGITS}.json"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > LEFTOVER_S:
+                    path.unlink()
+
+
 class Published:
     """A JSON object that rank 0 publishes under `path`, and that the others wait for.
 
@@ -56,7 +66,7 @@ class Published:
         self._path, self._clock = path, clock
         self._looks_for_all = environment.local_rank == 0
         self._alone = environment.local_world_size == 1
-        name = hashlib.sha256(str(path).encode()).hexdigest()[:24]
+        name = hashlib.sha256(str(path).encode()).hexdigest()[:DIGITS]
         memory = Path("/dev/shm")
         folder = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         self._on_node = folder / f"slurmtrain-{os.getuid()}-{name}.json"
@@ -81,10 +91,15 @@ class Published:
         return found
 
     def forget(self) -> None:
-        """Remove the node's copy, when all ranks of this node have read it, or need it no more."""
+        """Remove the node's copy, when all ranks of this node have read it, or need it no more.
+
+        Old copies of this user go, too: those of ranks that were killed before they could do so. Who still waits for such a
+        one finds the original.
+        """
         if self._looks_for_all and not self._alone:
             with contextlib.suppress(OSError):  # anybody may put a file there, which only they can remove
                 self._on_node.unlink()
+            _remove_leftovers(self._on_node.parent)
 
     def _look_in_folder(self) -> dict[str, Any] | None:
         # Listing the directory makes NFS ask its server; opening a name that it remembers as missing does not.

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
+from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
@@ -41,6 +42,7 @@ class StopWatcher:
         client: asks SLURM; None: there is none to ask.
         signal_lead_s: seconds by which the early warning comes before the time limit; 0: there is none.
         run_dir: the run whose switches are watched; None: no switches.
+        profile_switch: looks for the file by which a person asks for a profile; None: nobody does.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class StopWatcher:
         *,
         signal_lead_s: float,
         run_dir: RunDir | None = None,
+        profile_switch: ProfileSwitch | None = None,
     ):
         self._stop_flag, self._attempt_dir, self._client = stop_flag, attempt_dir, client
         self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
+        self.profile_switch = profile_switch
         self._save_asked = threading.Event()
         # The plan, which training, the watch and the timer replace: only with the lock, or a timer would stay with an old plan.
         self._plan_lock = threading.Lock()
@@ -177,7 +181,7 @@ class StopWatcher:
         return self._end_time - self._signal_lead_s / 2
 
     def _pause(self, asked: float) -> float | None:
-        pauses = [LOOK_EVERY_S] if self._run_dir is not None else []
+        pauses = [LOOK_EVERY_S] if self._run_dir is not None or self.profile_switch is not None else []
         if self._client is not None and self._end_time is not None:
             pauses.append(max(0.0, asked + ASK_EVERY_S - time.monotonic()))
         if self._deadline is not None:
@@ -185,6 +189,8 @@ class StopWatcher:
         return min(pauses, default=None)
 
     def _look_at_switches(self) -> None:
+        if self.profile_switch is not None:
+            self.profile_switch.look()
         if self._run_dir is None:
             return
         if self._take(self._run_dir.save_switch, Event.SAVE_FILE_FOUND):

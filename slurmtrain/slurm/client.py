@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.versions import Version, parse_version
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
@@ -56,6 +57,7 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
@@ -114,9 +116,13 @@ class PreemptionTimes:
     grace_of: str = ""
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command. After 60 s a slow controller counts as one that does not answer."""
-    return subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60, check=False)
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run a command. After `timeout_s` a slow controller counts as one that does not answer."""
+    return subprocess.run(
+        command, env=dict(environment), capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+    )
 
 
 class SlurmClient:
@@ -233,6 +239,22 @@ class SlurmClient:
                     found[job_id] = QueuedJob(state, reason, start, words)
         return found
 
+    def accounted(self, job_ids: Sequence[str]) -> list[Allocation]:
+        """Return what SLURM's accounting has of these jobs, each start of a requeued job by itself.
+
+        Raises:
+            ClusterError: there is no sacct, the cluster keeps no accounting, or it does not answer.
+        """
+        found: list[Allocation] = []
+        for begin in range(0, len(job_ids), JOBS_AT_ONCE):
+            jobs = ",".join(job_ids[begin : begin + JOBS_AT_ONCE])
+            command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--format={FORMAT}"]
+            answer = self._answer([*command, f"--jobs={jobs}"])
+            if answer.returncode != 0:
+                raise ClusterError(f"`sacct` failed: {_last_line(answer)}")
+            found += parse_sacct(answer.stdout)
+        return found
+
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
@@ -271,7 +293,7 @@ class SlurmClient:
 
     def configuration(self) -> dict[str, str]:
         """Return slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
-        return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
+        return parse_show_config(self.glance(["scontrol", "show", "config"]) or "")
 
     def cluster_name(self) -> str | None:
         """Return SLURM's name of the cluster; None when it cannot be asked. A job has it in its environment."""
@@ -282,7 +304,7 @@ class SlurmClient:
 
     def existing_nodes(self, names: Iterable[str]) -> set[str] | None:
         """Return those of these nodes that the cluster has; None when it cannot be asked."""
-        answer = self._glance(["sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(names)}", "--format=%N"])
+        answer = self.glance(["sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(names)}", "--format=%N"])
         return None if answer is None else set(answer.split())
 
     def max_array_size(self) -> int | None:
@@ -298,16 +320,26 @@ class SlurmClient:
         kill_wait_s = parse_duration(config.get("KillWait", ""))
         by = config.get("PreemptType", "")
         if by == "preempt/qos" and qos:
-            answer = self._glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
+            answer = self.glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
             grace_s = parse_duration(answer.strip().partition("\n")[0])
             return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
         if by == "preempt/partition_prio":
-            name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
+            name, its = chosen_partition(self.glance(["scontrol", "show", "partition", "-o"]) or "", partition)
             if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # otherwise the job is suspended, or not preempted
                 return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
         return PreemptionTimes(kill_wait_s)
 
-    def _glance(self, command: Sequence[str]) -> str | None:
+    def partitions(self) -> str:
+        """Return `scontrol show partition -o`; empty when it cannot be asked."""
+        return self.glance(["scontrol", "show", "partition", "-o"]) or ""
+
+    def qos_of(self, user: str) -> tuple[str, str]:
+        """Return all QOS as "name|preempt|preemptmode", and those that a user may use; empty without accounting."""
+        all_qos = self.glance(["sacctmgr", "-nP", "show", "qos", "format=name,preempt,preemptmode"])
+        own = self.glance(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=qos"])
+        return all_qos or "", own or ""
+
+    def glance(self, command: Sequence[str]) -> str | None:
         """Return the output of a command that nothing depends on; None when there is none within two seconds."""
         paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
         if None in paths:
@@ -375,7 +407,7 @@ class SlurmClient:
     def lacks_nodes(self, partition: str | None) -> bool:
         """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
         where = [f"--partition={partition}"] if partition else []
-        answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
+        answer = self.glance(["sinfo", "--noheader", "--format=%a %T", *where])
         if answer is None:
             return True
         there = [line.split() for line in answer.splitlines() if line.strip()]
@@ -397,10 +429,10 @@ class SlurmClient:
 
         None are returned if SLURM names none.
         """
-        own = re.search(r"\bJobId=(\d+)", self._glance(["scontrol", "show", "job", "-o", element]) or "")
+        own = re.search(r"\bJobId=(\d+)", self.glance(["scontrol", "show", "job", "-o", element]) or "")
         if own is None:
             return []
-        shown = self._glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
+        shown = self.glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
 
     def batch_script(self, job_id: str) -> str:
@@ -466,7 +498,8 @@ def parse_show_job(text: str) -> JobFacts | None:
     if "JobState" not in fields:
         return None
     return JobFacts(
-        state=fields["JobState"],
+        # While slurmctld hands a signal to the nodes it prints that in place of the state, for some milliseconds.
+        state=fields["JobState"].replace("SIGNALING", "RUNNING"),
         reason=fields.get("Reason", ""),
         restarts=int(fields.get("Restarts", "0")),
         start_time=parse_time(fields.get("StartTime", "")),
@@ -483,6 +516,11 @@ def is_dead(state: str) -> bool:
     A star says that it does not answer.
     """
     return "*" in state or state.startswith(("down", "error", "unknown", "no_respond", "power"))
+
+
+def is_silent(state: str) -> bool:
+    """Return whether a node only does not answer, as when its slurmd restarts: SLURM has not taken it out of service."""
+    return state.endswith("*") and not is_dead(state.rstrip("*"))
 
 
 def is_usable(state: str) -> bool:
@@ -585,7 +623,7 @@ def programs_beside(slurm_conf: str | None) -> str | None:
     A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not
     count.
     """
-    if slurm_conf is None:
+    if not slurm_conf:  # also SLURM_CONF=
         return None
     try:
         descriptor = os.open(Path(slurm_conf).with_name(PREFIX_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
-LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"  # set to "local" by cluster=local for the ranks that it starts
+# "local" for the ranks that cluster=local starts; the name of a launcher for those that it starts (job.launcher).
+LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"
+NODES_VARIABLE = "SLURMTRAIN_NODES"  # with such a launcher: the names of all nodes, with commas
 SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
 
 
@@ -74,7 +76,7 @@ class Environment:
         Raises:
             EnvironmentMismatchError: variables contradict each other or cannot be read.
         """
-        if "TORCHELASTIC_RUN_ID" in variables or variables.get(LAUNCHER_VARIABLE) == "local":
+        if "TORCHELASTIC_RUN_ID" in variables or (LAUNCHER_VARIABLE in variables and "RANK" in variables):
             return cls._from_torchrun(variables)
         if in_slurm_step(variables, terminal=terminal):
             return cls._from_slurm(variables)
@@ -90,7 +92,12 @@ class Environment:
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
         local = variables.get(LAUNCHER_VARIABLE) == "local"
         # torchrun gives the number of the other nodes, not their names.
-        names = [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
+        given = variables[NODES_VARIABLE].split(",") if NODES_VARIABLE in variables else []
+        names = (
+            given
+            if len(given) == nodes
+            else [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
+        )
         return cls(
             source="local" if local else "torchrun",
             rank=rank,
@@ -167,6 +174,11 @@ def own_step_id() -> str | None:
     return f"{job}.{step}" if job and step else None
 
 
+def own_node_name() -> str | None:
+    """Return SLURM's name of the node that this process runs on; None outside of SLURM."""
+    return os.environ.get("SLURMD_NODENAME") or None
+
+
 def own_restart_count() -> int:
     """Return how often SLURM has started this very job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -198,18 +210,31 @@ def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: in
         )
 
 
-def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatchError:
+def no_gpu(environment: Environment, asked: str, why: str = "", driver: str | None = None) -> PreflightError:
     """Return the error of a rank that sees no GPU although the job has `asked` for some.
 
-    Without this error, training would run very slowly on the CPU and end well.
+    Without this error, training would run very slowly on the CPU and end well. The node is at fault, unless a variable hides
+    its GPUs.
+
+    Args:
+        why: a reason that is no node's fault: a torch that is built for CPUs.
+        driver: what the driver says of it.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
-    return EnvironmentMismatchError(
-        f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}",
+    said = f"; the driver says: {driver}" if driver else ""
+    at_fault = not why and environment.source == "slurm" and not (hidden is not None and _hides_all(hidden))
+    return PreflightError(
+        f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}{said}",
         hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
         "train.device=cpu asks for none",
+        nodes=(environment.node,) if at_fault else (),
     )
+
+
+def _hides_all(visible_devices: str) -> bool:
+    """Return whether this value of CUDA_VISIBLE_DEVICES hides all GPUs from a program."""
+    return visible_devices.strip() in ("", "-1", "NoDevFiles")
 
 
 def check_gpu_files(
@@ -227,12 +252,15 @@ def check_gpu_files(
     """
     if gpus_per_node == 0:
         return
-    hidden = variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    files = any(
-        next(devices.glob(pattern), None) for pattern in ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*")
-    )
-    if hidden or not files:
+    hidden = _hides_all(variables.get("CUDA_VISIBLE_DEVICES", "0"))
+    if hidden or not has_gpu_files(devices):
         raise no_gpu(environment, f"cluster.gpus_per_node={gpus_per_node}")
+
+
+def has_gpu_files(devices: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a device file of any kind of GPU."""
+    patterns = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*")
+    return any(next(devices.glob(pattern), None) for pattern in patterns)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

@@ -11,15 +11,12 @@ trained on another node.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,7 +30,6 @@ FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks agains
 SAID_LENGTH = 200  # characters that are kept of what a rank said
 READ_BYTES = 1 << 20  # read from the end of the ledger: about 4,000 records
 LOCK_S = 5.0  # longest wait for another writer, which takes milliseconds
-LOCK_POLL_S = 0.01
 ALL = "*"  # stands for all nodes in a record of forgiveness
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
@@ -60,6 +56,7 @@ class NodeEvent(StrEnum):
     CRASH = "fast crash"
     HARDWARE = "hardware"
     HANG = "hang"
+    SLOW = "slow"  # its ranks took longer than others for the same work (observe.blame_stragglers)
     BAD_START = "could not start"  # on that node, though the run has trained before
     LOST = "lost"  # SLURM said that the node failed
     BY_HAND = "by hand"
@@ -68,7 +65,7 @@ class NodeEvent(StrEnum):
 
 
 SOFT = (NodeEvent.CRASH, NodeEvent.HANG, NodeEvent.LOST)  # a program can cause them, too
-FAULTS = (*SOFT, NodeEvent.HARDWARE, NodeEvent.BAD_START, NodeEvent.BY_HAND)
+FAULTS = (*SOFT, NodeEvent.SLOW, NodeEvent.HARDWARE, NodeEvent.BAD_START, NodeEvent.BY_HAND)
 
 
 @dataclass(frozen=True)
@@ -184,6 +181,8 @@ def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
         return f"could not start {attempts}"
     if event is NodeEvent.LOST:
         return f"failed in {attempts}"
+    if event is NodeEvent.SLOW:
+        return f"slow in {attempts}: {said[:80]}"
     if event is NodeEvent.HARDWARE:
         return f"broken hardware in {attempts}: {said[:80]}"
     return f"blamed by hand: {said[:80]}" if said else "blamed by hand"
@@ -213,16 +212,16 @@ def blamed_nodes(
     live = _without_twins(
         each for each in sorted(found, key=lambda each: each.time) if now - each.time < policy.expiry_s
     )
-    weigh = _Scales(live, policy, run).weight
+    weights = _RecordWeights(live, policy, run)
     by_node: dict[str, list[NodeRecord]] = defaultdict(list)
     for each in live:
-        if weigh(each):
+        if weights.weight(each):
             by_node[each.node].append(each)
     result = []
     for node, against in sorted(by_node.items()):
         total = 0
         for each in reversed(against):
-            total += weigh(each)
+            total += weights.weight(each)
             if total >= max(1, policy.threshold):
                 result.append(Blamed(node, each.time + policy.expiry_s, tuple(against)))
                 break
@@ -239,7 +238,7 @@ def _without_twins(found: Iterable[NodeRecord]) -> list[NodeRecord]:
     return list(kept.values())
 
 
-class _Scales:
+class _RecordWeights:
     """What each record counts against its node, beside all others."""
 
     def __init__(self, live: Iterable[NodeRecord], policy: BlamePolicy, run: str | None):
@@ -270,7 +269,7 @@ class _Scales:
             return self._policy.threshold
         if each.event is NodeEvent.HARDWARE:
             return 2
-        if each.event is NodeEvent.BAD_START:
+        if each.event in (NodeEvent.BAD_START, NodeEvent.SLOW):  # other nodes have done the same better
             return 1
         if len(self._nodes_alike[each.run, alike(each)]) > 1:  # the program's fault
             return 0
@@ -392,30 +391,11 @@ def append_to_ledger(path: Path, new: Iterable[NodeRecord]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(path):
+    with records.locked(path, at_most_s=LOCK_S):
         for each in new:
             records.append_line(path, json.dumps(each.values()) + "\n")
         if path.stat().st_size > 2 * READ_BYTES:
             _shorten(path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a ledger while it is changed; without one where the file system has none, or a writer is stuck."""
-    descriptor = records.open_to_append(path)
-    try:
-        give_up = time.monotonic() + LOCK_S
-        while time.monotonic() < give_up:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(LOCK_POLL_S)
-            except OSError:
-                break
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _shorten(path: Path) -> None:

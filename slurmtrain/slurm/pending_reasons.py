@@ -47,7 +47,7 @@ REASONS = (
     (
         "PartitionNodeLimit|Partition(?:Min|Max)Nodes|PartitionConfig",
         "its partition does not give that number or kind of nodes",
-        "`cancel {run}`; submit with other cluster.nodes or cluster.partition",
+        "`cancel {run}`; submit with other cluster.nodes, cluster.spare_nodes or cluster.partition",
     ),
     (
         "PartitionTimeLimit",

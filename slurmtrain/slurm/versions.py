@@ -19,18 +19,22 @@ class Difference:
         since: the first release with it.
         what: description of the behaviour.
         seen: releases on which it was seen, and older ones on which it was seen to be absent.
+        until: the first release without it again; None: it is still there.
     """
 
     since: Version
     what: str
     seen: str
+    until: Version | None = None
 
     def applies_to(self, version: Version | None) -> bool:
         """Return whether a cluster of this version has the behaviour.
 
         An unknown version (None) counts as a current one.
         """
-        return version is None or version >= self.since
+        if version is None:
+            return self.until is None
+        return version >= self.since and (self.until is None or version < self.until)
 
 
 PREEMPT_PARAMETERS = Difference(
@@ -60,6 +64,36 @@ TIME_BEFORE_STEP_ERRORS = Difference(
     (25, 5),
     "slurmstepd's lines in a job's log begin with a time: '[2026-11-22T14:00:00.123] error: *** JOB 3 ON n0 ...'",
     "22.05.8, 24.11.7 not: 'slurmstepd-n0: error: *** JOB 3 ON n0 ...'; 25.05.9",
+)
+SRUN_FORGETS_CPUS_PER_TASK = Difference(
+    (22, 5),
+    "srun takes no --cpus-per-task from sbatch (SLURM_CPUS_PER_TASK): without its own, each rank gets one CPU",
+    "22.05.8; CHANGELOG of 22.05 and 23.11",
+    until=(23, 11),
+)
+SRUN_COMPARES_CPUS_PER_TASK = Difference(
+    (23, 11),
+    "sbatch also sets SLURM_TRES_PER_TASK=cpu=N, and srun ends with 'set by two different environment variables' where "
+    "somebody has changed SLURM_CPUS_PER_TASK alone; an option of its own comes before both",
+    "25.05's source (slurm_opt.c); CHANGELOG of 23.11",
+)
+STEPS_MANAGED_ON_THE_NODE = Difference(
+    (24, 5),
+    "SlurmctldParameters=enable_stepmgr (or --stepmgr) lets the job's first node manage its steps, and slurmctld does not know "
+    "them: `scontrol show step` asks that node. It saves the controller jobs of many steps; a run has one to three",
+    "not run here; 24.05 to 25.11 by their source (job_step_info.c)",
+)
+EXPEDITED_REQUEUE = Difference(
+    (25, 11),
+    "--requeue=expedite (with SlurmctldParameters=enable_expedited_requeue) starts a job again at once and before all others "
+    "when a node has failed. But every other requeue of such a job, by `scontrol requeue` too, is held unless an epilog has "
+    "failed, and an exit code other than 0 is such a requeue: a run that is told to stop would wait for ever",
+    "not run here; 25.11 by its source (job_mgr.c, batch_requeue_fini and _set_job_requeue_exit_value)",
+)
+REQUEUE_DELAY = Difference(
+    (25, 11),
+    "SchedulerParameters=requeue_delay=SECONDS says how long a requeued job waits, instead of the 121 s of cred_expire",
+    "not run here; 25.11 by its manual page",
 )
 
 

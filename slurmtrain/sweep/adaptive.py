@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,22 +16,20 @@ from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.status import RunState, RunStatus, is_over, states
+from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.create import add_run, append_arrays, create_sweep, find_same
 from slurmtrain.sweep.folder import note_jobs
-from slurmtrain.sweep.jobs import check_submitted, submit_arrays
+from slurmtrain.sweep.jobs import Submission, check_submitted, submit_arrays
 from slurmtrain.sweep.local import run_here
 from slurmtrain.sweep.plan import SweepPlan, check_belongs
 from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
-ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ class OpenSweep:
         Args:
             on_end: called with every run when it has ended, also with those that had ended before.
         """
-        run_dirs = self._add(wanted)
+        run_dirs = self.add(wanted)
+        check_submitted(self.submit(run_dirs))
         ended: dict[str, RunState] = {}
         try:
             for run_dir, now in self._ended(run_dirs):
@@ -82,8 +80,8 @@ class OpenSweep:
             raise
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
-    def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
-        """Add the points that do not exist yet.
+    def add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
+        """Add the points that do not exist yet, and return the run of each of `wanted`. Called within `alone`.
 
         Each step may be cut short, and is done when the same points are asked for again.
         """
@@ -106,12 +104,20 @@ class OpenSweep:
         for point in chosen:
             if not sweep.run_dir(point.run_id).info_file.exists():
                 add_run(sweep, point, sweep_plan)
-        if self.client is not None:
-            self._submit({point.run_id: point.shape for point in chosen})
         return [sweep.run_dir(point.run_id) for point in chosen]
 
-    def _submit(self, shapes: dict[str, str]) -> None:
-        assert self.client is not None
+    def submit(self, run_dirs: Sequence[RunDir]) -> Submission:
+        """Submit those of these runs that have no job; with cluster=local there is nothing to submit.
+
+        What a limit has kept out of the queue is submitted by the next call.
+
+        Raises:
+            ClusterError: sbatch refused, or the sweep was cancelled.
+        """
+        if self.client is None:
+            return Submission([], [])
+        chosen = {run_dir.id for run_dir in run_dirs}
+        shapes = {point.run_id: point.shape for point in self.sweep.points() if point.run_id in chosen}
         while True:
             numbers = self.sweep.array_numbers()
             for number in numbers:
@@ -125,7 +131,7 @@ class OpenSweep:
             arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
             if not new or append_arrays(self.sweep, len(numbers), new, arrays):
                 break
-        check_submitted(submit_arrays(self.sweep, self.client))
+        return submit_arrays(self.sweep, self.client)
 
     def _has_job(self, run_id: str) -> bool:
         return bool(self.sweep.run_dir(run_id).info()["job_ids"])
@@ -146,22 +152,7 @@ class OpenSweep:
             now = states(run_dirs)
             yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
             return
-        waiting = dict.fromkeys(run_dirs)
-        asked, revived = time.monotonic(), set[RunDir]()
-        while True:
-            ask = time.monotonic() - asked >= ASK_EVERY_S
-            if ask:
-                asked = time.monotonic()
-            looked = [run_dir for run_dir in waiting if ask or (run_dir not in revived and is_over(run_dir))]
-            now = states(looked)
-            revived = revived.union(run_dir for run_dir in looked if now[run_dir.id].alive) if not ask else set()
-            for run_dir in looked:
-                if not now[run_dir.id].alive:
-                    del waiting[run_dir]
-                    yield run_dir, now[run_dir.id]
-            if not waiting:
-                return
-            time.sleep(LOOK_EVERY_S)  # the files are on a shared file system: there is no event to await
+        yield from as_they_end(run_dirs, ask_first=False)
 
 
 def _remove_cut_line(path: Path) -> None:

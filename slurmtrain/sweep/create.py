@@ -83,8 +83,8 @@ def create_sweep(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
-        # Each config in `asking` may have another program. For a search only the first is known here.
-        programs = sweep_plan.asking.values() or [sweep_plan.first]
+        # For a search only the first is known here.
+        programs = sweep_plan.programs.values() or [sweep_plan.first]
         missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
         for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
             log.warning(warning)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -22,13 +21,14 @@ import pickle
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
+from slurmtrain.config.hydra_state import apart
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import NAME, validate
 from slurmtrain.errors import ClusterError
@@ -109,7 +109,7 @@ class Tasks:
         secrets.refuse_pickled(values, pickled, "what the task function needs")
         secrets.refuse_pickled(values, json.dumps([list(each) for each in job_overrides]).encode(), "an override")
         opened = self._open = self._open or self._find_or_make(folder)
-        tasks = opened.sweep.path / "tasks"
+        tasks = opened.sweep.tasks
         tasks.mkdir(mode=0o700, exist_ok=True)
         shared = tasks / f"{hashlib.sha256(pickled).hexdigest()[:16]}.pkl"
         wanted = []
@@ -168,7 +168,7 @@ class Tasks:
     def _run_config(self, task: Path) -> Config:
         """Return the config of the run that calls the task function."""
         if self._base is None:
-            with _beside_the_program():
+            with apart():
                 self._base = compose(self._overrides, config_dir=self._config_dir)
             validate(self._base)
         python = self._base.cluster.python or sys.executable
@@ -205,26 +205,6 @@ def without_hydra(config: DictConfig) -> DictConfig:
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-
-
-@contextlib.contextmanager
-def _beside_the_program() -> Iterator[None]:
-    """Compose configs of ours within a Hydra program, without changing its global state or the names of its configs."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.singleton import Singleton
-    from hydra.core.utils import JobRuntime
-    from hydra.version import VersionBase
-
-    program, names = Singleton._instances, copy.copy(ConfigStore.instance().repo)
-    its_own = (GlobalHydra, HydraConfig, JobRuntime, VersionBase)
-    Singleton._instances = {kind: each for kind, each in program.items() if kind not in its_own}
-    try:
-        yield
-    finally:
-        Singleton._instances = program
-        ConfigStore.instance().repo = names
 
 
 def _name(task: str) -> str:

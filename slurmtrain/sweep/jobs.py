@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import secrets
 import shutil
 import time
 from dataclasses import dataclass
@@ -198,7 +197,7 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
     """Link the array's script into a run's directory, since thousands of runs may share a long one."""
     if not run_dir.path.exists():  # removed by `runs prune`
         return
-    link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}.{secrets.token_hex(3)}"
+    link = files.temporary_beside(run_dir.script)
     try:
         os.link(script, link)
     except OSError:  # not every file system can

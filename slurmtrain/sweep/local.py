@@ -56,27 +56,85 @@ def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool) 
         at_once: number of runs at the same time.
         show: print the output of the ranks to the terminal.
     """
-    names = {
-        point.run_id: _name(point) for point in reversed(sweep.points())
-    }  # the first of those with the same config
-    waiting, stopped = list(run_ids), False
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    with _signals() as events:
-        while running or (waiting and not stopped):
-            if waiting and not stopped and len(running) < at_once:
-                run_id = waiting.pop(0)
-                log.info("%s: run %s begins", names[run_id], run_id)
-                running[run_id] = _start(sweep.run_dir(run_id), events, show=show)
-                continue
-            event = events.get()
-            if isinstance(event, str):
-                del running[event]
-                log.info("%s: %s", names[event], state(sweep.run_dir(event)).explanation)
-                continue
-            stopped = True
-            for process in running.values():
-                process.send_signal(event)
-    return not stopped
+    waiting = list(run_ids)
+    with LocalRuns(sweep, show=show) as runs:
+        try:
+            while runs.running or waiting:
+                while waiting and len(runs.running) < at_once:
+                    runs.start(sweep.run_dir(waiting.pop(0)))
+                runs.ended()
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+class LocalRuns:
+    """Runs of a sweep as processes of this machine, within `with`. Called within `alone`.
+
+    Args:
+        show: print the output of the ranks to the terminal.
+    """
+
+    def __init__(self, sweep: Sweep, *, show: bool):
+        self._sweep, self._show = sweep, show
+        self.running: dict[RunDir, subprocess.Popen[bytes]] = {}
+        self._names: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> LocalRuns:
+        self._events = self._stack.enter_context(_signals())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop what still runs, and wait for it: the process would be stopped with this one anyway."""
+        with self._stack:
+            for process in self.running.values():
+                process.send_signal(signal.SIGTERM)
+            self._wait_for_all()
+
+    def start(self, run_dir: RunDir) -> None:
+        """Start or continue a run."""
+        log.info("%s: run %s begins", self._name(run_dir), run_dir.id)
+        self.running[run_dir] = _start(run_dir, self._events, show=self._show)
+
+    def ended(self, timeout_s: float | None = None) -> list[RunDir]:
+        """Return the runs whose processes have left; wait until there is one, or for so many seconds.
+
+        Raises:
+            KeyboardInterrupt: a person has stopped this process, and all runs have been stopped, too.
+        """
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        if isinstance(event, int):
+            self._pass_on(event)
+            self._wait_for_all()
+            raise KeyboardInterrupt
+        return [self._take(event)]
+
+    def _wait_for_all(self) -> None:
+        while self.running:
+            event = self._events.get()
+            if isinstance(event, int):
+                self._pass_on(event)
+            else:
+                self._take(event)
+
+    def _pass_on(self, number: int) -> None:
+        for process in self.running.values():
+            process.send_signal(number)
+
+    def _take(self, run_id: str) -> RunDir:
+        run_dir = self._sweep.run_dir(run_id)
+        del self.running[run_dir]
+        log.info("%s: %s", self._name(run_dir), state(run_dir).explanation)
+        return run_dir
+
+    def _name(self, run_dir: RunDir) -> str:
+        if run_dir.id not in self._names:  # the first of those with the same config
+            self._names = {point.run_id: _name(point) for point in reversed(self._sweep.points())}
+        return self._names[run_dir.id]
 
 
 def _name(point: Point) -> str:

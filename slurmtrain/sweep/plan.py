@@ -28,11 +28,12 @@ from slurmtrain.runs.run_dir import RunDir
 def identity_of(config: Config) -> str:
     """Return 16 hex digits over the values that decide a result, independent of the order of keys.
 
-    The places of runs and code, hooks, and the sources of secrets are left out.
+    The places of runs and code, hooks, loggers, what a search does with its trials, and the sources of secrets are left out.
     """
     values = as_first_digested(to_values(config))
     del values["hooks"], values["secrets"]
-    values.pop("watchdog", None)
+    for key in ("watchdog", "observe", "search"):
+        values.pop(key, None)
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -51,6 +52,7 @@ class SweepPlan:
         steps: number of training steps, by identity.
         identities: identity of every point, in order.
         asking: a config for every shape.
+        programs: a config for every program.
         search: for a sweep whose points are chosen by earlier results: what they are chosen by, as text.
     """
 
@@ -60,6 +62,7 @@ class SweepPlan:
     steps: dict[str, int | None] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
     asking: dict[str, Config] = dataclasses.field(default_factory=dict)
+    programs: dict[str | None, Config] = dataclasses.field(default_factory=dict)
     search: str | None = None
 
     @property
@@ -87,8 +90,23 @@ class SweepPlan:
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
             self.asking.setdefault(self.shapes[identity], config)
+            self.programs.setdefault(config.job.command, config)
             self.steps[identity] = steps_of(config)
         return identity
+
+    def add_copies(self, config: Config, count: int) -> None:
+        """Add so many points with this one config, each a run of its own.
+
+        Raises:
+            ConfigError: it cannot be a point of this sweep.
+        """
+        check_belongs(config, self.first)
+        same, frozen, shape = identity_of(config), freeze(config), _shape(config)
+        self.asking[shape] = self.programs[config.job.command] = config
+        for number in range(len(self.identities), len(self.identities) + count):
+            identity = f"{same}-{number}"
+            self.identities.append(identity)
+            self.frozen[identity], self.shapes[identity], self.steps[identity] = frozen, shape, steps_of(config)
 
     @property
     def id(self) -> str:
@@ -154,8 +172,9 @@ def _cluster_of(config: Config) -> tuple[str | None, ...]:
 
 
 def _shape(config: Config) -> str:
-    """Return a digest of everything in a config that the script shows."""
+    """Return a digest of everything in a config that the script shows. The program is read from the run's own config."""
     values = to_values(config)
+    del values["job"]["command"]
     parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -105,6 +105,15 @@ class Composer:
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
+    def of_the_program(self, overrides: Sequence[str]) -> list[str]:
+        """Return the overrides that are not Hydra's own."""
+        return [word for word in overrides if not self._parsed(word).is_hydra_override()]
+
+    def with_hydra(self, overrides: Sequence[str]) -> Any:
+        """Return the DictConfig that these overrides, without the choices in them, compose to, with its node `hydra`."""
+        with explaining(overrides, self.primary):
+            return self._with_hydra(tuple(self.fixed(overrides)))
+
     def fixed(self, overrides: Sequence[str]) -> list[str]:
         """Return the overrides that give no choice."""
         return [word for word in overrides if not self._parsed(word).is_sweep_override()]

@@ -8,6 +8,7 @@ that fails is a job that failed, with the run's own words.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -15,10 +16,11 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.choices import Pruner
 from slurmtrain.config.compose import search_path
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
+from slurmtrain.errors import RunFailedError, SlurmtrainError, UsageError
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.planner.fit import check_fits
@@ -41,10 +43,6 @@ log = logging.getLogger(__name__)
 
 OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna's: with more trials, a search continues
 LAUNCHER = "hydra/launcher=slurmtrain_search"
-
-
-class RunFailedError(ClusterError):
-    """A run of a search has ended without a result."""
 
 
 class Search:
@@ -77,7 +75,7 @@ class Search:
         assert hydra is not None
         folder = str(self._open_sweep.sweep.path).replace("'", "\\'")
         words = [*overrides, LAUNCHER, f"hydra.sweep.dir='{folder}'", search_path(primary.folders[1:])]
-        with alone(self._open_sweep.sweep), _explaining_sweeper():
+        with alone(self._open_sweep.sweep), explaining_sweeper():
             hydra.multirun(primary.name, self, words)
 
     def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:
@@ -90,7 +88,7 @@ class Search:
         refused: dict[int, SlurmtrainError] = {}
         for position, (overrides, _) in enumerate(jobs):
             try:
-                config = self._checked(overrides)
+                config = checked(self._composer, overrides)
             except SlurmtrainError as error:  # other combinations of values may be valid
                 refused[position] = error
             else:
@@ -98,21 +96,10 @@ class Search:
         ended = iter(self._open_sweep.run(wanted, self._tell))
         return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
 
-    def _checked(self, overrides: Sequence[str]) -> Config:
-        """Return a point's config after all checks that find what would make its job fail."""
-        config = self._composer.compose(overrides)
-        dims = validate(config)
-        check_fits(config, dims)
-        check_prepared(config)
-        check_named_paths(config, current_folder())
-        for warning in check_memory(config, dims):
-            log.warning(warning)
-        return config
-
     def _tell(self, run_dir: RunDir, now: RunState) -> None:
         varied = " ".join(run_dir.info()["varied"])
         try:
-            goal, value = _result(run_dir, now)
+            goal, value = result_of(run_dir, now)
         except RunFailedError as failure:
             log.info("%s %s: %s", run_dir.id, varied, failure.message)
             return
@@ -123,8 +110,21 @@ class Search:
         log.info("%s %s: %s %.6g%s", run_dir.id, varied, goal.metric, value, best)
 
 
+def checked(composer: Composer, overrides: Sequence[str]) -> Config:
+    """Return a point's config after all checks that find what would make its job fail."""
+    config = composer.compose(overrides)
+    dims = validate(config)
+    check_fits(config, dims)
+    check_prepared(config)
+    for warning in check_named_paths(config, current_folder()):
+        log.warning(warning)
+    for warning in check_memory(config, dims):
+        log.warning(warning)
+    return config
+
+
 @contextlib.contextmanager
-def _explaining_sweeper() -> Iterator[None]:
+def explaining_sweeper() -> Iterator[None]:
     """Raise errors of a sweeper itself as one sentence; errors of our part of the launcher pass unchanged."""
     try:
         yield
@@ -138,7 +138,7 @@ def _explaining_sweeper() -> Iterator[None]:
         ) from None
 
 
-def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
+def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     """Return goal and best value of a run.
 
     Raises:
@@ -167,7 +167,7 @@ def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple
         if isinstance(outcome, SlurmtrainError):
             raise outcome
         returned.working_dir = str(outcome[0].path)
-        returned.return_value = _result(*outcome)[1]
+        returned.return_value = result_of(*outcome)[1]
         returned.status = JobStatus.COMPLETED
     except SlurmtrainError as error:
         returned.return_value = error
@@ -176,9 +176,14 @@ def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple
 
 
 def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """Return the identity of a search: the fixed values, the sweeper and its choices, but not how long it searches."""
+    """Return the identity of a search: fixed values, sweeper, choices and pruner, but not how long it searches."""
     chooses = {key: value for key, value in sweeper.items() if key not in OF_ITS_LENGTH}
-    return json.dumps([identity_of(base), chooses, choices], sort_keys=True)
+    facts: list[Any] = [identity_of(base), chooses, choices]
+    if base.search.pruner != Pruner.NONE:
+        pruner = {**dataclasses.asdict(base.search)}
+        del pruner["max_failures_in_a_row"]
+        facts.append(pruner)
+    return json.dumps(facts, sort_keys=True)
 
 
 def seeds(sweeper: Mapping[str, Any], identity: str) -> Iterator[str]:

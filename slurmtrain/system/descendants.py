@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from slurmtrain.system import process
 
@@ -35,13 +34,7 @@ def adopt_orphans() -> None:
 
 def alive() -> dict[int, str]:
     """Return the processes below this one that have not ended: pid -> command line."""
-    known = process.stats()
-    below: dict[int, str] = {}
-    reached = {os.getpid()}
-    while new := {pid for pid, its in known.items() if its.parent in reached and pid not in reached}:
-        reached |= new
-        below |= {pid: _words(pid) for pid in sorted(new) if not known[pid].ended}
-    return below
+    return {pid: process.command_line(pid) for pid in process.living_descendants(os.getpid())}
 
 
 def send(number: int, pids: Collection[int]) -> None:
@@ -88,10 +81,3 @@ def _collect() -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         before = zombies - before
-
-
-def _words(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-    except OSError:
-        return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import read_json, temporary_beside, write_json
 from slurmtrain.system.records import is_count
 
 HEARTBEAT_S = 10.0
@@ -67,7 +66,8 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
         yield somebody_before
     finally:
         over.set()
-        claim.with_suffix(".over").touch()
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed within the claim
+            claim.with_suffix(".over").touch()
 
 
 class _Watched:
@@ -120,7 +120,7 @@ def _given_up(claim: Path) -> bool:
 
 def _make(claim: Path) -> bool:
     """Make a claim atomically (link(2)), and return whether this process has made it, of all that tried."""
-    temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
+    temporary = temporary_beside(claim)
     me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
     write_json(temporary, me)
     try:
@@ -142,6 +142,14 @@ def is_claimed(folder: Path) -> bool:
     owner = _owner(made[-1])
     here = owner is not None and owner["host"] == socket.gethostname()
     return _lives_here(owner) if owner is not None and here else _age_s(made[-1]) < CLAIM_LASTS_S
+
+
+def holder_here(folder: Path) -> int | None:
+    """Return the id of the process of this machine that holds the claim; None if there is none."""
+    made = claims(folder)
+    owner = _owner(made[-1]) if made and not _given_up(made[-1]) else None
+    here = owner is not None and owner["host"] == socket.gethostname()
+    return int(owner["pid"]) if owner is not None and here and _lives_here(owner) else None
 
 
 def _owner(claim: Path) -> Owner | None:

@@ -74,9 +74,9 @@ def replace_file(
         raise
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_beside(path: Path, suffix: str = "") -> Path:
     """Return a hidden name in the same folder that no other process on any host uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}{suffix}")
 
 
 def write_new(path: Path, content: bytes | Iterable[bytes], *, mode: int | None = None, durable: bool = True) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from slurmtrain.system.redaction import redact
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,30 @@ def stats() -> dict[int, Stat]:
     """Return the facts of every process, including zombies, by pid."""
     found = {int(entry): stat(entry) for entry in os.listdir("/proc") if entry.isdigit()}
     return {pid: known for pid, known in found.items() if known is not None}
+
+
+def descendants(roots: Iterable[int]) -> dict[int, Stat]:
+    """Return the facts of all processes below `roots`, without these, including zombies; a parent comes before its children."""
+    known, roots = stats(), set(roots)
+    found: dict[int, Stat] = {}
+    reached = roots
+    while reached := {pid for pid, its in known.items() if its.parent in reached and pid not in found} - roots:
+        found |= {pid: known[pid] for pid in sorted(reached)}
+    return found
+
+
+def living_descendants(pid: int) -> dict[int, Stat]:
+    """Return the facts of all processes below one that have not ended; a parent comes before its children."""
+    return {child: its for child, its in descendants([pid]).items() if not its.ended}
+
+
+def command_line(pid: int) -> str:
+    """Return the words of a process without secrets, up to 200 characters; empty if it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+    return redact(words).strip()[:200]  # a secret that is cut would not be found any more
 
 
 def lives(pid: int) -> bool:

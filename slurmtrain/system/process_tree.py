@@ -47,16 +47,7 @@ class Process:
 
 def descendants(roots: Iterable[Process]) -> set[Process]:
     """Return all processes below `roots`, without them, including zombies."""
-    children: dict[int, list[Process]] = {}
-    for pid, stat in process.stats().items():
-        children.setdefault(stat.parent, []).append(Process(pid, stat.start))
-    found: set[Process] = set()
-    queue = [p.pid for p in roots]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue.extend(p.pid for p in below)
-    return found
+    return {Process(pid, its.start) for pid, its in process.descendants(each.pid for each in roots).items()}
 
 
 def kill_trees(roots: Iterable[Process]) -> None:

@@ -8,11 +8,14 @@ regular one, and is read up to a limit; the types of its values are checked befo
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +26,9 @@ from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
-METRICS_BYTES = 512 << 20  # two million logged steps
+METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
+_LOCK_POLL_S = 0.01
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
@@ -175,6 +179,32 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def locked(path: Path, *, at_most_s: float) -> Iterator[None]:
+    """Hold a lock on a file of this user, which is created if need be; other hosts see it, since NFS has flock(2), too.
+
+    The lock ends with the process that holds it. The caller goes on without it if the file system has none, or if another
+    writer still holds it, such as a process that was suspended, after `at_most_s` seconds.
+
+    Raises:
+        OSError: as `open_to_append`.
+    """
+    descriptor = open_to_append(path)
+    try:
+        give_up = time.monotonic() + at_most_s
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 # Functions that find out whose a file is.
 
 
@@ -279,6 +309,8 @@ class Kind:
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number; true and false are none."""
+    if type(value) is float:  # nearly always, and this is asked of every value of every line
+        return abs(value) < 1e300
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

@@ -7,10 +7,15 @@ told from other text.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO, cast
 
+# Names of variables and fields whose values are likely to be secret.
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
+# A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SHORTEST = 6  # characters; a shorter value would turn up by chance
 _hidden: dict[str, str] = {}  # value -> what stands for it; longer ones first
 

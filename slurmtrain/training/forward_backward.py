@@ -21,6 +21,7 @@ from slurmtrain.data.loading.batches import (
     tokens_per_row,
 )
 from slurmtrain.errors import ConfigError
+from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
@@ -61,25 +62,32 @@ class ForwardBackward(Protocol):
 
 
 def build_forward_backward(
-    distributed_model: DistributedModel, micro_batches: int, micro_batch_size: int
+    distributed_model: DistributedModel,
+    micro_batches: int,
+    micro_batch_size: int,
+    phases: PhaseClock | None = None,
 ) -> ForwardBackward:
     """Return the passes that the layout of `distributed_model` needs.
 
     Args:
         micro_batches: number of micro batches of a step.
         micro_batch_size: number of samples of a micro batch.
+        phases: is told when a pass begins and ends to wait for other ranks; None: nobody is.
     """
     if distributed_model.dims.pp > 1:
         return _Pipelined(distributed_model, micro_batches, micro_batch_size)
-    return _SequentialSchedule(distributed_model, micro_batch_size)
+    return _SequentialSchedule(distributed_model, micro_batch_size, phases or PhaseClock(None))
 
 
 class _SequentialSchedule:
     """Passes in which every rank computes the whole depth of the model."""
 
-    def __init__(self, distributed_model: DistributedModel, micro_batch_size: int):
+    def __init__(self, distributed_model: DistributedModel, micro_batch_size: int, phases: PhaseClock):
         self._distributed_model, self._model = distributed_model, distributed_model.model
         self.eval_batch_size = micro_batch_size
+        self._phases = phases
+        several = isinstance(self._model, nn.parallel.DistributedDataParallel) or distributed_model.mesh is not None
+        self._notes_waits = phases.measures and several
 
     def train(self, micro_batches: list[Batch], global_tokens: Callable[[], int]) -> Tensor:
         for batch in micro_batches:
@@ -106,9 +114,22 @@ class _SequentialSchedule:
 
     def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
-        weighted = loss_sum * _per_token_weight(self._distributed_model, global_tokens)
-        (weighted * _one_if_finite(weighted)).backward()  # backward(gradient) would import sympy
+        weight = _per_token_weight(self._distributed_model, global_tokens)
+        weighted = loss_sum * _nan_unless_finite(loss_sum, weight)
+        if self._notes_waits:
+            weighted.register_hook(self._note_when_computed)
+        weighted.backward()  # backward(gradient) would import sympy
+        self._phases.enter(Phase.FORWARD_BACKWARD)
         return loss_sum.detach()
+
+    def _note_when_computed(self, gradient: Tensor) -> None:
+        """Have the end of the computation noted. Called when the backward pass begins.
+
+        DDP and FSDP wait for their gradients in callbacks at the end of a backward pass, which are called in the order in
+        which they were passed in; this one is passed in first.
+        """
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._phases.enter(Phase.COMMUNICATION))
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         own = _own(batch, self._distributed_model)
@@ -165,8 +186,8 @@ class _Pipelined:
         self._length = tokens_per_row(whole)
 
         def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-            weighted = loss_sum(self._distributed_model, logits, targets) * scale
-            return weighted * _one_if_finite(weighted)
+            own = loss_sum(self._distributed_model, logits, targets)
+            return own * _nan_unless_finite(own, scale)
 
         self._last_stage_fn = loss_fn
         return self._sum(self._run_pipeline(self._pipeline.train, _own(whole, self._distributed_model))) / scale
@@ -210,14 +231,14 @@ def _per_token_weight(distributed_model: DistributedModel, global_tokens: Callab
     return distributed_model.dims.dp * distributed_model.dims.cp / global_tokens()
 
 
-def _one_if_finite(loss: Tensor) -> Tensor:
-    """Return 1, or NaN if `loss` is not finite: the gradients then are not finite either, on any rank.
+def _nan_unless_finite(loss: Tensor, weight: float) -> Tensor:
+    """Return `weight`, or NaN if `loss` is not finite: the gradients then are not finite either, on any rank.
 
     So the norm of all gradients, which all ranks have anyway, also tells of a loss that only one rank has; and a loss can
     be infinite where its gradient is not.
     """
     value = loss.detach()
-    return value - value + 1
+    return value - value + weight
 
 
 def _is_own(distributed_model: DistributedModel) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from slurmtrain.choices import OnNonfinite, OnSpike
@@ -52,6 +54,7 @@ class Health:
         in_a_row: number of these that came directly one after another, up to the last step that was looked at.
         first: first step of these.
         sound_step: the newest step whose parameters gave finite numbers and no spike in the step after it; None: not known.
+        checked_step: the last step that was looked at.
         rollbacks: number of times that training has gone back since it last got any further.
         furthest: the step from which it went back last.
         due: why it is to go back before the next step; None: it is not.
@@ -63,6 +66,7 @@ class Health:
     in_a_row: int = 0
     first: int = 0
     sound_step: int | None = None
+    checked_step: int = 0
     rollbacks: int = 0
     furthest: int = 0
     due: str | None = None
@@ -71,6 +75,7 @@ class Health:
 
     def look(self, numbers: StepNumbers, train: TrainConfig) -> Finding | None:
         """Note the numbers of the next step; None: there is nothing to say about it."""
+        self.checked_step = numbers.step
         if not numbers.finite:
             return self._look_at_nonfinite(numbers, train)
         self.in_a_row = 0
@@ -103,6 +108,7 @@ class Health:
             before: what was remembered when it went back, from step `from_step`.
         """
         self.sound_step = to_step  # which the steps after it have shown, before they are done anew with other samples
+        self.checked_step = to_step
         self.skipped, self.rollbacks, self.furthest = (
             before.skipped,
             before.rollbacks + 1,
@@ -125,7 +131,7 @@ def deviation(loss: float, losses: Sequence[float]) -> float:
 
     The standard deviation is estimated by the median absolute deviation, which earlier spikes hardly move.
     """
-    if not losses or 4 * sum(1 for each in losses if each >= loss) >= len(losses):  # most steps end here
+    if not losses or 4 * sum(map(partial(operator.le, loss), losses)) >= len(losses):  # most steps end here
         return 0.0
     median = statistics.median(losses)
     scale = NORMAL * statistics.median(abs(each - median) for each in losses)

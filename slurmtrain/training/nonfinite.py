@@ -1,4 +1,4 @@
-"""Numbers that are not finite: the error that ends a training, and the check of its parameters."""
+"""Numbers that are not finite: the check of parameters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from slurmtrain.checkpoint.save.finite import not_finite
-from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
-
-
-class DivergedError(SlurmtrainError):
-    """Loss, gradients or parameters are not finite, or a loss spike does not go away.
-
-    A retry without a change would compute the same bits, so there is none.
-    """
-
-    exit_code = EXIT_CONFIG
 
 
 def all_finite(parameters: Sequence[nn.Parameter]) -> bool:

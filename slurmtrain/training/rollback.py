@@ -1,14 +1,16 @@
 """Going back, within the process, to a checkpoint from before a trouble.
 
-Everything but the position in the data comes back. The samples since that checkpoint are left out, those of the steps that
-went wrong among them: the same steps would do the same again. The number of the step is that of the checkpoint, so that
+Everything but the position in the data comes back. All samples since that checkpoint are left out, not only those of the steps
+that went wrong. To train on the others once more would give the parameters that there are now, to the last bit: the updates of
+the steps that went wrong were never made. And a loss that jumps is that of the parameters that the steps before have given.
+The number of the step is that of the checkpoint, so that
 the schedule and the number of updates are those of the config; the digest of the samples says which were seen.
 """
 
 from __future__ import annotations
 
 from slurmtrain.config.schema import TrainConfig
-from slurmtrain.training.nonfinite import DivergedError
+from slurmtrain.errors import DivergedError
 from slurmtrain.training.state import TrainingState
 
 HINT = (
@@ -18,7 +20,7 @@ HINT = (
 
 
 def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
-    """Go back to the newest checkpoint of a sound step. All ranks call it together.
+    """Go back to the newest checkpoint of a sound step, or to what the run has begun from. All ranks call it together.
 
     Args:
         why: what went wrong, one sentence.

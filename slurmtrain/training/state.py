@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,10 @@ from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe import Throughput
+from slurmtrain.observe.phases import PhaseClock
+from slurmtrain.observe.stragglers import Slowest
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.training.health import Health
 from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.step_numbers import NumbersReader, StepNumbers
@@ -39,6 +43,11 @@ class TrainingRanks:
     device_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
 
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.control_group is None else self.control_group.size()
+
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, in float64 on the CPU."""
         total = value.double().cpu()
@@ -52,6 +61,14 @@ class TrainingRanks:
         if self.control_group is not None:
             dist.all_reduce(total, group=self.control_group)
         return total
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of each of these numbers over all ranks."""
+        common = torch.tensor(values, dtype=torch.float64)
+        if self.control_group is not None:
+            dist.all_reduce(common, dist.ReduceOp.MAX, self.control_group)
+        found: list[float] = common.tolist()
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order; each is JSON."""
@@ -113,6 +130,8 @@ class StepResult(NamedTuple):
         tokens: number of targets of the step over all ranks that are not ignored; at least 1.
         learning_rate: rate of this step.
         decision: what all ranks have agreed to do after this step.
+        gradient_norms: norm of the gradient of each of `TrainingState.parameters` before it was clipped, as far as this
+            rank has it; None where there is none.
     """
 
     loss_sum: Tensor
@@ -120,6 +139,7 @@ class StepResult(NamedTuple):
     tokens: int
     learning_rate: float
     decision: StepDecision
+    gradient_norms: Sequence[Tensor | None] = ()
 
 
 @dataclass
@@ -138,6 +158,9 @@ class TrainingState:
         begins_finite: whether all of them were finite when the attempt began; others are meant to be as they are.
         numbers: reads loss and gradient norm of each step two steps later.
         throughput: tokens and seconds of the last steps.
+        phases: how long the parts of each step take on this rank.
+        flops: operations of the model's training; None: not known.
+        slowest: the rank that took longest for its own work when ranks last compared; None: they have not.
         first_step: step at which this attempt began.
         restored: the checkpoint that it began from, if any.
         stopping: training ends before the next step. A hook that was interrupted by a stop sets it.
@@ -159,6 +182,9 @@ class TrainingState:
     begins_finite: bool
     numbers: NumbersReader
     throughput: Throughput = field(default_factory=Throughput)
+    phases: PhaseClock = field(default_factory=lambda: PhaseClock(None))
+    flops: ModelFlops | None = None
+    slowest: Slowest | None = None
     first_step: int = 0
     restored: Restored | None = None
     stopping: bool = False

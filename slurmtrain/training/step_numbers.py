@@ -69,20 +69,22 @@ class _Noted:
     """The numbers of a step on this rank while they are copied from the device.
 
     Attributes:
-        values: float32 [2] in host memory: sum of this rank's losses, and the norm of all gradients.
+        values: sum of this rank's losses, and the norm of all gradients; from a GPU, float32 [2] in host memory.
         tokens: number of tokens of the step over all ranks.
         copied: on a GPU, the event that marks the end of the copy.
     """
 
     step: int
     samples: tuple[int, int]
-    values: Tensor
+    values: Tensor | tuple[float, float]
     tokens: int
     parameter_norms: Sequence[Tensor | None]
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[float, float]:
         """Return the sum of this rank's losses, and the norm of all gradients, once they are copied."""
+        if isinstance(self.values, tuple):
+            return self.values
         if self.copied is not None:
             self.copied.synchronize()
         loss_sum, norm = self.values.tolist()
@@ -101,11 +103,10 @@ class NumbersReader:
 
     Args:
         ranks: this rank, and the group that adds up.
-        size: number of ranks.
     """
 
-    def __init__(self, ranks: TrainingRanks, size: int = 1):
-        self._ranks, self._most = ranks, _MOST // size
+    def __init__(self, ranks: TrainingRanks):
+        self._ranks, self._most = ranks, _MOST // ranks.size
         self._waiting: deque[_Noted | StepNumbers] = deque()  # of the last `LAG` steps, oldest first
         self._due: tuple[_Noted, float] | StepNumbers | None = None
 
@@ -119,12 +120,15 @@ class NumbersReader:
         parameter_norms: Sequence[Tensor | None] = (),
     ) -> None:
         """Copy the numbers of a step (scalars) from its device, without waiting for the copy."""
-        values = torch.stack([loss_sum.detach().float(), norm.detach().float()])
+        values: Tensor | tuple[float, float]
         copied = None
-        if values.is_cuda:
+        if norm.is_cuda:
+            values = torch.stack([loss_sum.detach().float(), norm.detach().float()])
             values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
+        else:
+            values = loss_sum.item(), norm.item()
         self._waiting.append(_Noted(step, samples, values, tokens, parameter_norms, copied))
 
     def own_part(self) -> list[int]:

@@ -20,11 +20,16 @@ class StepDecision(Protocol):
     @property
     def roll_back(self) -> bool: ...
 
+    @property
+    def profile(self) -> bool: ...
+
 
 class StopCheck(Protocol):
     """The check by which all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
 
-    def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
+    def begin(
+        self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False, profile: bool = False
+    ) -> None:
         """Start to ask, and return at once. save=None: no checkpoint can be written at this moment."""
 
     def finish(self) -> StepDecision:

@@ -21,8 +21,11 @@ from torch import Tensor
 from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, Step
+from slurmtrain.data.loading.row_counts import RowCounts
+from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.parallel.ddp import clip_whole_gradients, warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
@@ -61,11 +64,13 @@ class StepSums(NamedTuple):
 
     Attributes:
         tokens: number of targets that are not ignored; at least 1.
+        rows: what the model computes on.
         digest: digest of the samples.
         numbers: sums of what `NumbersReader.own_part` returns, of an earlier step; empty if nobody wants its numbers.
     """
 
     tokens: int
+    rows: RowCounts
     digest: list[int]
     numbers: list[int]
 
@@ -83,6 +88,8 @@ class Trainer:
         stop_check: asked once a step whether to stop.
         hooks: what happens besides the steps, in this order.
         data_hash: name of the data, with which the digest of the samples begins.
+        phases: measures the parts of each step; None: nothing does.
+        flops: operations of the model's training, where they are known.
     """
 
     def __init__(
@@ -97,6 +104,8 @@ class Trainer:
         stop_check: StopCheck,
         hooks: Sequence[TrainingHook] = (),
         data_hash: str = "",
+        phases: PhaseClock | None = None,
+        flops: ModelFlops | None = None,
     ):
         self._train, self._optim = train, optim
         self._distributed_model, self._loader, self._forward_backward = distributed_model, loader, forward_backward
@@ -113,13 +122,15 @@ class Trainer:
             hooks=TrainingHooks(hooks),
             parameters=self._parameters,
             begins_finite=all_finite(self._parameters),
-            numbers=NumbersReader(ranks, ranks.control_group.size() if ranks.control_group is not None else 1),
+            numbers=NumbersReader(ranks),
+            phases=phases or PhaseClock(None),
+            flops=flops,
         )
-        self._hears_numbers = self.state.hooks.hear("numbers_known")
+        self._wants_numbers = self.state.hooks.has_handler("numbers_known")
         compression = distributed_model.compression
         # Changed by a step before its optimiser, and brought back if it skips the update.
         self._undos: list[Undo] = (
-            [RunningBuffers(distributed_model.stages)] if self.state.hooks.hear("skips_update") else []
+            [RunningBuffers(distributed_model.stages)] if self.state.hooks.has_handler("skips_update") else []
         )
         if self._undos and compression is not None:
             self._undos.append(compression)
@@ -162,6 +173,8 @@ class Trainer:
         hooks.before_first_step(state)
         if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
             roll_back(state, self._train, state.counters.health.due)
+        state.throughput.start()
+        state.phases.start()
         while not state.stopping and not state.is_last_step:
             self._train_step()
         hooks.finish(state)
@@ -178,11 +191,13 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Run one optimiser step over the global batch, and what the hooks do after it."""
-        state, hooks = self.state, self.state.hooks
+        state, hooks, phases = self.state, self.state.hooks, self.state.phases
         hooks.before_step(state)
         began = time.perf_counter()
-        data = next(self._loader)
+        with phases.within(Phase.DATA):
+            data = next(self._loader)
         data_wait_s = time.perf_counter() - began
+        phases.enter(Phase.FORWARD_BACKWARD)
         sums = self._begin_sums(data)
         for undo in self._undos:
             undo.begin_step()
@@ -190,32 +205,52 @@ class Trainer:
         set_learning_rate(self._optimizer, rate)
 
         loss_sum = self._forward_backward.train(data.micro_batches, lambda: sums().tokens)
-        tokens, digest, known = sums()
-        if self._hears_numbers and (numbers := state.numbers.finish(known)) is not None:
+        tokens, rows, digest, known = sums()
+        phases.enter(Phase.OTHER)
+        if self._wants_numbers and (numbers := state.numbers.finish(known)) is not None:
             hooks.numbers_known(state, numbers)
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
         why = hooks.wants_rollback(state)
-        self._stop_check.begin(save=hooks.wants_save(state), give_up=hooks.gives_up(state), roll_back=why is not None)
-        norm, parameter_norms = self._clip()
+        self._stop_check.begin(
+            save=hooks.wants_save(state),
+            give_up=hooks.gives_up(state),
+            roll_back=why is not None,
+            profile=hooks.wants_profile(state),
+        )
+        with phases.within(Phase.OPTIMIZER):
+            norm, gradient_norms = self._clip()
         hooks.before_optimizer_step(state, norm)
-        self._update(norm)
-        decision = self._stop_check.finish()
+        with phases.within(Phase.OPTIMIZER):
+            self._update(norm)
+        with phases.waiting():
+            decision = self._stop_check.finish()
 
         state.advance(digest)
-        if self._hears_numbers:
+        if self._wants_numbers:
             samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
-            state.numbers.note(state.step, samples, loss_sum, norm, tokens, parameter_norms)
-        state.longest_step_s = max(state.longest_step_s, state.throughput.step(tokens, data_wait_s))
+            state.numbers.note(state.step, samples, loss_sum, norm, tokens, gradient_norms)
+        step_s = state.throughput.step(
+            tokens, data_wait_s, samples=self._train.global_batch_size, flops=self._flops_of(rows)
+        )
+        state.longest_step_s = max(state.longest_step_s, step_s)
         state.stopping = decision.stop and not state.is_last_step
         goes_back = decision.roll_back and not state.stopping
         state.save_requested = decision.save and not goes_back
         if state.is_last_step and not goes_back:
             goes_back, why = self._look_at_last_steps()
-        hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision))
+        phases.end_step()
+        hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision, gradient_norms))
         if goes_back:
             roll_back(state, self._train, why or "another rank wanted to go back to a checkpoint")
+
+    def _flops_of(self, rows: RowCounts) -> tuple[int, int]:
+        """Return the operations of a step over all ranks, with dense and with attended attention; 0: not known."""
+        flops = self.state.flops
+        if flops is None:
+            return 0, 0
+        return flops.of(rows.tokens, rows.dense_pairs), flops.of(rows.tokens, rows.attended_pairs)
 
     def _update(self, norm: Tensor) -> None:
         """Let the optimiser change the parameters, unless a hook skips the update, which only the device knows so far."""
@@ -225,9 +260,8 @@ class Trainer:
         # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
         self._optimizer.found_inf = None if skips is None else skips.float()  # type: ignore[attr-defined]
         self._optimizer.step()
-        if skips is not None:
-            for undo in self._undos:
-                undo.take_back(skips)
+        for undo in self._undos:
+            undo.end_step(skips)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _look_at_last_steps(self) -> tuple[bool, str | None]:
@@ -237,7 +271,7 @@ class Trainer:
             Whether some rank wants to go back, and why, if this one does.
         """
         state, hooks = self.state, self.state.hooks
-        for numbers in state.numbers.take_all() if self._hears_numbers else ():
+        for numbers in state.numbers.take_all() if self._wants_numbers else ():
             hooks.numbers_known(state, numbers)
         why = hooks.wants_rollback(state)
         return not self._ranks.all_true(why is None), why
@@ -253,7 +287,11 @@ class Trainer:
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
         return clip_gradients(
-            self._parameters, self._optim.grad_clip, self._ranks.device_group, self._distributed_model.tied_parameters
+            self._parameters,
+            self._optim.grad_clip,
+            self._ranks.device_group,
+            self._distributed_model.tied_parameters,
+            self.state.phases.waiting,
         )
 
     def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
@@ -263,8 +301,9 @@ class Trainer:
             A function that waits for the sums.
         """
         counted = self._distributed_model.counts_samples  # otherwise another rank has the same samples
-        own = self.state.numbers.own_part() if self._hears_numbers else []
-        sums = torch.tensor([*(value * counted for value in (data.targets, *data.digest)), *own], dtype=torch.int64)
+        own = self.state.numbers.own_part() if self._wants_numbers else []
+        counts = data.targets, *data.rows, *data.digest
+        sums = torch.tensor([*(value * counted for value in counts), *own], dtype=torch.int64)
         work = None
         if self._ranks.control_group is not None:
             work = dist.all_reduce(sums, group=self._ranks.control_group, async_op=True)
@@ -272,10 +311,12 @@ class Trainer:
         def wait() -> StepSums:
             nonlocal work
             if work is not None:
-                work.wait()
+                with self.state.phases.waiting():
+                    work.wait()
                 work = None
-            tokens, *digest = sums.tolist()
-            return StepSums(max(1, tokens), digest[: len(data.digest)], digest[len(data.digest) :])
+            tokens, *rest = sums.tolist()
+            begin, end = len(data.rows), len(data.rows) + len(data.digest)
+            return StepSums(max(1, tokens), RowCounts(*rest[:begin]), digest=rest[begin:end], numbers=rest[end:])
 
         return wait
 

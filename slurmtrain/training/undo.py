@@ -18,8 +18,11 @@ class Undo(Protocol):
     def begin_step(self) -> None:
         """Keep what is there before the step."""
 
-    def take_back(self, skips: Tensor) -> None:
-        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it."""
+    def end_step(self, skips: Tensor | None) -> None:
+        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
+
+        None: it is known already that the step is not skipped.
+        """
 
 
 class RunningBuffers:
@@ -46,11 +49,12 @@ class RunningBuffers:
     def begin_step(self) -> None:
         self._before = [buffer.clone() for buffer in self._buffers]
 
-    def take_back(self, skips: Tensor) -> None:
+    def end_step(self, skips: Tensor | None) -> None:
         pairs = list(zip(self._buffers, self._before, strict=True))
         if not self._seen:
             pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]
             self._buffers, self._seen = [buffer for buffer, _ in pairs], True
-        for buffer, before in pairs:
-            buffer.copy_(torch.where(skips, before, buffer))
+        if skips is not None:
+            for buffer, before in pairs:
+                buffer.copy_(torch.where(skips, before, buffer))
         self._before = []

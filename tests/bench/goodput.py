@@ -1,13 +1,17 @@
 """The share of the time that is training, when ranks are killed, stand still and are preempted at set steps.
 
-python -m tests.bench goodput [--steps 240] [--only ours,torchrun,...]
+python -m tests.bench goodput [--steps 2400] [--only ours,torchrun,...]
 
 The same loop (two ranks on one node of a sandbox, a checkpoint every 10 steps, a hang counts as one after 20 s) runs
 
 - ours        `submit -- python loop.py`, with the lines of slurmtrain in it and its Checkpointer;
 - torchrun    sbatch --requeue with torchrun --max-restarts, saving by torch.save and a rename;
 - submitit    a callable that is submitted again by itself (DelayedSubmission), saving in the same way;
-- lightning   its Trainer, where it is installed: left out with a sentence where it is not.
+- lightning   its Trainer with SLURMEnvironment(auto_requeue=True) and ModelCheckpoint, where it is installed: left out with a
+              sentence where it is not. It requeues at the warning before a time limit; after a TERM it leaves, and is not.
+
+With fewer steps two of these meet: a loop that ignores TERM trains on for GraceTime and KillWait, 40 s or more, after the
+preemption, and what comes within that time hides what the preemption has cost.
 
 A job that ends without having finished is submitted again by this program, as a person would, at once; that is counted, and a
 real person would take longer. goodput = steps x undisturbed step time / time from the submission to the last step, with the
@@ -20,6 +24,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -34,7 +39,7 @@ from pathlib import Path
 from slurmtrain import sandbox
 
 HANG_S = 20
-PATIENCE_S = 600.0  # for one loop; it counts as not finished then
+PATIENCE_S = 1500.0  # for one loop; it counts as not finished then
 # At which share of the steps what happens.
 SCHEDULE = ((0.2, "kill"), (0.5, "preempt"), (0.8, "hang"))
 
@@ -119,6 +124,49 @@ TORCHRUN = """#!/bin/bash
 srun --cpus-per-task=2 {python} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 100 loop.py
 """
 
+LIGHTNING = '''
+"""The same loop as a LightningModule."""
+import datetime, json, os, pathlib, time
+import lightning, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+FOLDER = pathlib.Path(os.environ["BENCH_FOLDER"])
+STEPS, HANG_S = int(os.environ["BENCH_STEPS"]), int(os.environ["BENCH_HANG_S"])
+
+class Loop(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(64, 64)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters())
+    def on_train_start(self):
+        (FOLDER / f"rank-{self.global_rank}.pid").write_text(str(os.getpid()))
+    def training_step(self, batch, index):
+        time.sleep(0.1)
+        return self.model(batch[0]).square().mean()
+    def on_train_batch_end(self, *arguments):
+        if self.global_rank == 0:
+            with (FOLDER / "progress").open("a") as file:
+                file.write(json.dumps([self.global_step, time.time()]) + "\\n")
+
+saving = ModelCheckpoint(dirpath=FOLDER / "checkpoints", every_n_train_steps=10, save_last=True)
+trainer = lightning.Trainer(
+    max_steps=STEPS, accelerator="cpu", devices=2, callbacks=[saving], default_root_dir=FOLDER, logger=False,
+    strategy=DDPStrategy(process_group_backend="gloo", timeout=datetime.timedelta(seconds=HANG_S)),
+    plugins=[SLURMEnvironment(auto_requeue=True)], enable_progress_bar=False, enable_model_summary=False)
+samples = torch.utils.data.TensorDataset(torch.randn(2 * 8 * STEPS, 64))
+trainer.fit(Loop(), torch.utils.data.DataLoader(samples, batch_size=8), ckpt_path="last")
+'''
+
+LIGHTNING_SCRIPT = """#!/bin/bash
+#SBATCH --partition=low --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --mem=2G --time=30 --requeue --open-mode=append
+#SBATCH --output=lightning.log --signal=SIGUSR1@90
+export MASTER_ADDR=127.0.0.1  # the names of a sandbox's nodes do not resolve
+srun --cpus-per-task=1 --kill-on-bad-exit=1 {python} lightning_loop.py
+"""
+
 
 @dataclass
 class Race:
@@ -186,7 +234,7 @@ class Race:
     def step_s(self) -> float:
         """The median time between two steps in a row, in seconds."""
         done = self.progress()
-        return statistics.median(b[1] - a[1] for a, b in itertools.pairwise(done) if b[0] == a[0] + 1)
+        return statistics.median([b[1] - a[1] for a, b in itertools.pairwise(done) if b[0] == a[0] + 1] or [math.inf])
 
 
 def start_ours(race: Race) -> str:
@@ -210,18 +258,25 @@ def start_submitit(race: Race) -> str:
     return race.call(sys.executable, "start.py").split()[-1]
 
 
-CONTENDERS = {"ours": start_ours, "torchrun": start_torchrun, "submitit": start_submitit}
+def start_lightning(race: Race) -> str:
+    (race.folder / "lightning_loop.py").write_text(LIGHTNING)
+    (race.folder / "lightning.sbatch").write_text(LIGHTNING_SCRIPT.format(python=sys.executable))
+    return race.call("sbatch", "--parsable", "lightning.sbatch").strip()
+
+
+CONTENDERS = {"ours": start_ours, "torchrun": start_torchrun, "submitit": start_submitit, "lightning": start_lightning}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench goodput")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--only", default="ours,torchrun,submitit,lightning")
     options, _ = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the sandbox ends, too
     names = options.only.split(",")
     if "lightning" in names and importlib.util.find_spec("lightning") is None:
         print("lightning is left out: it is not installed")
+        names.remove("lightning")
     cluster = sandbox.up(sandbox.SandboxSpec(nodes=1, cpus=4), sandbox.default_directory(f"bench-{os.getpid()}"))
     try:
         with tempfile.TemporaryDirectory(prefix="bench-goodput-") as folder:
@@ -258,7 +313,8 @@ def race_of(name: str, folder: Path, steps: int, slurm: dict[str, str]) -> Race:
 def report(results: list[tuple[Race, float | None]]) -> None:
     step_s = min(race.step_s() for race, _ in results)
     print(
-        f"{'':10}{'wall':>8}{'goodput':>9}{'steps done':>12}{'submitted again':>17}   median step {1000 * step_s:.0f} ms"
+        f"{'':10}{'wall':>8}{'goodput':>9}{'steps done':>12}{'submitted again':>17}   median step {1000 * step_s:.0f} ms, "
+        f"load average {os.getloadavg()[0]:.1f} at the end"
     )
     for race, wall in results:
         if wall is None:

@@ -19,6 +19,7 @@ from slurmtrain import sandbox
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
+from tests.support.ranks import rank_pids
 
 ROUNDS = 5
 
@@ -42,7 +43,7 @@ def measure(folder: Path, environment: dict[str, str]) -> None:
     excesses = []
     for number in range(1, ROUNDS + 1):
         first = wait_for_steps(run_dir, number)
-        pids = rank_pids(run_dir)
+        pids = rank_pids(run_dir).values()
         job_id = run_dir.info()["job_ids"][-1]
         sent = time.time()
         subprocess.run(["scancel", "--signal=TERM", job_id], env=environment, check=True)
@@ -90,18 +91,6 @@ def wait_for_verdict(run_dir: RunDir, number: int) -> dict[str, Any]:
         if attempt.get("verdict"):
             return attempt
         time.sleep(0.01)
-
-
-def rank_pids(run_dir: RunDir) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if b"train" in words and str(run_dir.path).encode() in words and b"python" in words[0]:
-            found.append(int(entry.name))
-    return found
 
 
 if __name__ == "__main__":

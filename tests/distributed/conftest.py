@@ -13,12 +13,8 @@ from tests.support.local_runs import Project
 
 @pytest.fixture
 def gloo_ranks(tmp_path: Path) -> Iterator[GlooRanks]:
-    ranks = GlooRanks(tmp_path)
-    try:
+    with GlooRanks(tmp_path) as ranks:
         yield ranks
-    finally:
-        for started in ranks.started:
-            started.reap()
 
 
 @pytest.fixture

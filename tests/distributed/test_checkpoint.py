@@ -227,10 +227,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     directory = tmp_path_factory.mktemp("two") / "checkpoints"
-    ranks = GlooRanks(directory.parent)
-    weights = ranks(2, save_two, directory)
-    for started in ranks.started:
-        started.reap()
+    with GlooRanks(directory.parent) as ranks:
+        weights = ranks(2, save_two, directory)
     return directory, weights[0]
 
 

@@ -242,6 +242,72 @@ def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(proje
     assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
 
 
+LOCKED = """
+import ctypes, os, time
+import slurmtrain
+
+def dig():
+    ctypes.PyDLL(None).sleep(1000)
+
+run = slurmtrain.init(device="cpu", watchdog=3)
+for step in range(30):
+    time.sleep(0.1)
+    if run.rank == 1 and step == 20 and os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+        dig()
+    slurmtrain.should_stop()
+"""
+
+
+@pytest.mark.slow  # 30 s; that stacks are read where they are written is in test_watchdog.py
+def test_under_a_launcher_which_has_one_log_for_all_ranks_the_page_has_the_stacks_of_the_right_one(
+    project: Project,
+) -> None:
+    run = run_program(project, LOCKED, "job.launcher=torchrun")
+    first, second = run.attempts()
+    assert (first.reason, second.reason) == ("hang", "finished")
+    assert first.sentence is not None
+    said = f"hung: rank 1 on {first.nodes[0]} is in a call that holds Python's interpreter lock in step 2"
+    assert first.sentence.startswith(said) and "dig (own.py:" in first.sentence, first.sentence
+    assert list(run.run_dir.attempt(1).rank_logs()) == [0], "one log for both"
+    assert "in dig" in run.run_dir.attempt(1).hang_page.read_text()
+    assert not any(run.run_dir.attempt(number).stacks_files() for number in (1, 2))
+
+
+ALONE = """
+import ctypes, os, signal, time
+import slurmtrain
+
+slurmtrain.init(device="cpu", watchdog=3)
+attempt = os.environ["SLURMTRAIN_ATTEMPT"]
+for step in range(5 if attempt == "3" else 100):
+    time.sleep(0.3)
+    slurmtrain.should_stop()
+    if step == 18 and attempt == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if step == 18 and attempt == "2":
+        ctypes.PyDLL(None).sleep(1000)
+"""
+
+
+def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(project: Project) -> None:
+    (project.path / "own.py").write_text(ALONE)
+    command = f"{sys.executable} -u own.py"
+    words = ("cluster.cpus_per_task=1", "watchdog.min_s=3", "watchdog.factor=1")
+    run = project.submit("+cluster=local", "job=command", f"job.command='{command}'", *words, small=False).finish()
+    stopped, held, finished = run.attempts()
+    assert (stopped.reason, held.reason, finished.reason) == ("hang", "hang", "finished")
+    node = stopped.nodes[0]
+    assert stopped.sentence is not None and held.sentence is not None
+    assert stopped.sentence.startswith(f"hung: rank 0 on {node} was stopped (SIGSTOP) in step "), stopped.sentence
+    said = f"hung: rank 0 on {node} is in a call that holds Python's interpreter lock in step "
+    assert held.sentence.startswith(said) and "(own.py:" in held.sentence, held.sentence
+    assert "own.py" in run.run_dir.attempt(2).hang_page.read_text()
+    assert "slurmtrain: hung: rank 0" in run.run_dir.attempt(1).rank_log(0).read_text()
+    for attempt in (stopped, held):
+        assert attempt.ended is not None and attempt.ended - attempt.started < 60
+    assert run.processes() == []
+
+
 def wait_for_a_stopped_rank(world: DistributedContext, folder: Path) -> None:
     watchdog = Watchdog(WatchdogConfig(), world, AttemptDir(folder))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4))

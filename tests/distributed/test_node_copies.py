@@ -138,12 +138,8 @@ def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[i
 @pytest.fixture(scope="module")
 def went_through(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
     path = tmp_path_factory.mktemp("copies")
-    ranks = GlooRanks(path)
-    try:
+    with GlooRanks(path) as ranks:
         yield ranks(len(NODES), go_through, path / "world")
-    finally:
-        for started in ranks.started:
-            started.reap()
 
 
 @pytest.mark.parametrize("case", CASES)

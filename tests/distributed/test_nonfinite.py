@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
-from slurmtrain.errors import EXIT_CONFIG
+from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
+from slurmtrain.models.hf_export import export_hf
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.nonfinite import DivergedError, all_finite
+from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.state import StepResult, TrainingState
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
@@ -142,6 +144,11 @@ LAYOUTS = {
 }
 
 
+def fit_both(distributed: DistributedContext, folder: Path, bad: list[str], good: list[str]) -> None:
+    fit(distributed, folder / "bad", bad)
+    fit(distributed, folder / "good", good)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
     gloo_ranks: GlooRanks, tmp_path: Path, layout: str
@@ -150,12 +157,10 @@ def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
     # What PowerSGD has put off is brought back, too, for which it has to be told.
     bad, good = [*poisoned(6), *words], [*without_updates(6, ask=layout == "PowerSGD"), *words]
     if ranks == 1:
-        fit(alone(), tmp_path / "bad", bad)
-        fit(alone(), tmp_path / "good", good)
+        fit_both(alone(), tmp_path, bad, good)
     else:
         size = f"cluster.tasks_per_node={ranks}"
-        gloo_ranks(ranks, fit, tmp_path / "bad", [*bad, size])
-        gloo_ranks(ranks, fit, tmp_path / "good", [*good, size])
+        gloo_ranks(ranks, fit_both, tmp_path, [*bad, size], [*good, size], timeout_s=360)
     assert math.isnan(losses(tmp_path / "bad")[6]) and math.isfinite(losses(tmp_path / "good")[6])
     assert_same_run(tmp_path / "bad", tmp_path / "good", but=[6])
     (told,) = events(tmp_path / "bad", Event.UPDATE_SKIPPED)
@@ -200,6 +205,8 @@ def test_too_many_skips_in_a_row_go_back_past_the_batches_that_broke_it(tmp_path
     assert outcome.finished and outcome.step == 16
     (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
     assert (back["step"], back["from_step"]) == (4, 11)
+    (again,) = events(tmp_path / "run", Event.CAUGHT_UP)
+    assert again["step"] == 11 and again["time"] > back["time"]
     newest = read_manifest(committed(tmp_path / "run" / "checkpoints")[-1])
     assert newest.state["loader"]["samples_consumed"] == 8 * (16 + 11 - 4)  # steps 5 to 11 were left out
     assert list(losses(tmp_path / "run")) == list(range(1, 17))  # each step once
@@ -324,6 +331,60 @@ def test_without_a_checkpoint_from_before_it_ends(tmp_path: Path) -> None:
         fit(alone(), tmp_path / "run", [*poisoned(3, 4, 5), *ROLLBACK])
 
 
+@pytest.mark.parametrize(("only", "begins_at"), [("null", 8), ("model", 0)])
+def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_what_it_has_begun_from(
+    tmp_path: Path, only: str, begins_at: int
+) -> None:
+    """And goes on as a run that begins from it with the samples after the trouble."""
+    fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8", "model.dropout=0"])
+    source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
+    begin = [
+        "checkpoint.allow=[config]",
+        f"checkpoint.restore_from={source}",
+        f"checkpoint.restore_only={only}",
+        "checkpoint.every_steps=100",
+    ]
+    broken = [*poisoned(*(begins_at + number for number in (3, 4, 5))), *ROLLBACK, "model.dropout=0", *begin]
+    assert fit(alone(), tmp_path / "run", broken).finished
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"]) == (begins_at, begins_at + 7)
+    moved = trainer(
+        alone(), tmp_path / "other", [*poisoned(), "model.dropout=0", *begin], hooks=[BeginWith(8 * (begins_at + 7))]
+    )
+    moved.fit()
+    assert_same_run(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_the_weights_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for word in BASE if not word.startswith("model.")]
+    fit(alone(), tmp_path / "source", [*words, "train.steps=1"])
+    export_hf(tmp_path / "source" / "checkpoints" / "checkpoint_0000001", tmp_path / "folder")
+    forward = Decoder.forward
+
+    def fragile(self: Decoder, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
+        result = forward(self, tokens_BS, *more, **named)
+        return result + torch.where((tokens_BS[:, 0] == POISON).any(), math.nan, 0.0) if self.training else result
+
+    monkeypatch.setattr(Decoder, "forward", fragile)
+    begin = [*words, "model=hf", f"model.path={tmp_path}/folder", "checkpoint.every_steps=100", "train.steps=8"]
+    samples = ",".join(str(8 * step - 1) for step in (2, 3, 4))
+    assert fit(alone(), tmp_path / "run", [*begin, f"+data.poisoned=[{samples}]", *ROLLBACK]).finished
+    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    assert (back["step"], back["from_step"], back["in_a_row"]) == (0, 6, 1)
+    trainer(alone(), tmp_path / "other", begin, hooks=[BeginWith(8 * 6)]).fit()
+    assert_same_run(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path) -> None:
+    fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8"])
+    source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
+    words = [*poisoned(9, 10, 11), *ROLLBACK, f"checkpoint.restore_from={source}", "checkpoint.allow=[config]"]
+    with pytest.raises(DivergedError, match="there is no checkpoint from before"):
+        fit(alone(), tmp_path / "run", words)
+
+
 def test_checkpoints_of_skipped_steps_never_push_out_the_last_one_from_before(tmp_path: Path) -> None:
     """Three steps in a row save each; the newest two would be of the trouble."""
     words = [*poisoned(*range(6, 13)), "train.max_skipped=0", "checkpoint.every_steps=1", "train.steps=12"]
@@ -391,10 +452,12 @@ def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) ->
     run = project.submit("model._target_=mine.Mine", "train.max_skipped=2", "~model.dropout")
     assert run.wait() == EXIT_CONFIG
     (attempt,) = run.attempts()
+    assert (attempt.reason, attempt.fault) == ("diverged", None)
     assert (attempt.first_step, attempt.last_step) == (0, 4)  # two more, since a step is looked at two steps later
     assert not committed(run.run_dir.checkpoints)
     status = " ".join(project.cli("status", "last").stdout.split())
     assert "not finite for 2 steps in a row" in status and "finished" not in status
+    assert f"`resume {run.run_dir.id} optim.lr=...` goes on from the newest checkpoint" in status
 
 
 @pytest.mark.parametrize(

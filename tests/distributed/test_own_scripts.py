@@ -169,6 +169,33 @@ def test_submitted_it_is_preempted_requeued_resumed_and_finished_with_the_same_b
     assert "finished" in project.cli("status", "last").stdout
 
 
+WITH_COPIES = """
+import os, sys, torch
+import slurmtrain
+
+slurmtrain.init(device="cpu")
+model = torch.nn.Linear(2, 2)
+checkpointer = slurmtrain.Checkpointer()
+restored = checkpointer.restore(model=model)
+print("restored", restored.step if restored else None, restored.origin if restored else "", flush=True)
+if os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+    checkpointer.save(3, model=model).result()
+    checkpointer.save_local(5, model=model).result()
+    os._exit(9)
+"""
+
+
+def test_an_own_loop_goes_on_from_the_copies_on_its_nodes_and_leaves_none(project: Project, tmp_path: Path) -> None:
+    (project.path / "copies.py").write_text(WITH_COPIES)
+    (tmp_path / "node").mkdir()
+    words = ("+cluster=local", "job=command", "cluster.cpus_per_task=1", f"checkpoint.local={tmp_path / 'node'}")
+    run = project.submit(*words, f"job.command='{sys.executable} copies.py'", small=False).finish()
+    first, second = (run.run_dir.attempt(number).rank_log(0).read_text() for number in (1, 2))
+    assert "restored None" in first and "restored 5 " in second, second
+    assert [(each.first_step, each.reason) for each in run.attempts()] == [(0, "crash"), (5, "finished")]
+    assert list((tmp_path / "node").iterdir()) == []
+
+
 def test_an_error_in_the_own_loop_is_in_the_status(project: Project) -> None:
     (project.path / "broken.py").write_text(
         "import slurmtrain\nslurmtrain.init()\nslurmtrain.Checkpointer()\nraise ValueError('the seventh seal')\n"

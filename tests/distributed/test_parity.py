@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.matrix import ROWS, compare, train_alone, train_rows
+from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
 from tests.support.gloo import GlooRanks
 
 
@@ -36,6 +36,6 @@ def test_loss_and_gradient_norm_are_those_of_one_process(
     rows = [row for row in ROWS if row.ranks == size and row.slow == slow]
     for row in rows:
         alone(root, row.model)
-    gloo_ranks(size, train_rows, root, rows, timeout_s=400)
+    gloo_ranks(size, train_rows, root, {row.name: config_of(row) for row in rows}, timeout_s=400)
     found = {row: compare(root, row) for row in rows}
     assert {row.name: values for row, values in found.items() if max(values.values()) > row.bound} == {}

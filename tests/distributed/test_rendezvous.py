@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmtrain.errors import RendezvousError
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError
+from slurmtrain.runtime import rendezvous
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.runtime.rendezvous import StopDuringStartError
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import read_json, write_json
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
@@ -70,6 +72,19 @@ def test_ranks_of_one_machine_meet_where_no_other_machine_can_reach(gloo_ranks: 
     waiting = gloo_ranks.start(3, try_to_join, 600, ranks=[0, 1])
     published = wait_until(lambda: read_json(waiting.directory / "rendezvous.json"), "published")
     assert listening(published["port"]) == ["0100007F"]  # 127.0.0.1
+
+
+def port_of_the_store(directory: Path, ports: str) -> int:
+    cluster = replace(cluster_config(), port_range=ports)
+    distributed = init_distributed(cluster, "cpu", Environment.detect(), directory, signals.install_signal_handlers())
+    assert distributed.store_address is not None and sums(distributed) == [3.0, 3.0, 3.0]
+    distributed.leave_together()
+    return distributed.store_address[1]
+
+
+def test_ranks_meet_on_a_port_of_the_range_that_a_firewall_lets_through(gloo_ranks: GlooRanks) -> None:
+    ports = gloo_ranks.start(2, port_of_the_store, "23000-23040").results()
+    assert ports[0] == ports[1] and 23000 <= ports[0] <= 23040
 
 
 def test_what_rank_0_tells_arrives_as_it_was(gloo_ranks: GlooRanks) -> None:
@@ -164,3 +179,84 @@ def test_a_stranger_on_the_published_port_is_not_taken_for_rank_0(
     wait_until(lambda: (directory / "looking-1").exists(), "looking")
     late = gloo_ranks.start(2, try_to_join, 120, ranks=[0], directory=directory)
     assert [late.results()[0][0], early.results()[0][0]] == ["met", "met"]
+
+
+def lost(directory: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Four ranks on four nodes; rank 3 cannot connect to anybody. How it ended: class, message, nodes at fault."""
+    rank = os.environ["RANK"]
+    os.environ |= {NODES_VARIABLE: "n0,n1,n2,n3", "GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    rendezvous.REPORT_AFTER_S, rendezvous.LOOK_FOR_REPORTS_S, rendezvous.REPORTED_S = 0.1, 0.1, 0.2
+    if rank == "3":
+
+        def refuse(*_: object, **__: object) -> socket.socket:
+            raise TimeoutError("timed out")
+
+        socket.create_connection = refuse
+    stop = signals.install_signal_handlers()
+    try:
+        init_distributed(cluster_config(600), "cpu", Environment.detect(), directory, stop)
+    except (PreflightError, RendezvousError) as error:
+        return type(error).__name__, error.message, getattr(error, "nodes", ())
+    return "met", "", ()
+
+
+def test_a_node_that_cannot_reach_rank_0_is_named_long_before_the_time_is_over_and_left_out(
+    gloo_ranks: GlooRanks,
+) -> None:
+    waiting = gloo_ranks.start(4, lost)
+    wait_until(lambda: (waiting.directory / "unreachable-3.json").exists(), "reported")
+    wait_until(lambda: waiting.has_ended(0), "judged")
+    os.kill(waiting.pid(3), signal.SIGKILL)  # as srun does with the ranks that are left
+    first, *others, _ = waiting.endings()
+    kind, message, nodes = first.value
+    assert (kind, nodes) == ("PreflightError", ("n3",))
+    assert message.startswith("preflight, interface: n3: cannot reach rank 0 at 127.0.0.1:")
+    assert message.endswith(" by lo: timed out; expected: it can, as n1, n2")
+    assert [each.value for each in others] == [("PreflightError", message, ())] * 2
+
+
+def twice(directory: Path, size: int) -> str:
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    try:
+        return try_to_join(directory, 600)[0]
+    except EnvironmentMismatchError as error:
+        return f"{type(error).__name__}: {error.message}"
+
+
+def test_two_processes_that_are_the_same_rank_are_named_and_nobody_waits(gloo_ranks: GlooRanks) -> None:
+    one = gloo_ranks.start(3, twice, 3, ranks=[0, 1])
+    wait_until((one.directory / "looking-1").exists, "looking")
+    published = wait_until(lambda: read_json(one.directory / "rendezvous.json"), "published")
+    store = dist.TCPStore("127.0.0.1", published["port"], None, False, timedelta(seconds=60))
+    store.wait(["here/1"])
+    other = gloo_ranks.start(3, twice, 3, ranks=[1], directory=one.directory)
+    node = socket.gethostname()
+    said = f"preflight, ranks: rank 1 is there twice, on {node} and on {node}"
+    assert [each.partition(": ")[2].splitlines()[0] for each in [*one.results(60), *other.results(60)]] == [said] * 3
+
+
+def test_a_rank_that_was_told_another_number_of_ranks_is_named(gloo_ranks: GlooRanks) -> None:
+    three = gloo_ranks.start(3, twice, 3, ranks=[0])
+    published = wait_until(lambda: read_json(three.directory / "rendezvous.json"), "published")
+    assert published
+    two = gloo_ranks.start(2, twice, 2, ranks=[1], directory=three.directory)
+    said = f"preflight, ranks: rank 1 on {socket.gethostname()} was told that the job has 2 ranks, and rank 0 that it has 3"
+    assert all(said in answer for answer in [*three.results(60), *two.results(60)])
+
+
+def with_launcher(directory: Path, port: int, host: str) -> str:
+    launcher = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": host, "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    os.environ |= launcher
+    del os.environ[LAUNCHER_VARIABLE]
+    return try_to_join(directory, 1)[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_wrong_address_of_a_launcher_is_named_as_such(gloo_ranks: GlooRanks, host: str) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens there
+        (answer,) = gloo_ranks.start(2, with_launcher, closed.getsockname()[1], host, ranks=[1]).results(60)
+    assert answer.startswith(
+        f"RendezvousError: preflight, master_address: rank 1 on {socket.gethostname()} cannot reach"
+    )
+    assert f"rank 0 at {host}:" in answer and "(MASTER_ADDR, MASTER_PORT)" in answer

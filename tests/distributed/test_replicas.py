@@ -162,13 +162,9 @@ def local(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ranks = GlooRanks(tmp_path_factory.mktemp("worlds"))
     root = tmp_path_factory.mktemp("checkpoints")
-    try:
+    with GlooRanks(tmp_path_factory.mktemp("worlds")) as ranks:
         found = ranks(2, save_replicas, root)
-    finally:
-        for started in ranks.started:
-            started.reap()
     found[0]["committed"] = [path.name for path in committed(root)]
     return found
 

@@ -480,16 +480,12 @@ class Answers:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     root = tmp_path_factory.mktemp("resharding")
-    ranks = GlooRanks(root)
     found: dict[str, list[Any]] = {}
-    try:
+    with GlooRanks(root) as ranks:
         for size, cases in WORLDS:
             results = ranks(size, one_after_another, root, cases, timeout_s=400)
             found.update({name: [result[name] for result in results] for name in cases})
         yield Answers(root, found)
-    finally:
-        for started in ranks.started:
-            started.reap()
 
 
 def check_losses(saved: Mapping[str, list[float]], restored: Mapping[str, list[float]]) -> None:

@@ -18,7 +18,6 @@ import pytest
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import INDEX, committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.observe import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import AgreedDecision, StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -30,7 +29,7 @@ from slurmtrain.system import signals
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.test_training import experiment
 from tests.support.gloo import GlooRanks
-from tests.support.local_runs import TIMING, assert_same_tensors
+from tests.support.local_runs import assert_same_tensors, without_timing
 from tests.support.reading import checkpoint_tensors
 
 STEPS = 40
@@ -101,10 +100,12 @@ class Observed(StopAgreement):
         super().__init__(signals.install_signal_handlers(), distributed.control_group)
         self._hook, self._asked = hook, 0
 
-    def begin(self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False) -> None:
+    def begin(
+        self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False, profile: bool = False
+    ) -> None:
         self._hook(self._asked)
         self._asked += 1
-        super().begin(save=save, give_up=give_up, roll_back=roll_back)
+        super().begin(save=save, give_up=give_up, roll_back=roll_back, profile=profile)
 
     def finish(self) -> AgreedDecision:
         time.sleep(STEP_S)
@@ -157,20 +158,15 @@ def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., An
 
 def records(run_path: Path) -> list[dict[str, Any]]:
     """The loss log, without what depends on the clock."""
-    found = read_metrics(RunDir(run_path).metrics_file)
-    return [{key: value for key, value in record.items() if key not in TIMING} for record in found]
+    return without_timing(RunDir(run_path).metrics_file)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    ranks = GlooRanks(tmp_path_factory.mktemp("undisturbed"))
-    try:
+    with GlooRanks(tmp_path_factory.mktemp("undisturbed")) as ranks:
         path = ranks.tmp_path / "run"
         assert [outcome.finished for outcome in ranks(2, attempt, path, 1, None)] == [True, True]
         yield path
-    finally:
-        for started in ranks.started:
-            started.reap()
 
 
 # Together they take more than a minute of two cores; the three hold each kind of moment.

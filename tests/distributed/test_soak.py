@@ -166,12 +166,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> list[Soaked]:
     """300 saves in the background of a training on two ranks."""
-    gloo_ranks = GlooRanks(tmp_path_factory.mktemp("ranks"))
-    try:
+    with GlooRanks(tmp_path_factory.mktemp("ranks")) as gloo_ranks:
         return gloo_ranks(2, soak, directory, timeout_s=400)
-    finally:
-        for started in gloo_ranks.started:
-            started.reap()
 
 
 def test_every_save_is_committed_while_training_goes_on(ranks: list[Soaked]) -> None:

@@ -24,6 +24,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET, eval_batches
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
+from slurmtrain.report.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
@@ -37,6 +38,7 @@ from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until
+from tests.support.interrupted_run import check_time_adds_up
 from tests.support.local_runs import LocalRun, Project, assert_same_bits, assert_steps_join
 
 # In one process group, without a command line: what the trainer computes.
@@ -160,7 +162,8 @@ for event in vars(TrainingHook):
 def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_path: Path) -> None:
     listener = Listener()
     trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[listener]).fit()
-    asked = ["before_step", "wants_rollback", "wants_save", "gives_up", "before_optimizer_step", "skips_update"]
+    asked = ["before_step", "wants_rollback", "wants_save", "gives_up", "wants_profile"]
+    asked += ["before_optimizer_step", "skips_update"]
     assert listener.heard == [
         *(("setup", 0), ("load", 0), ("start", 0), ("before_first_step", 0)),
         *((event, 0) for event in asked),
@@ -286,24 +289,29 @@ def fit_stopped_at(
     return outcome.finished, outcome.step
 
 
+TWO = ["cluster.tasks_per_node=2", "model.dropout=0.1", "checkpoint.every_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nobody stops."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    with GlooRanks(root) as ranks:
+        ranks(2, fit, root / "run", TWO)
+    return root / "run"
+
+
 # The stop is asked for once at the start, once a step, once an evaluation batch: the 13th is in the evaluation of step 10.
 @pytest.mark.parametrize(("asked", "stops_at"), [(0, 0), (1, 1), (10, 10), (13, 10)])
 def test_a_stop_at_any_place_is_made_up_for_after_the_resume(
-    gloo_ranks: GlooRanks, tmp_path: Path, asked: int, stops_at: int
+    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed_in_process: Path, asked: int, stops_at: int
 ) -> None:
-    overrides = ["cluster.tasks_per_node=2", "model.dropout=0.1", "checkpoint.every_steps=0"]
-    undisturbed = undisturbed_in_process(gloo_ranks, tmp_path / "undisturbed", overrides)
-    stopped = gloo_ranks(2, fit_stopped_at, tmp_path / "run", overrides, asked)
+    stopped = gloo_ranks(2, fit_stopped_at, tmp_path / "run", TWO, asked)
     assert stopped == [(False, stops_at)] * 2
     assert (10 in losses(tmp_path / "run", "valid_loss")) is False
-    gloo_ranks(2, fit, tmp_path / "run", overrides, None, 2)
+    gloo_ranks(2, fit, tmp_path / "run", TWO, None, 2)
     for field in ("loss", "valid_loss", "grad_norm", "lr"):
-        assert losses(tmp_path / "run", field) == losses(undisturbed, field)
-
-
-def undisturbed_in_process(gloo_ranks: GlooRanks, path: Path, overrides: list[str]) -> Path:
-    gloo_ranks(2, fit, path, overrides)
-    return path
+        assert losses(tmp_path / "run", field) == losses(undisturbed_in_process, field)
 
 
 # Whole runs, from the command line to the exit code.
@@ -384,6 +392,10 @@ def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_b
     assert second.first_step in (8, 16, 24)
     assert second.first_step == first.committed_step
     assert_same_bits(run, undisturbed(2))
+    spent = check_time_adds_up(run.run_dir)
+    assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == ((first.last_step or 0) > second.first_step)
+    assert spent.seconds[Cause.EVALUATION] > 0 and spent.seconds[Cause.CHECKPOINT] > 0
+    assert spent.interruptions == {"crash": 1} and spent.lost_s["crash"] > 0
 
 
 def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
@@ -512,7 +524,7 @@ def test_a_run_that_diverged_trains_on_from_its_checkpoint_with_the_smaller_lr_t
     resumed = project.resume("optim.lr=1e-3").finish()
     assert [(attempt.reason, attempt.first_step) for attempt in resumed.attempts()] == [
         ("crash", 0),
-        ("config", 5),
+        ("diverged", 5),
         ("finished", 5),
     ]
     last = [record["loss"] for record in resumed.losses() if "loss" in record][-1]

@@ -32,6 +32,9 @@ environment = Environment(
     nodes=nodes, tasks_per_node=(2, 2), job_id="1", step_id="0",
 )
 cluster = ClusterConfig(rendezvous_timeout_s=120, collective_timeout_s=120, network_interface=interface)
+if interface == "other0":  # which leads nowhere
+    from slurmtrain.runtime import rendezvous
+    rendezvous.REPORT_AFTER_S, rendezvous.LOOK_FOR_REPORTS_S, rendezvous.REPORTED_S = 0.2, 0.2, 0.4
 init_distributed(cluster, "cpu", environment, Path(sys.argv[4]), signals.install_signal_handlers())
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -96,14 +99,25 @@ def test_where_nothing_says_which_network_it_is_rank_0_asks_for_its_name_and_lis
     assert not (tmp_path / "rendezvous.json").exists()
 
 
+def test_a_network_that_does_not_connect_the_machines_is_named_long_before_the_time_is_over(
+    machines: tuple[str, str], tmp_path: Path
+) -> None:
+    said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, only=[0, 1, 2], interface="other0", ends_with=0)
+    for rank in (0, 1):
+        assert "preflight, interface: n1: cannot reach rank 0 at 10.78.0.1:" in said[rank][1]
+    assert ": no route; expected: it can" in said[0][1] and "cluster.network_interface=NAME" in said[0][1]
+
+
 def meet(
     machines: tuple[str, str],
     nodes: str,
     launched_from: str,
     directory: Path,
     only: Sequence[int] = range(4),
+    interface: str = "auto",
+    ends_with: int | None = None,
 ) -> list[tuple[str, str]]:
-    """What each rank says, and its errors."""
+    """What each rank says, and its errors; when rank `ends_with` has left, the last is killed, as by srun."""
     variables = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": launched_from}
     variables.pop("MASTER_ADDR", None)
     ranks = [
@@ -118,7 +132,7 @@ def meet(
                 RANK,
                 str(rank),
                 nodes,
-                "auto",
+                interface,
                 directory,
             ],
             env=variables,
@@ -129,6 +143,9 @@ def meet(
         for rank in only
     ]
     try:
+        if ends_with is not None:
+            ranks[ends_with].wait(240)
+            ranks[-1].kill()
         outputs = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:

@@ -32,16 +32,24 @@ HANG_S = 20.0
 MEMORY_BYTES = 8 << 30  # a file of a terabyte must not be read into it; torch has reserved some
 RUN, OTHER = "20260101-000000-000aa", "20260102-000000-000bb"
 
+OF_TRAINING = (
+    *(Event.TRAINING_STARTED, Event.FIRST_STEP, Event.CHECKPOINT, Event.EVALUATED, Event.CAUGHT_UP, Event.ROLLED_BACK),
+    *(Event.FIRST_REPORT, Event.TRAINING_STOPPED),
+)
 VERBS = (
     ["status"],
     ["status", "--json"],
     ["status", RUN],
     ["status", RUN, "--json"],
+    ["usage"],
+    ["usage", "--json", "--by", "node", "--since", "4w"],
+    ["usage", RUN, "--by", "run"],
     ["runs", "list"],
     ["runs", "list", "--json", "--size"],
     ["runs", "prune", "--dry-run"],
     ["runs", "compare", RUN, OTHER],
     ["runs", "compare", RUN, OTHER, "--json"],
+    ["report", RUN, "--out", "-"],
     ["logs", RUN],
     ["logs", RUN, "--rank", "all"],
     ["checkpoints", RUN],
@@ -79,7 +87,16 @@ def write_run(run: RunDir, **facts: Any) -> None:
         attempt.mkdir()
         facts = {"number": number, "job_id": "4711", "nodes": ["n0"], "world_size": 2, "pid": 1, "host": "n0"}
         times = {"started": 1_700_000_000.0 + number, "stepping": 1_700_000_002.0, "first_step": 0, "last_step": 4}
-        files.write_json(attempt / "attempt.json", {**facts, **times, "start_up_s": {"torch": 1.0}, "stalled": False})
+        ended = {"ended": 1_700_000_050.0, "reason": "hang", "verdict": "requeue"} if number == 1 else {}
+        more = {"start_up_s": {"torch": 1.0}, "stalled": False, "gpus": 4.0, "last_sign": 1_700_000_045.0}
+        files.write_json(attempt / "attempt.json", {**facts, **times, **more, **ended})
+        (attempt / "job").write_text("4711 0 1700000000.5\n")
+        files.write_json(attempt / "hang.json", {"sentence": "rank 1 hangs", "nodes": ["n0"], "time": 1_700_000_040.0})
+        files.write_json(
+            attempt / "failed-0.json", {"rank": 0, "exit_code": 1, "sentence": "x", "time": 1_700_000_041.0}
+        )
+        gpu = {"index": 0, "name": "H100", "sampled_s": 30.0, "idle_s": 3.0, "xids": [79], "ecc_errors": 1}
+        files.write_json(attempt / "gpus-0.json", {"node": "n0", "gpus": [gpu]})
         stop = {"cause": "TERM", "time": 1_700_000_050.0, "seconds_left": 3.0, "facts": {"state": "RUNNING"}}
         files.write_json(attempt / "stop.json", stop)
         for rank in (0, 1):
@@ -94,7 +111,11 @@ def write_run(run: RunDir, **facts: Any) -> None:
         {"time": 1_700_000_000.0, "event": name, "job_ids": ["1"], "job_id": "4711"}
         for name in ("submitted", Event.GONE_FROM_QUEUE)
     )
-    run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    of_training = (
+        {"time": 1_700_000_010.0 + place, "event": name, "attempt": 1 + place % 2, "step": place, "seconds": 1.0}
+        for place, name in enumerate(OF_TRAINING)
+    )
+    run.events_file.write_text("".join(json.dumps(event) + "\n" for event in (*events, *of_training)))
     for step in (2, 4):
         checkpoint = run.checkpoints / f"checkpoint_{step:07d}"
         checkpoint.mkdir()

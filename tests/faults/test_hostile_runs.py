@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.faults.hostile_runs import mutate_and_read
@@ -10,4 +12,8 @@ FOUND = (438065778, 295950631, 767440973)  # seeds of `python -m tests.faults "a
 
 
 def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:
-    assert [wrong for _, wrong in mutate_and_read(tmp_path, list(FOUND)) if wrong] == []
+    with ProcessPoolExecutor(
+        1, get_context("spawn")
+    ) as process:  # which it limits, and whose view of SLURM it replaces
+        found = process.submit(mutate_and_read, tmp_path, list(FOUND)).result()
+    assert [wrong for _, wrong in found if wrong] == []

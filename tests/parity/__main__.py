@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.parity.matrix import ROWS, compare, train_alone, train_rows
+from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
 from tests.support.gloo import GlooRanks
 
 
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
             for row in group:
                 began = time.monotonic()
                 try:
-                    ranks(size, train_rows, root, [row], timeout_s=300)
+                    ranks(size, train_rows, root, {row.name: config_of(row)}, timeout_s=300)
                 except BaseException as error:
                     print(f"{row.name:<44}{row.ranks:>6}  {error}")
                     failed += 1

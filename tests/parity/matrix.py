@@ -7,7 +7,7 @@ micro batches have unequal shares; where they are packed, they hold documents of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs.run_dir import RunDir
@@ -62,6 +63,7 @@ def _row(name: str, ranks: int, parallel: str, model: str = "", *, micro: int | 
 UNTIED = "model.tie_embeddings=false"
 OWN = "model._target_=tests.parity.own_model.OwnModel model.tie_embeddings=false"
 QWEN = "model.qkv_bias=true model.qk_norm=true"
+TWO_LAYERS = "model.n_layers=2"  # each is compiled by itself, which takes seconds
 PACKED = "+data.packed=true"
 PACKED_UNTIED = f"{UNTIED} {PACKED}"
 ROWS = [
@@ -148,8 +150,8 @@ ROWS = [
     _row("FSDP 2, a model of one's own, units by name", 2, "dp_replicate=1 dp_shard=2 units=[Layer]", OWN, slow=True),
     _row("TP 2, a model of one's own", 2, "tp=2", OWN),
     _row("PP 2 x FSDP 2, a model of one's own", 4, "dp_replicate=1 dp_shard=2 pp=2", OWN),
-    _row("FSDP 2, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true"),
-    _row("TP 2, compiled", 2, "tp=2 compile=true"),
+    _row("FSDP 2, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true", TWO_LAYERS),
+    _row("TP 2, compiled", 2, "tp=2 compile=true", TWO_LAYERS),
     _row("DDP 2, packed", 2, "", PACKED, micro=2),
     _row("FSDP 2, packed", 2, "dp_replicate=1 dp_shard=2", PACKED),
     _row("HSDP 2 x 2, packed", 4, "dp_shard=2", PACKED, slow=True),
@@ -215,12 +217,8 @@ class _Ragged:
         return sample
 
 
-def train_row(distributed: DistributedContext, folder: Path, row: Row) -> None:
-    """On every rank of the row."""
-    folder.mkdir(parents=True, exist_ok=True)
-    where = AttemptContext(RunDir(folder), 1, supervised=True)
-    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    config = compose(
+def config_of(row: Row) -> Config:
+    return compose(
         [
             "experiment=smoke",
             f"data._target_={__name__}.RaggedText",
@@ -231,23 +229,33 @@ def train_row(distributed: DistributedContext, folder: Path, row: Row) -> None:
             *row.overrides,
         ]
     )
+
+
+def train_row(distributed: DistributedContext, folder: Path, config: Config) -> None:
+    """On every rank of the row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = AttemptContext(RunDir(folder), 1, supervised=True)
+    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     build_trainer(
         config, distributed, where, StopAgreement(signals.StopFlag(), distributed.control_group), Timeline()
     ).fit()
 
 
-def train_rows(distributed: DistributedContext, folder: Path, rows: Sequence[Row]) -> None:
-    """One after another, on the ranks that they all have."""
-    for row in rows:
-        train_row(distributed, folder / row.name, row)
+def train_rows(distributed: DistributedContext, folder: Path, configs: Mapping[str, Config]) -> None:
+    """One row after another, on the ranks that they all have.
+
+    Args:
+        configs: by the rows' names; made once for all ranks, since that takes as long as to train.
+    """
+    for name, config in configs.items():
+        train_row(distributed, folder / name, config)
 
 
 def train_alone(folder: Path, model: Sequence[str]) -> None:
     torch.set_num_threads(1)
     row = Row("alone", 1, (), tuple(model))
-    train_row(
-        DistributedContext(Environment(source="single"), torch.device("cpu")), folder / reference_name(model), row
-    )
+    alone = DistributedContext(Environment(source="single"), torch.device("cpu"))
+    train_row(alone, folder / reference_name(model), config_of(row))
 
 
 def reference_name(model: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import process
-from tests.support.local_runs import TIMING, assert_same_tensors
+from tests.support.local_runs import assert_same_tensors, without_timing
+from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors
 from tests.support.slurm_cluster import Cluster
 
@@ -84,7 +84,7 @@ class Run:
 
     def losses(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what depends on the clock."""
-        return [{k: v for k, v in r.items() if k not in TIMING} for r in read_metrics(self.run_dir.metrics_file)]
+        return without_timing(self.run_dir.metrics_file)
 
     def step(self) -> int:
         return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
@@ -139,22 +139,8 @@ class Run:
         self.wait_until(lambda: self.attempts()[number - 1].verdict is not None, "preempted")
 
     def rank_pids(self) -> list[int]:
-        """Processes of this run's ranks: told by their command line, on all nodes of the sandbox, which are one machine."""
-        found: dict[int, tuple[int, int]] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                variables = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
-            except OSError:
-                continue
-            is_rank = b"train" in words and str(self.run_dir.path).encode() in words and b"srun" not in words[0]
-            if is_rank and b"python" in words[0] and b"SLURM_PROCID" in variables:
-                rank, known = int(variables[b"SLURM_PROCID"]), process.stat(entry.name)
-                if known is not None:  # data workers are later children; the kernel may begin again with small numbers
-                    found[rank] = min(found.get(rank, (sys.maxsize, 0)), (known.start, int(entry.name)))
-        return [found[rank][1] for rank in sorted(found)]
+        """Processes of this run's ranks, in their order, on all nodes of the sandbox, which are one machine."""
+        return [*rank_pids(self.run_dir).values()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the newest checkpoint: weights, optimiser, random state."""

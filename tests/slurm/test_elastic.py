@@ -71,6 +71,7 @@ def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_los
         sandbox.run(["scancel", colleague])
     said = run.cli("requeue", run.run_dir.id, "cluster.nodes=3")
     assert "cluster.nodes: 2-4 -> 3" in said
+    assert "a new job with the changed config resumes it by itself" in said and "it is requeued" not in said
     run.wait_for_attempt(3)
     run.finish()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -391,6 +393,47 @@ def aged(found: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [replace(each, time=each.time - 25 * 3600) for each in found]
 
 
+def catches_term(last_words: Sequence[str]) -> bool:
+    """Whether a shell whose command line ends so runs on this machine and has set its trap for TERM."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_text().split("\0")[:-1]
+            if words[-len(last_words) :] == list(last_words) and Path(words[0]).name == "bash":
+                (caught,) = re.findall(r"^SigCgt:\s*(\w+)", (folder / "status").read_text(), re.MULTILINE)
+                return bool(int(caught, 16) & 1 << signal.SIGTERM - 1)
+    return False
+
+
+def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one(
+    project: Project, tmp_path: Path
+) -> None:
+    """The step that looks after the node of the batch script outlives a TERM to all steps, at which it looks at once."""
+    (tmp_path / "program").write_text(f"trap '' TERM; until [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
+    program = f"job.command='bash {tmp_path}/program'"
+    words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1", "requeue.restart_delay_s=1"]
+    run = project.submit("job=command", program, *words, small=False)
+    run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
+    cluster, first = run.cluster, run.cluster.job(run.job_id)["BatchHost"]
+
+    def steps() -> list[str]:
+        found = cluster.run(["squeue", "--noheader", "--steps", f"--jobs={run.job_id}", "--format=%i %j"]).stdout
+        return [line.split()[0] for line in found.splitlines() if line.split()[1:] == ["bash"]]
+
+    # The ranks, which begin as a shell, are the other step. A watch that has just begun would die of the TERM.
+    run.wait_until(lambda: len(steps()) == 2 and catches_term(["watch", run.job_id, first]), "watched")
+    (watch,) = [step for step in steps() if step != run.attempts()[0].step_id]
+    cluster.kill_node(first)
+    try:
+        run.wait_until(lambda: first not in expand_nodelist(cluster.job(run.job_id)["NodeList"]), "the node is lost")
+        cluster.run(["scancel", "--signal=TERM", watch])  # once: it also ends the commands by which the watch looks
+        run.wait_until(lambda: cluster.job(run.job_id)["Restarts"] == "1", "requeued")
+        (tmp_path / "go").touch()
+        assert run.wait_for_end().reason == "finished", run.logs()
+    finally:
+        cluster.start_node(first)
+    assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0), (run.job_id, 1)]
+
+
 def test_new_runs_leave_out_a_node_that_is_blamed_and_none_that_the_cluster_does_not_have_any_more(
     project: Project,
 ) -> None:
@@ -573,11 +616,20 @@ def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
     assert run_dir.attempt_numbers() == [1]
 
 
-def test_a_refused_submission_says_sbatchs_words_and_leaves_nothing(project: Project) -> None:
-    words = ["+cluster=sandbox", "cluster.sandbox=null", "cluster.partition=nope", "submit"]
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("cluster.partition=nope", 78, "cluster.partition=nope: this cluster has no such partition"),
+        ("+cluster.sbatch.nodelist=nope", 1, "sbatch refused the job: Invalid node name specified"),  # sbatch's words
+    ],
+)
+def test_a_refused_submission_says_why_and_leaves_nothing(
+    project: Project, override: str, code: int, said: str
+) -> None:
+    words = ["+cluster=sandbox", "cluster.sandbox=null", override, "submit"]
     done = project.cluster.run([PYTHON, "-m", "slurmtrain", *words], cwd=project.path, check=False)
-    assert done.returncode == 1
-    assert "invalid partition specified: nope" in done.stderr
+    assert done.returncode == code
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (project.path / "runs").exists()
 

@@ -1,4 +1,8 @@
-"""Preempted on a real SLURM under the layouts that share a model: the same bits as if nothing had happened."""
+"""Preempted on a real SLURM under a layout that shares a model: the same bits as if nothing had happened.
+
+One layout by default: that all of them go on with the same bits is shown by tests/distributed/test_change_of_layout.py, and
+SLURM is the same for all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     [
         pytest.param(["parallel=fsdp"], id="FSDP", marks=pytest.mark.slow),
         pytest.param(["parallel=fsdp_tp"], id="FSDP x TP"),
-        pytest.param(["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"], id="FSDP x PP"),
+        pytest.param(
+            ["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"], id="FSDP x PP", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_preempted_run_of_four_ranks_on_two_nodes_finishes_with_the_same_bits(

@@ -96,3 +96,53 @@ def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, 
     refused = sandbox.run(words(sandbox, bad, "hydra.sweeper.n_jobs=1"), cwd=project, check=False)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     assert "exit code 1" in refused.stderr and "sweep retry " in refused.stderr
+
+
+# Who is first of all to begin is slow, and ends when four others have; who is sixth does badly, and never ends by itself.
+PACED = """
+import glob, itertools, json, os, time
+run = os.environ["SLURMTRAIN_RUN_DIR"]
+for place in itertools.count():
+    try:
+        os.mkdir(run + "/../../../place-" + str(place))
+        os.mkdir(run + "/place-" + str(place))
+        break
+    except FileExistsError:
+        pass
+while place == 0 and len(glob.glob(run + "/../*/metrics.jsonl")) < 4:
+    time.sleep(0.05)
+for step in itertools.count(1):
+    with open(run + "/metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "valid_loss": 1 / step + (5 if place == 5 else 0)}) + "\\n")
+    if step >= 3 and place != 5:
+        break
+    time.sleep(0.05 if place == 5 else 0)
+"""
+
+
+def test_a_slow_trial_holds_no_other_up_and_a_bad_one_is_stopped(sandbox: Cluster, project: Path) -> None:
+    (project / "objective.py").write_text(PACED)
+    pruner = ["search.pruner=median", "search.startup_trials=2", "search.prune_after_steps=2"]
+    sweeper = ["hydra.sweeper.n_trials=7", "hydra.sweeper.n_jobs=2", "requeue.max_attempts_without_progress=3"]
+    command = words(sandbox, "optim.lr=interval(0.001,0.9)", *sweeper, *pruner)
+    done = sandbox.run([*command, "--json"], cwd=project)
+    trials = {each["run"]: each for each in json.loads(done.stdout)["trials"]}
+    (path,) = project.glob("runs/*.sweep-*")
+    sweep = Sweep(path)
+    assert len(trials) == 7 and sorted(each["state"] for each in trials.values()) == ["complete"] * 6 + ["pruned"]
+    ran = {run_id: attempts.all_attempts(run_dir) for run_id, run_dir in sweep.run_dirs().items()}
+    assert {len(each) for each in ran.values()} == {1}
+    begun = {run_id: each[0].started for run_id, each in ran.items()}
+    ended = {run_id: each[0].ended or 0.0 for run_id, each in ran.items()}
+    (slow,) = (run_id for run_id in ran if (sweep.run_dir(run_id).path / "place-0").is_dir())
+    assert sum(ended[run_id] < ended[slow] for run_id in ran) >= 3  # in two slots
+    assert all(sum(begun[each] < moment < ended[each] for each in ran) <= 2 for moment in begun.values())
+    bad = next(run_id for run_id, trial in trials.items() if trial["state"] == "pruned")
+    assert ran[bad][0].reason == Reason.PRUNED and trials[bad]["pruned_at"] == 2
+    assert trials[bad]["saved_hours"] is not None and "pruned at step 2" in done.stderr
+
+    again = sandbox.run(command, cwd=project)  # nothing is left to do, and the table is there once more
+    assert "6 complete, 1 pruned" in again.stdout and len(sweep.points()) == 7
+    assert "pruned" in sandbox.run([*command[:3], "sweep", "status", sweep.id], cwd=project).stdout
+    retried = sandbox.run([*command[:3], "sweep", "retry", sweep.id], cwd=project, check=False)
+    assert len(attempts.all_attempts(sweep.run_dir(bad))) == 1 and bad not in retried.stdout

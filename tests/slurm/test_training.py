@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.report.goodput import Cause
 from slurmtrain.system.process import lives
 from tests.slurm.project import Project, Run, assert_same_bits, events, make_project
 from tests.support.children import children
+from tests.support.interrupted_run import check_time_adds_up
 from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
@@ -92,19 +94,41 @@ def test_preempted_three_times_it_finishes_with_the_same_bits(undisturbed: Run, 
     assert [attempt.reason for attempt in interrupted.attempts()] == ["preempted"] * 3 + ["finished"]
     assert_steps_join(interrupted, total=STEPS)
     assert_same_bits(interrupted, undisturbed)
+    spent = check_time_adds_up(interrupted.run_dir)
+    assert spent.interruptions == {"preempted": 3} and spent.lost_s["preempted"] > 0
+    assert Cause.REDONE not in spent.seconds and spent.seconds[Cause.QUEUE] > 0
 
 
-def test_one_signalled_rank_stops_all_at_the_same_step(undisturbed: Run, interrupted: Run) -> None:
-    interrupted.wait_for_step(5)
-    os.kill(interrupted.rank_pids()[3], signal.SIGUSR2)
-    interrupted.wait_for_attempt(2)
-    first = interrupted.attempts()[0]
-    said = [(interrupted.run_dir.attempt(1).path / f"rank-{rank}.log").read_text() for rank in range(4)]
+def wait_for_steps_of(run: Run, number: int) -> None:
+    run.wait_for_attempt(number)
+    run.wait_for_step((run.attempts()[number - 1].first_step or 0) + 3)
+
+
+@pytest.fixture(scope="module")
+def stopped(project: Project) -> Run:
+    """The same run, stopped in three ways one after the other: a signal to one rank, our verb, and SLURM's."""
+    run = project.submit(*LONG, nodes="n0,n1")
+    run.wait_for_step(5)
+    os.kill(run.rank_pids()[3], signal.SIGUSR2)
+    wait_for_steps_of(run, 2)
+    run.cli("requeue", run.run_dir.id)
+    wait_for_steps_of(run, 3)
+    run.cluster.run(["scontrol", "requeue", run.job_id])
+    run.finish()
+    return run
+
+
+def test_one_signalled_rank_stops_all_at_the_same_step(stopped: Run) -> None:
+    first = stopped.attempts()[0]
+    said = [(stopped.run_dir.attempt(1).path / f"rank-{rank}.log").read_text() for rank in range(4)]
     assert all(f"leaving after step {first.last_step}" in log for log in said)
     assert first.exit_code == 75
-    interrupted.finish()
-    assert_steps_join(interrupted, total=STEPS)
-    assert_same_bits(interrupted, undisturbed)
+
+
+def test_requeue_by_verb_and_from_outside_are_stops_like_any_other(stopped: Run, undisturbed: Run) -> None:
+    assert [attempt.reason for attempt in stopped.attempts()][1:] == ["asked", "requeued", "finished"]
+    assert_steps_join(stopped, total=STEPS)
+    assert_same_bits(stopped, undisturbed)
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
@@ -122,12 +146,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     interrupted.finish()
     assert len(interrupted.attempts()) == 2
     assert_same_bits(interrupted, undisturbed)
+    spent = check_time_adds_up(interrupted.run_dir)
+    assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == ((first.last_step or 0) > (second.first_step or 0))
+    assert spent.interruptions == {"crash": 1} and spent.seconds[Cause.BETWEEN] > 0
 
 
 def test_a_node_whose_ranks_are_stopped_is_named_and_training_goes_on_in_the_same_job(
     undisturbed: Run, project: Project
 ) -> None:
-    """Nobody on that node could end them: SLURM does."""
+    """No rank of that node could say so, or end them: the process beside them does, or SLURM where they had just begun."""
     run = project.submit(*LONG, "watchdog.min_s=5", "watchdog.factor=2", nodes="n0,n1")
     run.wait_for_checkpoint()
     for pid in run.rank_pids()[2:]:
@@ -135,13 +162,16 @@ def test_a_node_whose_ranks_are_stopped_is_named_and_training_goes_on_in_the_sam
     run.wait_for_attempt(2)
     first, second = run.attempts()[:2]
     assert (first.reason, first.verdict, first.failed_on) == ("hang", "in-place", "n1")
-    assert (first.sentence or "").startswith("hung: rank 2 on n1 does not answer any more")
+    assert (first.sentence or "").startswith("hung: rank 2 on n1 ")
     assert "; rank 3 on n1 " in (first.sentence or "")
     page = (run.run_dir.attempt(1).path / "hang.md").read_text()
     assert page.index("## Rank 3 on n1") < page.index("## Ranks that waited") < page.index("| 0 | n0 |")
     assert second.job_id == first.job_id
     run.finish()
     assert_same_bits(run, undisturbed)
+    spent = check_time_adds_up(run.run_dir)
+    assert 4 < spent.seconds[Cause.HUNG] < 60  # after 5 s at least, and then the processes beside them have to find out
+    assert spent.lost_s["hang"] > spent.seconds[Cause.HUNG]
 
 
 def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
@@ -215,17 +245,25 @@ def test_a_spare_node_takes_the_place_of_a_dead_one_in_the_same_job(undisturbed:
 def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(
     undisturbed: Run, project: Project, tmp_path: Path
 ) -> None:
-    """With one node's copy gone, from that of its neighbour; the run directory has no checkpoint yet."""
+    """With one node's copy gone, from that of its neighbour; the run directory has no checkpoint yet.
+
+    The ranks are those that have waited for it (requeue.standby_ranks).
+    """
     copies = [f"checkpoint.local={tmp_path}", "checkpoint.local_every_steps=4", "checkpoint.every_steps=0"]
-    run = project.submit(*LONG, *copies, nodes="n0,n1")
+    run = project.submit(*LONG, *copies, "requeue.standby_ranks=true", nodes="n0,n1")
     run.wait_until(lambda: len(list(tmp_path.glob("*/*/n*/checkpoint_???????/COMPLETE"))) == 2, "copied")
+    standby = run.run_dir.attempt(1).path / "standby.log"
+    run.wait_until(lambda: standby.exists() and standby.read_text().count("ready\n") == 4, "ready for the next start")
     (of_n1,) = tmp_path.glob("*/*/n1")
     shutil.rmtree(of_n1)
     os.kill(run.rank_pids()[2], signal.SIGKILL)
     run.wait_for_attempt(2)
+    of_second = [command(pid) for pid in run.rank_pids()]
     run.finish()
     first, second = run.attempts()
     assert (first.verdict, first.committed_step, second.job_id) == ("in-place", None, first.job_id)
+    assert len(of_second) == 4
+    assert all(b"--standby" in words for words in of_second)
     assert second.first_step
     assert second.first_step % 4 == 0
     assert "n1 had none: the parts came from the other nodes" in events(run, "restored")[0]["origin"]
@@ -233,7 +271,8 @@ def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
+def test_scancel_and_cancel_by_verb_save_and_end(interrupted: Run) -> None:
+    """And the run does not come back by itself, but goes on where it was when it is resumed."""
     interrupted.wait_for_step(8)
     interrupted.cluster.run(["scancel", interrupted.job_id])
     last = interrupted.wait_for_end()
@@ -244,12 +283,8 @@ def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
     assert len(interrupted.attempts()) == 1
     assert "resume" in interrupted.status()
     interrupted.cli("resume", interrupted.run_dir.id)
-    interrupted.wait_for_attempt(2)
+    wait_for_steps_of(interrupted, 2)
     assert interrupted.attempts()[1].first_step == last.last_step
-
-
-def test_cancel_by_verb_saves_and_ends(interrupted: Run) -> None:
-    interrupted.wait_for_step(3)
     interrupted.cli("cancel", interrupted.run_dir.id)
     last = interrupted.wait_for_end()
     assert (last.reason, last.verdict) == ("cancelled", "end")
@@ -276,24 +311,6 @@ def test_a_crash_loop_ends_after_the_budget_and_says_why(project: Project) -> No
     status = run.status()
     assert "the seventh seal" in status
     assert "3 attempts in a row without a new checkpoint" in status
-
-
-def test_requeue_by_verb_saves_and_starts_again(undisturbed: Run, interrupted: Run) -> None:
-    interrupted.wait_for_step(3)
-    interrupted.cli("requeue", interrupted.run_dir.id)
-    interrupted.finish()
-    assert [attempt.reason for attempt in interrupted.attempts()] == ["asked", "finished"]
-    assert_steps_join(interrupted, total=STEPS)
-    assert_same_bits(interrupted, undisturbed)
-
-
-def test_a_requeue_from_outside_is_a_stop_like_any_other(undisturbed: Run, interrupted: Run) -> None:
-    interrupted.wait_for_step(3)
-    interrupted.cluster.run(["scontrol", "requeue", interrupted.job_id])
-    interrupted.finish()
-    assert [attempt.reason for attempt in interrupted.attempts()] == ["requeued", "finished"]
-    assert_steps_join(interrupted, total=STEPS)
-    assert_same_bits(interrupted, undisturbed)
 
 
 def command(pid: int) -> bytes:

@@ -62,6 +62,10 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return int(self._processes[rank].pid)
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has said how it ended."""
+        return self._readers[rank].poll()
+
     def endings(self, timeout_s: float = 180) -> list[Ending]:
         """Wait for all; in the order of ranks. The first traceback ends the wait for the others."""
         deadline = time.monotonic() + timeout_s
@@ -142,10 +146,20 @@ def _joined(directory: Path, function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass
 class GlooRanks:
-    """`gloo_ranks(n, function, *args)`: n processes meet, each calls function(world, *args); what they returned."""
+    """`gloo_ranks(n, function, *args)`: n processes meet, each calls function(world, *args); what they returned.
+
+    `with GlooRanks(folder) as gloo_ranks:` leaves none of them behind.
+    """
 
     tmp_path: Path
     started: list[Ranks] = field(default_factory=list)
+
+    def __enter__(self) -> GlooRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for started in self.started:
+            started.reap()
 
     def __call__(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
         return self.start(n, _joined, function, *args).results(timeout_s)

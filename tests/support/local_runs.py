@@ -21,9 +21,14 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.gloo import wait_until
+from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors
 
-TIMING = ("tokens_per_s", "step_time_s", "data_wait_s")  # the fields of metrics.jsonl that depend on the clock
+# The fields of metrics.jsonl that depend on the clock, or what they begin with.
+TIMING = (
+    *("tokens_per_s", "samples_per_s", "step_time_s", "data_wait_s", "time_", "tflops_per_gpu", "mfu"),
+    *("communication_share", "slowest_rank"),
+)
 
 # A model of the user's own, found because the working directory is on the path of the ranks. While a file `pause` lies
 # beside it, each training forward pass takes longer, from the eleventh of an attempt on very long: whoever is to interfere
@@ -80,8 +85,7 @@ class LocalRun:
 
     def losses(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what depends on the clock."""
-        records = read_metrics(self.run_dir.metrics_file)
-        return [{key: value for key, value in record.items() if key not in TIMING} for record in records]
+        return without_timing(self.run_dir.metrics_file)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.run_dir.events() if event["event"] == name]
@@ -91,20 +95,7 @@ class LocalRun:
 
     def rank_pids(self) -> dict[int, int]:
         """Processes of the ranks by rank: children of whichever launcher has this run."""
-        found: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"train" not in words or str(self.run_dir.path).encode() not in words:
-                    continue
-                pairs = (entry / "environ").read_bytes().split(b"\0")
-                rank = int(dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)[b"RANK"])
-            except (OSError, KeyError):
-                continue
-            found[rank] = min(found.get(rank, 1 << 30), int(entry.name))  # data workers are later children
-        return found
+        return rank_pids(self.run_dir)
 
     def processes(self) -> list[int]:
         """Every process that runs for this run: ranks and their children."""
@@ -196,6 +187,12 @@ def clean_environment() -> dict[str, str]:
     leftover = ("SLURM_", "SLURMTRAIN_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_")
     mine = {name: value for name, value in os.environ.items() if not name.startswith(leftover)}
     return {**mine, "OMP_NUM_THREADS": "1"}
+
+
+def without_timing(metrics_file: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl without what depends on the clock."""
+    records = read_metrics(metrics_file)
+    return [{key: value for key, value in record.items() if not key.startswith(TIMING)} for record in records]
 
 
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

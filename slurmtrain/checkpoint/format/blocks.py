@@ -150,6 +150,16 @@ def digests_of(data: bytes) -> bytes:
     )
 
 
+def digest_at(digests: bytes, number: int) -> bytes:
+    """Return the digest of one block from those of all blocks of its file, one after another."""
+    return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
+def is_intact(data: memoryview, digests: bytes, number: int) -> bool:
+    """Return whether `data` is what was written as block `number` of the file with these digests."""
+    return hashlib.sha256(data).digest() == digest_at(digests, number)
+
+
 def write(
     path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
 ) -> tuple[FileRecord, bytes]:

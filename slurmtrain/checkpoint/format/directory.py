@@ -89,10 +89,14 @@ def remove(path: Path, order: int) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+def set_aside(path: Path, *, hidden: bool = False) -> Path:
+    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it.
+
+    Args:
+        hidden: give it a name that begins with a dot, which the pattern of another trainer's checkpoints does not match.
+    """
+    number, name = 1, f".{path.name}" if hidden else path.name
+    while (target := path.with_name(f"{name}.damaged-{number}")).exists():
         number += 1
     path.rename(target)
     fsync_directory(path.parent)

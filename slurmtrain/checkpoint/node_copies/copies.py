@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from slurmtrain.checkpoint.node_copies.transfer import ranks_of
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import NodeFolderError
+from slurmtrain.slurm.environment import own_node_name
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ SPARE_BYTES = 16 << 20
 
 def node_name() -> str:
     """Return the name of this node: SLURM's, else the host's."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return own_node_name() or socket.gethostname()
 
 
 class NodeCopies:

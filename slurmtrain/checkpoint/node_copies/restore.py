@@ -11,7 +11,6 @@ the other copy of the file is taken, else an older copy, else a checkpoint of th
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.directory import INDEX, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest
 from slurmtrain.checkpoint.format.tensor_index import Index
@@ -37,7 +36,7 @@ Need = Mapping[str, Mapping[int, int]]  # bytes that are needed of a block, by f
 
 
 @dataclass(frozen=True)
-class Listed:
+class CopyHoldings:
     """What the nodes together hold of one copy.
 
     Attributes:
@@ -56,7 +55,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCopy:
     """The copy that is restored.
 
     Attributes:
@@ -69,19 +68,19 @@ class Chosen:
     holders: Mapping[str, tuple[int, ...]]
 
 
-def listed(of_nodes: list[list[tuple[int, str, Mark, tuple[str, ...], bool]]]) -> list[Listed]:
+def copy_holdings(of_nodes: list[list[tuple[int, str, Mark, tuple[str, ...], bool]]]) -> list[CopyHoldings]:
     """Return what all nodes hold, by copy, the newest first.
 
     Args:
         of_nodes: by node: step, digest, mark and files of each of its copies, and whether its index is sound.
     """
-    found: dict[str, Listed] = {}
+    found: dict[str, CopyHoldings] = {}
     for node, copies in enumerate(of_nodes):
         for step, digest, mark, names, sound in copies:
-            one = found.get(digest, Listed(step, digest, mark, {}, (), None))
+            one = found.get(digest, CopyHoldings(step, digest, mark, {}, (), None))
             holders = {**one.holders, **{name: (*one.holders.get(name, ()), node) for name in names}}
             with_index = node if one.with_index is None and sound else one.with_index
-            found[digest] = Listed(step, digest, mark, holders, (*one.nodes, node), with_index)
+            found[digest] = CopyHoldings(step, digest, mark, holders, (*one.nodes, node), with_index)
     return sorted(found.values(), key=lambda one: (-one.step, one.digest))
 
 
@@ -104,9 +103,9 @@ class NodeRestore:
         self._given_up: set[str] = set()  # digests
         self._newest_step: int | None = None
         self.reasons: list[str] = []
-        self._listed = self._list()
+        self._holdings = self._find_holdings()
 
-    def _list(self) -> list[Listed]:
+    def _find_holdings(self) -> list[CopyHoldings]:
         """Return the copies that count, as all nodes together hold them."""
         directory = self._copies.identity.directory
 
@@ -137,15 +136,15 @@ class NodeRestore:
             ]
             for ranks in self._copies.by_node.values()
         ]
-        found = listed(of_nodes)
+        found = copy_holdings(of_nodes)
         lineage = Lineage(token, base)
         void = [one for one in found if not counts(one.mark, one.digest, lineage, newest)]
         self.reasons += [f"the nodes' copy of step {one.step} is not of what this run goes on from" for one in void]
         return [one for one in found if one not in void and (self._at_most is None or one.step <= self._at_most)]
 
-    def choose(self) -> Chosen | None:
+    def choose(self) -> ChosenCopy | None:
         """Return the newest copy that counts and is whole, unless the run directory has a newer checkpoint."""
-        for one in self._listed:
+        for one in self._holdings:
             if self._newest_step is not None and one.step < self._newest_step:
                 return None
             if one.digest in self._given_up:
@@ -156,7 +155,7 @@ class NodeRestore:
             self._given_up.add(one.digest)
         return None
 
-    def _whole(self, one: Listed) -> Chosen | None:
+    def _whole(self, one: CopyHoldings) -> ChosenCopy | None:
         """Return a copy if all of its files are somewhere."""
         if one.with_index is None:
             self.reasons.append(f"the nodes' copy of step {one.step} has no sound {INDEX}")
@@ -178,9 +177,9 @@ class NodeRestore:
                 f"of the nodes' copy of step {one.step}, no node has {missing[0]}{more} as it was written"
             )
             return None
-        return Chosen(one.digest, manifest, index, holders)
+        return ChosenCopy(one.digest, manifest, index, holders)
 
-    def assemble(self, chosen: Chosen) -> Path:
+    def assemble(self, chosen: ChosenCopy) -> Path:
         """Make a folder on each node from which it can be read, and return this node's."""
         bad = {name for digest, node, name in self._damaged if digest == chosen.digest and node == self._node}
         folder = self._copies.folder
@@ -195,7 +194,7 @@ class NodeRestore:
         if self._copies.is_leader:
             self._copies.folder.end_restoring()
 
-    def origin(self, chosen: Chosen) -> str:
+    def origin(self, chosen: ChosenCopy) -> str:
         """Return where it comes from, as a part of a sentence."""
         holding = {node for nodes in chosen.holders.values() for node in nodes}
         without = [name for number, name in enumerate(self._names) if number not in holding]
@@ -205,7 +204,7 @@ class NodeRestore:
             return "the copies on the nodes"
         return f"the copies on the nodes ({', '.join(without[:4])} had none: the parts came from the other nodes)"
 
-    def fetch(self, chosen: Chosen, path: Path, need: Need) -> list[str]:
+    def fetch(self, chosen: ChosenCopy, path: Path, need: Need) -> list[str]:
         """Let every node be sent the blocks that its ranks need and that it does not hold.
 
         Args:
@@ -244,7 +243,7 @@ class NodeRestore:
                 os.close(descriptor)
 
         def write(file: str, block: int, data: memoryview) -> None:
-            if hashlib.sha256(data).digest() != index.digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]:
+            if not blocks.is_intact(data, index.digests[file], block):
                 damage.append(f"{file} is not what was written: its digest differs")
                 return
             descriptor = os.open(path / file, os.O_WRONLY)
@@ -272,7 +271,7 @@ class NodeRestore:
         name = self._names[self._node]
         return f"{folder.root} on {name} has {least / 1e9:.2f} GB left for {total / 1e9:.2f} GB that other nodes hold"
 
-    def _transfers(self, chosen: Chosen, of_nodes: list[list[tuple[str, int]]]) -> list[Transfer]:
+    def _transfers(self, chosen: ChosenCopy, of_nodes: list[list[tuple[str, int]]]) -> list[Transfer]:
         """Return who sends which block to whom: work for all ranks of the nodes, from both nodes that hold a file."""
         lists: list[list[Transfer]] = []
         for node, missing in enumerate(of_nodes):
@@ -286,7 +285,7 @@ class NodeRestore:
             lists += to.values()
         return in_turns(lists)
 
-    def leave_out_damaged(self, chosen: Chosen, damage: list[str]) -> None:
+    def leave_out_damaged(self, chosen: ChosenCopy, damage: list[str]) -> None:
         """Compare everything that all nodes hold of a copy with its digests, since something in it is damaged.
 
         If each file is what was written after all, this copy is not tried again.

@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest
 from slurmtrain.checkpoint.format.rank_files import file_name
@@ -22,7 +22,7 @@ from slurmtrain.checkpoint.node_copies.copies import NodeCopies
 from slurmtrain.checkpoint.node_copies.lineage import Mark, newest_durable
 from slurmtrain.checkpoint.node_copies.transfer import exchange, to_neighbours
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.destination import Committed
+from slurmtrain.checkpoint.save.destination import CommitResult
 from slurmtrain.checkpoint.store.fencing import check_fence
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.modes import file_mode
@@ -45,11 +45,8 @@ class NodesDestination:
         ranks.all_do(self._copies.on_leader(begin))
         return folder.temporary(step)
 
-    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
-        return self._removed_on_failure(temporary)
-
     @contextmanager
-    def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
+    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointError:
@@ -64,14 +61,14 @@ class NodesDestination:
         manifest_with: Callable[[FileRecord], Manifest],
         *,
         check: Callable[[], None],
-    ) -> Committed:
+    ) -> CommitResult:
         record = FileRecord(len(index), blocks.root(blocks.digests_of(index)))
         manifest = manifest_with(record)
         check()
         identity = self._copies.identity
         check_fence(identity.directory, identity.incarnation)
         text = json.dumps(asdict(manifest), indent=1).encode()
-        return Committed(record, manifest.size, [text, index, newest_durable(identity.directory)])
+        return CommitResult(record, manifest.size, [text, index, newest_durable(identity.directory)])
 
     def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
         """Send files to the next nodes, and let all nodes commit together."""
@@ -100,7 +97,7 @@ class NodesDestination:
             return image[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
 
         def write(file: str, block: int, data: memoryview) -> None:
-            if hashlib.sha256(data).digest() != index.digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]:
+            if not blocks.is_intact(data, index.digests[file], block):
                 raise CheckpointError(f"block {block} of {file} did not arrive as it was sent: its digest differs")
             if file not in descriptors:
                 descriptors[file] = os.open(

@@ -55,6 +55,8 @@ def check_config(
         return
     if is_our_decoder(own.get("model")):
         saved, changed = with_names_of_today(saved), {*changed, *map(name_of_today, changed)}
+        if "lora" not in own:  # adapters mean nothing beside other weights
+            changed.add("model.path")  # where its first weights came from, not what it computes
     before, now = dict(_leaves(saved)), dict(_leaves(own))
     differing = [
         key for key in sorted({*before, *now}) if before.get(key) != now.get(key) or (key in before) != (key in now)

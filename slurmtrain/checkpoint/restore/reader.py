@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.dtypes import check_types, dtype_of
 from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import read_manifest
@@ -266,7 +266,7 @@ class Files:
 
         def check(block: tuple[str, int, int, list[ByteRange]]) -> None:
             file, descriptor, number, parts = block
-            expected = digests[file][number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            expected = blocks.digest_at(digests[file], number)
             targets = [part.target for part in parts if part.target is not None] if into is not None else None
             try:
                 path, size = self._path / file, self._records[file].size

@@ -49,7 +49,7 @@ class Restored:
     Attributes:
         path: folder of the checkpoint.
         step: optimiser steps done.
-        incarnation_label: the incarnation that saved it.
+        incarnation_label: the incarnation that saved it; empty: it is a folder of another program's weights.
         size: bytes of all its files.
         set_aside: what was wrong with newer checkpoints that were set aside.
         asked_for: the caller named this checkpoint.
@@ -70,6 +70,8 @@ class Restored:
 
     @property
     def sentence(self) -> str:
+        if self.as_start and not self.incarnation_label:
+            return f"beginning at step 0 with the weights in {self.path}"
         if self.as_start:
             return f"beginning at step 0 with a part of {self.path}, of its step {self.step}"
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""

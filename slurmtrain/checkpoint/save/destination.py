@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """What rank 0 has committed, or has prepared for all ranks to commit.
 
     Attributes:
@@ -56,7 +56,7 @@ class Destination(Protocol):
         manifest_with: Callable[[FileRecord], Manifest],
         *,
         check: Callable[[], None],
-    ) -> Committed:
+    ) -> CommitResult:
         """Commit what all ranks have handed in; called by rank 0 alone.
 
         Args:
@@ -94,13 +94,13 @@ class SharedDestination:
         manifest_with: Callable[[FileRecord], Manifest],
         *,
         check: Callable[[], None],
-    ) -> Committed:
+    ) -> CommitResult:
         with blocks.threads(background=True) as pool:
             record, _ = blocks.write(temporary / INDEX, memoryview(index), pool)
         manifest = manifest_with(record)
         check()
         final = commit.commit(temporary, manifest, self._identity.incarnation)
-        return Committed(record, manifest.size, str(final))
+        return CommitResult(record, manifest.size, str(final))
 
     def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
         return Path(answer)

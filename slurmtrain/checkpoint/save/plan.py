@@ -120,6 +120,11 @@ class SavePlan:
         length = self.data_start - 8
         return length.to_bytes(8, "little") + text.ljust(length)
 
+    def room_for_header(self) -> int:
+        """Return the bytes before the data: whole pages, with room for the longest header of these pieces."""
+        longest = len(self._entries(own_bytes=10**15))
+        return -(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES
+
     def _entries(self, own_bytes: int) -> bytes:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for piece in self.pieces:
@@ -301,5 +306,4 @@ def _make(
 
     facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())
-    longest = len(placed(0)._entries(own_bytes=10**15))
-    return placed(-(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES)
+    return placed(placed(0).room_for_header())

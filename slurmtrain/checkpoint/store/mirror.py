@@ -49,6 +49,7 @@ from slurmtrain.checkpoint.format.manifest import (
     read_manifest_bytes,
 )
 from slurmtrain.checkpoint.store.retention import Keep, Kept, surplus
+from slurmtrain.checkpoint.store.transfers import note_block
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import file_mode
@@ -256,7 +257,14 @@ class Mirror:
         """Return the names of the copies that were set aside and still exist."""
         return [name for name in self._names() if DAMAGED in self._sizes(name) and not self._is_complete(name)]
 
-    def prune(self, keep: Keep, *, spare: Collection[str] = (), sound_step: int | None = None) -> list[str]:
+    def prune(
+        self,
+        keep: Keep,
+        *,
+        spare: Collection[str] = (),
+        sound_step: int | None = None,
+        unchecked_step: int | None = None,
+    ) -> list[str]:
         """Remove the copies that `keep` does not want, and leftovers of uploads that ended more than a day ago.
 
         Copies that were set aside stay, and so do leftovers whose times the store does not report.
@@ -264,6 +272,7 @@ class Mirror:
         Args:
             spare: names of copies that stay in any case: the last one, which is not the newest after a step back.
             sound_step: the newest copy of at most this step stays, too.
+            unchecked_step: so do all copies of this step and of later ones.
 
         Returns:
             Names of what was removed.
@@ -271,7 +280,8 @@ class Mirror:
         present = self._names()
         complete = [name for name in present if self._is_complete(name)]
         kept = [Kept(_parts(name)[0], self._metrics_of(name) if keep.best else {}) for name in complete]
-        steps = set(surplus(kept, keep, in_use={_parts(name)[0] for name in spare}, sound_step=sound_step))
+        spared = {_parts(name)[0] for name in spare}
+        steps = set(surplus(kept, keep, in_use=spared, sound_step=sound_step, unchecked_step=unchecked_step))
         gone = [name for name in complete if _parts(name)[0] in steps]
         now = time.time()
         gone += [name for name in present if name not in complete and self._is_leftover(name, now)]
@@ -351,6 +361,7 @@ class Mirror:
                     check()
                     target.write(block)
                     sent += len(block)
+                    note_block()
                 target.close()
             except BaseException:
                 _give_up(target)
@@ -403,6 +414,7 @@ class Mirror:
             block = self._try(what, get)
             with _Local(target):
                 blocks.write_all(descriptor, memoryview(block), begin)
+            note_block()
 
         try:
             # Several at a time: one connection does not fill a network. Of an empty object no range can be asked for.

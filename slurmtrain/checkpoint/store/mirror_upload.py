@@ -44,6 +44,7 @@ class MirrorUploader:
         self._thread = BackgroundThread("checkpoint-uploader")
         self._leaving = threading.Event()
         self.sound_step: int | None = None  # see `Checkpointer.sound_step`
+        self.unchecked_step: int | None = None  # see `Checkpointer.unchecked_step`
         self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
 
     def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
@@ -68,7 +69,13 @@ class MirrorUploader:
 
         def finish(_: list[None]) -> None:
             self._mirror.complete(path, order)
-            self._mirror.prune(self._keep, spare=[copy_name(path, order)], sound_step=self.sound_step)
+            unchecked_step = self.unchecked_step  # before `sound_step`, which is set before it
+            self._mirror.prune(
+                self._keep,
+                spare=[copy_name(path, order)],
+                sound_step=self.sound_step,
+                unchecked_step=unchecked_step,
+            )
 
         try:
             with held:

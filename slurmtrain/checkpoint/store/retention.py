@@ -94,11 +94,17 @@ class Kept:
 
 
 def surplus(
-    checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = (), sound_step: int | None = None
+    checkpoints: Sequence[Kept],
+    keep: Keep,
+    *,
+    in_use: Collection[int] = (),
+    sound_step: int | None = None,
+    unchecked_step: int | None = None,
 ) -> list[int]:
     """Return the steps that may be removed, oldest first: those that no rule of `keep` wants and nobody reads.
 
-    The newest of at most `sound_step` stays: newer ones may be from after a trouble.
+    The newest of at most `sound_step` stays: newer ones may be from after a trouble. Those of `unchecked_step` and of
+    later steps stay, since any of them may turn out to be the newest sound one.
 
     Saves made because of a preemption or the time limit count like any other. Checkpoints of one step are kept or
     removed together. They are never all removed: `keep.last` is at least 2.
@@ -108,6 +114,8 @@ def surplus(
     stay = {*steps[-keep.last :], *_best(checkpoints, keep), *unknown, *in_use}
     if sound_step is not None:
         stay.update([step for step in steps if step <= sound_step][-1:])
+    if unchecked_step is not None:
+        stay.update(step for step in steps if step >= unchecked_step)
     if keep.every > 0:
         stay.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in stay]
@@ -274,7 +282,13 @@ def _newest_change(path: Path) -> float | None:
 
 
 def prune(
-    directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (), sound_step: int | None = None
+    directory: Path,
+    keep: Keep,
+    order: int,
+    *,
+    spare: Collection[int] = (),
+    sound_step: int | None = None,
+    unchecked_step: int | None = None,
 ) -> list[str]:
     """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
 
@@ -283,6 +297,7 @@ def prune(
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
         sound_step: the newest step that is known to be sound, see `Checkpointer`; None: not known.
+        unchecked_step: the first step of which that is not known yet, see `Checkpointer`; None: nobody looks.
 
     Returns:
         Names of what was removed.
@@ -291,7 +306,7 @@ def prune(
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}
-    steps = set(surplus(kept, keep, in_use=wanted, sound_step=sound_step))
+    steps = set(surplus(kept, keep, in_use=wanted, sound_step=sound_step, unchecked_step=unchecked_step))
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

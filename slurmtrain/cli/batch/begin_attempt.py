@@ -1,6 +1,7 @@
 """begin-attempt: for the batch script. Print "done" or "end" where a job that starts has nothing left to do for a run.
 
-The jobs of its chain after it are taken out of the queue then. See requeue.mode.
+The jobs of its chain after it are taken out of the queue then. See requeue.mode. Print "change" where a job that SLURM has
+started again by itself has another script than the run is to go on with (requeue RUN KEY=VALUE).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
 
 log = logging.getLogger(__name__)
+
+CHANGE = "change"
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -44,6 +47,11 @@ def _begin(run_dir: RunDir, job_id: str | None) -> int:
                 begin_attempt.record_leaving(run_dir, job_id)
         cancel_rest(run_dir, job_id)
         print(over)
+    elif restart_count and run_dir.next_change_file.exists() and run_dir.attempt_numbers():
+        from slurmtrain.launch.next_change import make_in_this_job
+
+        if not make_in_this_job(run_dir):
+            print(CHANGE)
     return 0
 
 

@@ -12,6 +12,7 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.launched_program import as_started
 from slurmtrain.launch.script import srun_node_options
 from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import read_attempt
@@ -39,7 +40,7 @@ def main(verb: str, words: list[str]) -> int:
         run_dir, options.attempt, options.exit_code, config, SlurmClient(), can_start_again=options.in_place
     )
     log.info("run %s, attempt %d: %s", run_dir.id, options.attempt, outcome.sentence)
-    print(outcome.verdict, *srun_node_options(config.cluster, outcome.nodes) if outcome.nodes else ())
+    print(outcome.verdict, *srun_node_options(as_started(config).cluster, outcome.nodes) if outcome.nodes else ())
     if outcome.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
     over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED

@@ -36,9 +36,9 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
     config = load_frozen(runs[0][0].config_file, with_secrets=False)
     in_new_job = False
     if len(runs) == 1 and runs[0][0].next_change_file.exists():
-        from slurmtrain.launch.next_change import make_staged
+        from slurmtrain.launch.next_change import apply_next_change
 
-        in_new_job = make_staged(runs[0][0])  # this job has the script of before
+        in_new_job = apply_next_change(runs[0][0])  # this job has the script of before
     if not in_new_job and config.requeue.mode == RequeueMode.REQUEUE:
         delay_s = config.requeue.restart_delay_s
         try:

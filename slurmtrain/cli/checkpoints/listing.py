@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name
-from slurmtrain.cli.checkpoints.target import CheckpointTarget, has_final_name, inspect, of_step, step_of
+from slurmtrain.cli.checkpoints.target import CheckpointTarget, has_final_name, of_step, step_of
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import CheckpointError, UnreadableError
+from slurmtrain.report.checkpoints import inspect
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.records import printable
 

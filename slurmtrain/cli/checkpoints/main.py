@@ -1,16 +1,18 @@
-"""checkpoints: list, verify, prune and export the checkpoints that a run can be resumed from.
+"""checkpoints: list, verify, prune and export the checkpoints that a run can be resumed from, and import weights as one.
 
-Works on a run, on any directory of checkpoints, and on a single one. Only `export` imports torch.
+Works on a run, on any directory of checkpoints, and on a single one. Only `export` and `import` import torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.checkpoints.export import export_weights
+from slurmtrain.cli.checkpoints.export import FORMATS, export_weights
+from slurmtrain.cli.checkpoints.import_ import import_checkpoint
 from slurmtrain.cli.checkpoints.listing import list_checkpoints
 from slurmtrain.cli.checkpoints.prune import prune_checkpoints
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, find_target
@@ -31,6 +33,8 @@ def main(verb: str, words: list[str]) -> int:
         "export": export_weights,
     }
     try:
+        if options.action == "import":
+            return import_checkpoint(options)
         return actions[options.action or "list"](find_target(options.run), options)
     except SlurmtrainError as error:
         # Names out of a checkpoint must not steer the terminal.
@@ -48,7 +52,7 @@ def _parser(verb: str) -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
     actions = parser.add_subparsers(
-        dest="action", metavar="list|verify|prune|export", title="actions", prog=f"{parser.prog} RUN"
+        dest="action", metavar="list|verify|prune|export|import", title="actions", prog=f"{parser.prog} RUN"
     )
     listing = actions.add_parser("list", help="print a table of what is there; looks at sizes only (default)")
 
@@ -67,8 +71,9 @@ def _parser(verb: str) -> Parser:
     prune = actions.add_parser(
         "prune",
         help="remove what need not be kept",
-        description="Removes checkpoints that no rule wants, once the newest is verified. The newest two always stay, and "
-        "what somebody reads. Without an option: by the run's own checkpoint.keep_* (no run: the last 2), and leftovers.",
+        description="Removes checkpoints that no rule wants, once the newest is verified. The newest two always stay, the "
+        "newest from before numbers broke, and what somebody reads. Without an option: by the run's own checkpoint.keep_* "
+        "(no run: the last 2), and leftovers.",
     )
     prune.add_argument("--keep-last", type=int, metavar="N", help="the newest N stay, at least 2")
     prune.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N stay, too")
@@ -83,14 +88,54 @@ def _parser(verb: str) -> Parser:
 
     export = actions.add_parser(
         "export",
-        help="write the weights to one file for other programs",
-        description="Writes the tensors of one object to a file, by their names in it, whatever number of ranks saved them.",
+        help="write the weights for other programs: a folder of Hugging Face, or a file",
+        description="Writes the tensors of one object to a folder or file, whatever number of ranks saved them. A folder of "
+        "Hugging Face has config.json and the tokenizer, too.",
     )
-    export.add_argument("out", type=Path, metavar="OUT", help="FILE.safetensors, or FILE.pt or FILE.pth for torch.load")
+    export.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth",
+    )
+    export.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="hf: for transformers, vLLM and the like, with adapters merged; peft: adapters alone; dcp: for "
+        "torch.distributed.checkpoint; default: by OUT's suffix",
+    )
     export.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
     export.add_argument(
         "--only", default="model", metavar="NAME", help="the object that was saved as NAME (default: model)"
     )
     export.add_argument("--dtype", choices=DTYPES, help="convert floating point tensors; default: as they are")
+    export.add_argument(
+        "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="with --format hf: of a file (default: 5GB)"
+    )
     export.add_argument("--force", action="store_true", help="replace OUT when it exists")
+
+    imported = actions.add_parser(
+        "import",
+        help="make a checkpoint of another program's weights in the folder RUN",
+        description="Makes a checkpoint of step 0 in the folder RUN, for checkpoint.restore_from with "
+        "checkpoint.restore_only=model. Nothing in SOURCE is executed.",
+    )
+    imported.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder of Hugging Face or of torch.distributed.checkpoint; FILE.safetensors; a file of torch.save",
+    )
+    imported.add_argument(
+        "--only", metavar="NAME", help="the tensors whose names begin with NAME and a dot (default: the model's)"
+    )
     return parser
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes of a size such as 5GB or 500MB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMGT])i?B", text.strip(), re.IGNORECASE)
+    base = 1024 if "i" in text.lower() else 1000
+    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MB")
+    return size

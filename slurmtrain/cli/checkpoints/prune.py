@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import COMPLETE, damaged, remove
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import CLAIMS
 from slurmtrain.checkpoint.store.retention import Keep, Kept
-from slurmtrain.cli.checkpoints.target import CheckpointTarget, inspect, step_of
+from slurmtrain.cli.checkpoints.target import CheckpointTarget, step_of
 from slurmtrain.cli.checkpoints.verify import compare_with_digests
 from slurmtrain.cli.columns import format_size
 from slurmtrain.errors import CheckpointError, UnreadableRecordError, UsageError, nearest
+from slurmtrain.report.checkpoints import inspect
 from slurmtrain.runs import ownership
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
@@ -152,7 +154,7 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
 
     Visibly damaged ones are neither counted nor removed: a restore sets them aside.
     """
-    kept, paths = [], []
+    kept, paths, sound_step = [], [], None
     for path in found:
         manifest, damage = inspect(path)
         if manifest is None or damage:
@@ -160,15 +162,24 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
         else:
             kept.append(Kept(step_of(path), manifest.metrics))
             paths.append(path)
+            sound_step = _sound_step(manifest)  # in the end that of the newest one
     if asked and keep.best and kept and not any(keep.metric in (one.metrics or ()) for one in kept):
         known = {name for one in kept for name in one.metrics or ()}
         raise UsageError(
             f"no checkpoint was saved with the metric {keep.metric!r}",
             hint=nearest(keep.metric, known) if known else "none has any metrics",
         )
-    steps = set(retention.surplus(kept, keep))
+    steps = set(retention.surplus(kept, keep, sound_step=sound_step))
     # A link is left alone: only its maker may remove it.
     return [Removal(path, "not kept") for path in paths if step_of(path) in steps and not path.is_symlink()]
+
+
+def _sound_step(manifest: Manifest) -> int | None:
+    """Return the newest step that the trainer knew to be sound when it saved this checkpoint; None: not known."""
+    state: Any = manifest.state
+    for name in ("trainer", "health", "sound_step"):
+        state = state.get(name) if isinstance(state, dict) else None
+    return state if records.is_count(state) else None
 
 
 def _check_newest(target: CheckpointTarget, found: Sequence[Path]) -> None:

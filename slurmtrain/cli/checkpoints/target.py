@@ -9,9 +9,8 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, committed
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.store.fencing import CLAIMS
-from slurmtrain.errors import CheckpointError, UnreadableError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 
@@ -81,23 +80,6 @@ def of_step(target: CheckpointTarget, step: int | None) -> list[Path]:
             raise UsageError(f"{target.name} has no checkpoint yet", hint=status)
         raise UsageError(f"{target.name} has no checkpoint of step {step}", hint=f"there are: {steps}")
     return chosen
-
-
-def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and one sentence for everything that is wrong, by sizes.
-
-    A file that is missing is not waited for.
-
-    Raises:
-        UnreadableError: the storage fails, and after all retries still does.
-    """
-    try:
-        manifest = read_manifest(path, late_s=0.0)
-    except UnreadableError:
-        raise
-    except CheckpointError as error:
-        return None, [error.message.removeprefix(f"{path}: ")]
-    return manifest, blocks.find_damage(path, manifest.files.items(), contents=False, late_s=0.0)
 
 
 def has_final_name(path: Path) -> bool:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
+from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import compare
-from slurmtrain.report.compare import MISSING, Comparison
+from slurmtrain.report.compare import MISSING, Comparison, Environments
 from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
 
 FILES_SHOWN = 10
+FACTS_SHOWN = 12  # of a group: two environments may share no package
+LONGEST_FACT = 60  # characters
 
 
 def compare_runs(options: argparse.Namespace) -> int:
@@ -41,12 +46,15 @@ def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float)
         )
     else:
         print("the configs are the same")
-    print(f"\n{_code_sentence(a, b, found.files)}\n{_data_sentence(found)}")
+    print(f"\n{_code_sentence(a, b, found.files)}")
+    _print_environments(found.environment)
+    print(_data_sentence(found))
     print(f"{_parting_sentence(found, tolerance)}\n{_weights_sentence(found)}")
     if found.final:
         print()
         print_table(
-            ["metric", "last in a", "last in b", "parts at"], [_metric_row(name, found) for name in found.final]
+            ["metric", "last in a", "last in b", "parts at"],
+            [_metric_row(name, found) for name in found.final if not is_detail(name)],
         )
 
 
@@ -61,16 +69,47 @@ def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
         return f"{revisions}; its files are not compared, since there are no snapshots of both"
     if not files:
         return f"{revisions}; no file of the snapshots differs"
-    shown = ", ".join(files[:FILES_SHOWN]) + (
+    shown = ", ".join(map(printable, files[:FILES_SHOWN])) + (
         f" and {len(files) - FILES_SHOWN} more" if len(files) > FILES_SHOWN else ""
     )
     return f"{revisions}; {len(files)} files of the snapshots differ: {shown}"
 
 
+def _print_environments(found: Environments) -> None:
+    """Print what the runs ran with, as far as it differs, by groups."""
+    if found.missing:
+        which = " and ".join(found.missing)
+        print(
+            f"what {which} ran with is not known: no attempt of {'them' if len(found.missing) > 1 else 'it'} recorded it"
+        )
+    elif not found.differences:
+        print("they ran with the same packages, driver, image and variables")
+    rows: list[list[str]] = []
+    for group, members in groupby(found.differences, key=lambda each: each.group):
+        differing = list(members)
+        shown = differing[:FACTS_SHOWN]
+        rows += [[f"{group} {printable(each.name)}", _fact(each.a), _fact(each.b)] for each in shown]
+        if len(differing) > len(shown):
+            rows.append([f"{group}: {len(differing) - len(shown)} more (--json has all)", "", ""])
+    if rows:
+        print()
+        print_table(["ran with", "a", "b"], rows)
+        print()
+    for name, groups in found.within.items():
+        print(f"not all attempts of {name} ran with the same {', '.join(groups)}; the newest is compared")
+
+
+def _fact(value: str | None) -> str:
+    if value is None:
+        return "-"
+    text = " ".join(printable(value).split())
+    return text if len(text) <= LONGEST_FACT else f"{text[: LONGEST_FACT - 3]}..."
+
+
 def _revision(run: RunDir) -> str:
     code = run.info().get("code") or {}
     revision = code.get("revision")
-    name = f"revision {revision[:12]}" if revision else "of no known revision"
+    name = f"revision {printable(str(revision)[:12])}" if revision else "of no known revision"
     return name + (" with changes" if code.get("dirty") else "")
 
 
@@ -81,9 +120,7 @@ def _parting_sentence(found: Comparison, tolerance: float) -> str:
     logged = f"{len(found.steps)} steps that both have logged, {found.steps[0]} to {found.steps[-1]}"
     if found.parted is None:
         return f"they are equal {within} at all {logged}"
-    names = [
-        name for name, each in found.partings.items() if each.step == found.parted.step and not compare.is_speed(name)
-    ]
+    names = [name for name, each in found.partings.items() if each.step == found.parted.step and not is_measured(name)]
     return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), of {logged}"
 
 
@@ -100,7 +137,7 @@ def _weights_sentence(found: Comparison) -> str:
     weights = found.weights
     left = f"; not compared: {weights.left}" if weights.left else ""
     if weights.parts_at is not None:
-        names = ", ".join(weights.tensors[:3]) + (", ..." if len(weights.tensors) > 3 else "")
+        names = ", ".join(map(printable, weights.tensors[:3])) + (", ..." if len(weights.tensors) > 3 else "")
         return (
             f"their weights part at the checkpoint of step {weights.parts_at} ({len(weights.tensors)} tensors: {names})"
         )
@@ -123,6 +160,8 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
     a, b         id, path and code (revision, dirty) of each run
     config       a list of key, a, b; without a or b if that run has no such key
     files        paths of code that differ; null when there are no snapshots of both
+    environment  differences: a list of group, name, a, b (null where one has no such fact) of what the newest attempts ran
+                 with; missing: the runs of which that is not known; within: groups in which attempts of one run differ
     tolerance    the tolerance that was given
     steps        number of steps that both have logged
     parted_at    the first step at which a metric that does not measure speed differs; null when none does
@@ -142,6 +181,11 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
             for key, left, right in found.config
         ],
         "files": found.files,
+        "environment": {
+            "differences": [asdict(each) for each in found.environment.differences],
+            "missing": found.environment.missing,
+            "within": found.environment.within,
+        },
         "tolerance": tolerance,
         "steps": len(found.steps),
         "parted_at": found.parted.step if found.parted is not None else None,

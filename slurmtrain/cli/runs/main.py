@@ -1,4 +1,4 @@
-"""runs: list runs, compare two of them, and remove those that have ended. Imports no torch."""
+"""runs: list runs, compare two of them, pack one, and remove those that have ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
+from slurmtrain.cli.runs.bundle import bundle_run
 from slurmtrain.cli.runs.compare import compare_runs
 from slurmtrain.cli.runs.listing import list_runs
 from slurmtrain.cli.runs.prune import prune_runs
@@ -18,6 +19,7 @@ def main(verb: str, words: list[str]) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "list": list_runs,
         "compare": compare_runs,
+        "bundle": bundle_run,
         "prune": prune_runs,
     }
     return actions[options.action](options)
@@ -25,7 +27,7 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser(verb: str) -> Parser:
     parser = Parser.of(verb)
-    actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="list|compare|bundle|prune", title="actions", required=True)
 
     listing = actions.add_parser("list", help="list all runs", description="List all runs, oldest first.")
     listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
@@ -34,9 +36,9 @@ def _parser(verb: str) -> Parser:
     comparing = actions.add_parser(
         "compare",
         help="show what differs between two runs",
-        description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
-        "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
-        "differ.",
+        description="Show what differs between two runs: config, code, what they ran with (packages, driver, CUDA, NCCL, "
+        "image, variables), the first step where the samples that they have seen, their metrics or their weights part, and "
+        "the last values. Metrics whose name ends in _s measure speed and always differ.",
     )
     for name in ("a", "b"):
         comparing.add_argument(name, metavar=name.upper(), help=RUN_HELP)
@@ -47,6 +49,23 @@ def _parser(verb: str) -> Parser:
         "--weights", action="store_true", help="read the checkpoints of large models, too (over 2 GB)"
     )
     comparing.add_argument("--json", action="store_true", help="the same for a program")
+
+    bundling = actions.add_parser(
+        "bundle",
+        help="pack a run into one file, to run it again elsewhere",
+        description="Pack config, code, list of packages and a page on how to run it into one file, for `submit --from FILE`. "
+        "Checkpoints, logs and data are not in it. Secrets are not, either: what is known to be one, or looks like one, is "
+        "refused. The same run gives the same bytes.",
+    )
+    bundling.add_argument("run", metavar="RUN", help=RUN_HELP)
+    bundling.add_argument(
+        "file", nargs="?", metavar="FILE", help="default: NAME-RUN.tar.gz here; one with .tar is plain"
+    )
+    bundling.add_argument("--exclude", action="append", metavar="PATTERN", help="leave these files of the code out")
+    bundling.add_argument(
+        "--allow", action="append", metavar="PATTERN", help="pack these files although they look like secrets"
+    )
+    bundling.add_argument("--json", action="store_true", help="print run, file, sha256 and size as an object")
 
     pruning = actions.add_parser(
         "prune",

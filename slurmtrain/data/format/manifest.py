@@ -7,9 +7,11 @@ no torch.
     OUTPUT/
       manifest.json                      this
       tokenizer.json | NAME.tiktoken     a copy of the tokenizer's file, if it has one
+      chat_template.jinja                of chat data: the template that was used, beside the tokenizer's other settings
       train/00000.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
       train/00000.ends                   uint64 [documents]: where each document ends in the shard, in tokens
       train/00000.bytes                  uint32 [documents]: UTF-8 bytes of each document's text
+      train/00000.loss_mask              uint8 [tokens]: 1 for tokens that count as targets; only of chat data
       valid/00000.tokens ...             another split
 
 All numbers are little-endian. A shard without documents has no files and is not listed.
@@ -31,10 +33,12 @@ from slurmtrain.system import files
 from slurmtrain.system.files import fsync_directory
 
 FORMAT = 1
+CHAT_FORMAT = 2  # with the entry `chat` and a file more per shard
 FILE_NAME = "manifest.json"
 SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
+LOSS_MASK = "loss_mask"  # a further one of chat data
 TOKENIZER_KINDS = ("bytes", "tokenizers", "tiktoken")
 T = TypeVar("T")
 
@@ -69,6 +73,19 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
+class ChatFacts:
+    """How the conversations of chat data became tokens.
+
+    Attributes:
+        template_sha256: digest of the chat template; None: questions and answers were put end to end.
+        loss_on: which parts count as targets, see `LossOn`.
+    """
+
+    template_sha256: str | None
+    loss_on: str
+
+
+@dataclass(frozen=True)
 class Shard:
     """One shard of a split.
 
@@ -88,7 +105,8 @@ class Shard:
 
     def file_sizes(self, dtype: str) -> dict[str, int]:
         """Return the size in bytes of each of the shard's files, by kind."""
-        return {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8, "bytes": self.documents * 4}
+        sizes = {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8, "bytes": self.documents * 4}
+        return {**sizes, LOSS_MASK: self.tokens} if LOSS_MASK in self.sha256 else sizes
 
 
 @dataclass(frozen=True)
@@ -131,12 +149,13 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a prepared data set; `splits` are by name, in the order "train", "valid"."""
+    """The description of a prepared data set; `splits` are by name, in the order "train", "valid"; `chat` is None for text."""
 
     dtype: str
     tokenizer: TokenizerFacts
     splits: dict[str, Split]
     sources: tuple[InputRecord, ...]
+    chat: ChatFacts | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -150,9 +169,10 @@ class Manifest:
             for name, split in self.splits.items()
         }
         value = {
-            "format": FORMAT,
+            "format": FORMAT if self.chat is None else CHAT_FORMAT,
             "dtype": self.dtype,
             "tokenizer": _plain(self.tokenizer),
+            **({} if self.chat is None else {"chat": _plain(self.chat)}),
             "splits": splits,
             "sources": [_plain(source) for source in self.sources],
         }
@@ -183,9 +203,9 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}", hint="prepare the data set again") from None
-    if isinstance(value, dict) and value.get("format") != FORMAT:
+    if isinstance(value, dict) and value.get("format") not in (FORMAT, CHAT_FORMAT):
         raise ConfigError(
-            f"{path} has format {value.get('format')!r}, expected {FORMAT}",
+            f"{path} has format {value.get('format')!r}, expected {FORMAT} or {CHAT_FORMAT}",
             hint="prepare the data set again, or read it with the version that has written it",
         )
     try:
@@ -196,7 +216,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
-    """Return the path of one of the files of a shard; `kind` is one of KINDS."""
+    """Return the path of one of the files of a shard; `kind` is one of KINDS or LOSS_MASK."""
     return folder / split / f"{shard}.{kind}"
 
 
@@ -219,7 +239,10 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Manifest:
-    _keys(value, "the file", ("format", "dtype", "tokenizer", "splits", "sources"))
+    of_chat = isinstance(value, dict) and value.get("format") == CHAT_FORMAT
+    _keys(value, "the file", ("format", "dtype", "tokenizer", "splits", "sources", *(("chat",) if of_chat else ())))
+    chat = _build(ChatFacts, value["chat"], "chat") if of_chat else None
+    kinds = (*KINDS, LOSS_MASK) if of_chat else KINDS
     tokenizer = _build(TokenizerFacts, value["tokenizer"], "tokenizer")
     if tokenizer.kind not in TOKENIZER_KINDS:
         raise _MalformedError(f"tokenizer.kind is {tokenizer.kind!r}, expected one of {', '.join(TOKENIZER_KINDS)}")
@@ -231,28 +254,28 @@ def _parsed(value: Any) -> Manifest:
         )
     if not isinstance(value["splits"], dict) or not value["splits"]:
         raise _MalformedError("splits is empty")
-    splits = {name: _split(name, split) for name, split in value["splits"].items()}
+    splits = {name: _split(name, split, kinds) for name, split in value["splits"].items()}
     sources = tuple(_build(InputRecord, source, "sources") for source in _list(value["sources"], "sources"))
-    return Manifest(value["dtype"], tokenizer, splits, sources)
+    return Manifest(value["dtype"], tokenizer, splits, sources, chat)
 
 
-def _split(name: str, value: Any) -> Split:
+def _split(name: str, value: Any, kinds: tuple[str, ...]) -> Split:
     where = f"splits.{name}"
     if not name or name.startswith(".") or "/" in name:
         raise _MalformedError(f"{name!r} cannot be the name of a split")
     _keys(value, where, ("documents", "tokens", "bytes", "shards"))
-    split = Split(tuple(_shard(shard, where) for shard in _list(value["shards"], f"{where}.shards")))
+    split = Split(tuple(_shard(shard, where, kinds) for shard in _list(value["shards"], f"{where}.shards")))
     for what in ("documents", "tokens", "bytes"):
         if value[what] != getattr(split, what):
             raise _MalformedError(f"{where}.{what} is {value[what]!r}, but its shards have {getattr(split, what)}")
     return split
 
 
-def _shard(value: Any, where: str) -> Shard:
+def _shard(value: Any, where: str, kinds: tuple[str, ...]) -> Shard:
     shard = _build(Shard, value, f"{where}.shards")
     if not shard.name or shard.name.startswith(".") or "/" in shard.name:
         raise _MalformedError(f"{shard.name!r} in {where} cannot be the name of a shard")
-    _keys(shard.sha256, f"shard {shard.name} of {where}: sha256", KINDS)
+    _keys(shard.sha256, f"shard {shard.name} of {where}: sha256", kinds)
     return shard
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import KINDS, Manifest, shard_file
+from slurmtrain.data.format.manifest import LOSS_MASK, Manifest, shard_file
 from slurmtrain.data.format.reading import DataFile
 from slurmtrain.errors import ConfigError
 
@@ -40,6 +40,7 @@ class TokenStream:
         name: name of the split.
         dtype: type of a token, little-endian.
         vocab_size: all token ids are below this number.
+        has_loss_mask: only some tokens count as targets.
 
     Raises:
         ConfigError: a file is missing, or is not what was written.
@@ -58,12 +59,13 @@ class TokenStream:
             for shard in self.split.shards
         ]
         for shard, files in zip(self.split.shards, self._files, strict=True):
-            for kind in KINDS:
+            for kind, file in files.items():
                 if verify != "opened":
-                    files[kind].check_size()
+                    file.check_size()
                 if verify == "full":
-                    files[kind].check_digest(shard.sha256[kind])
+                    file.check_digest(shard.sha256[kind])
         self._tokens = [files["tokens"] for files in self._files]
+        self.has_loss_mask = manifest.chat is not None
         self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)
 
     @property
@@ -95,6 +97,12 @@ class TokenStream:
             lasts.append(rows[end - 1])
         return lasts
 
+    def read_loss_mask(self, row: NDArray[np.uint8], position: int) -> None:
+        """Fill `row` with 1 for each token from `position` on that counts as a target, else 0. Raises as `read_into`."""
+        for shard, begin, count in self._stretches(position, len(row)):
+            part, row = row[:count], row[count:]
+            self._files[shard][LOSS_MASK].read_into(part, begin)
+
     def will_need(self, positions: Iterable[int], counts: Iterable[int]) -> None:
         """Ask the kernel to read ahead `count` tokens and the next one from each position, and return at once.
 
@@ -104,7 +112,10 @@ class TokenStream:
         for position, count in zip(positions, counts, strict=True):
             shard = bisect.bisect_right(firsts, position) - 1
             if 0 <= shard < len(files):
-                files[shard].will_need((position - firsts[shard]) * size, (count + 1) * size)
+                first = position - firsts[shard]
+                files[shard].will_need(first * size, (count + 1) * size)
+                if self.has_loss_mask:
+                    self._files[shard][LOSS_MASK].will_need(first, count + 1)
 
     def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Check that all tokens in these stretches are below `vocab_size`.

@@ -34,6 +34,7 @@ NO_TOKEN = "none"
 MAX_SPECIAL = 1024  # ids that special tokens which the file does not name may have behind its vocabulary
 
 Ids = NDArray[np.uint8] | NDArray[np.uint32]
+Spans = Sequence[tuple[int, int]]  # begin and end of parts of a text, in characters, increasing and apart
 
 
 class Tokenizer(Protocol):
@@ -43,6 +44,18 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the ids of each text [tokens], without bos and eos."""
+
+    def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
+        """Return the ids of each text [tokens], and 1 for each token that ends within one of its spans, else 0 [tokens].
+
+        Here special tokens within a text, which a chat template writes, are what they stand for.
+
+        Raises:
+            ConfigError: tokenizers of this kind have no special tokens.
+        """
+
+    def special_tokens(self) -> Sequence[str]:
+        """Return the texts of the special tokens that the tokenizer's file names."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,22 @@ class _Bytes:
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+    def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
+        found = []
+        for text, inside in zip(texts, spans, strict=True):
+            ids = np.frombuffer(text.encode(), np.uint8)
+            mask = np.zeros(len(ids), np.uint8)
+            place = position = 0  # the same place in characters and in bytes
+            for begin, end in inside:
+                first = position + len(text[place:begin].encode())
+                place, position = end, first + len(text[begin:end].encode())
+                mask[first:position] = 1
+            found.append((ids, mask))
+        return found
+
+    def special_tokens(self) -> Sequence[str]:
+        return ()
+
 
 class _HuggingFace:
     def __init__(self, choice: TokenizerChoice, path: Path, content: bytes):
@@ -147,12 +176,36 @@ class _HuggingFace:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=0) + 1
         ids = _Ids(choice, vocabulary, size)
-        eos = ids.only_end() if choice.eos is None else ids.find("eos")
+        eos = ids.only_end(self.special_tokens()) if choice.eos is None else ids.find("eos")
         self.facts = _facts(choice, "tokenizers", "tokenizer.json", content, size, ids.find("bos"), eos)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        found = []
+        added = np.array(list(self._tokenizer.get_added_tokens_decoder()), np.uint32)
+        for encoding, inside in zip(encodings, spans, strict=True):
+            ids = np.array(encoding.ids, np.uint32)
+            begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            # Some special tokens take the blanks after them along (Phi 3), which are not in the span.
+            ends = np.where(np.isin(ids, added), begins + 1, ends)
+            mask = np.zeros(len(begins), np.uint8)
+            for begin, end in inside:
+                # The first one may begin before the span, with the blank of a prompt that ends in one.
+                mask |= (((begins >= begin) | (ends > begin)) & (begins < end) & (ends <= end)).astype(np.uint8)
+            found.append((ids, mask))
+        return found
+
+    def special_tokens(self) -> Sequence[str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [token.content for token in added.values() if token.special]
 
 
 @dataclass(frozen=True)
@@ -208,6 +261,15 @@ class _Tiktoken:
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
+    def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
+        raise ConfigError(
+            "prepare.records=chat needs a tokenizer that has special tokens, and ranks of tiktoken have none",
+            hint="prepare.tokenizer= the tokenizer.json of the model",
+        )
+
+    def special_tokens(self) -> Sequence[str]:
+        return ()
+
 
 _KINDS: dict[str, Callable[[TokenizerChoice, Path, bytes], Tokenizer]] = {
     ".json": _HuggingFace,
@@ -259,13 +321,18 @@ class _Ids:
             f"prepare.{which}={word} is no token of {self.choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
         )
 
-    def only_end(self) -> int:
+    def only_end(self, special: Sequence[str] = ()) -> int:
         """Return the id of the only token that is known to end a document.
+
+        Args:
+            special: the vocabulary's special tokens. One of these comes before any that is a piece of text like others, as
+                "</s>" of HTML is in Qwen's.
 
         Raises:
             ConfigError: the vocabulary has none of the known ones, or several.
         """
-        found = [token for token in END_TOKENS if token in self.vocabulary]
+        known = [token for token in END_TOKENS if token in self.vocabulary]
+        found = [token for token in known if token in special] or known
         if len(found) == 1:
             return self.vocabulary[found[0]]
         what = f"has {' and '.join(found)}" if found else f"has none of {', '.join(END_TOKENS)}"

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from slurmtrain.data.format.rows import Rows, damaged
 from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.data.loading.batches import IGNORED_TARGET
 from slurmtrain.data.loading.compact_rows import RowGroup, batches_per_group, row_group
 
 
@@ -104,6 +105,8 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             if len(outside):
                 assert not several, "pieces that reach from one document into the next are a row each"
                 positions, values = outside, None
+        if self._stream.has_loss_mask:
+            positions, values = self._ignore_masked(plan, width, positions, values)
         return row_group(tokens, plan.lengths, positions, values, documents, batches=len(indices))
 
     def _width(self, plan: _Plan) -> int:
@@ -151,6 +154,33 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
             self._stream.check_ids(plan.starts, plan.pairs + 1)
         return last_targets
+
+    def _ignore_masked(
+        self, plan: _Plan, width: int, positions: NDArray[np.int64], values: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Add the targets that do not count to the positions of targets that differ from the next token.
+
+        Args:
+            positions, values: as `row_group` takes them, [K].
+
+        Returns:
+            Both with those targets added, which are ignored.
+        """
+        # Of each target: padding counts here, so that it is not named.
+        counts = np.ones(len(plan.lengths) * width, dtype=np.uint8)
+        begins = (plan.rows * width + plan.columns).tolist()
+        for begin, pairs, start in zip(begins, plan.pairs.tolist(), plan.starts.tolist(), strict=True):
+            self._stream.read_loss_mask(counts[begin : begin + pairs], start + 1)
+        ignored = np.flatnonzero(counts == 0)
+        if values is None:
+            return np.union1d(positions, ignored), None
+        kept = counts[positions] != 0
+        positions, values = (
+            np.concatenate([positions[kept], ignored]),
+            np.concatenate([values[kept], np.full(len(ignored), IGNORED_TARGET)]),
+        )
+        order = np.argsort(positions)
+        return positions[order], values[order]
 
     def _number_documents(self, plan: _Plan, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the number of each token's document in its row, int32 [B, S].

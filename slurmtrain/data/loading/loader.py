@@ -26,6 +26,7 @@ from slurmtrain.data.loading.batches import Batch, WholeBatch
 from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.order import EpochOrder, Order
+from slurmtrain.data.loading.row_counts import NO_ROWS, RowCounts, row_counts
 from slurmtrain.data.loading.samples import count_batches, fetch, fetch_batches
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
@@ -54,11 +55,13 @@ class Step(NamedTuple):
         micro_batches: the batches, on the device that computes.
         targets: number of targets that are not ignored, over these micro batches.
         digest: what their samples add to the digest of the step, see `sample_digest`.
+        rows: what the model computes on in them.
     """
 
     micro_batches: list[Batch]
     targets: int
     digest: tuple[int, ...]
+    rows: RowCounts = NO_ROWS
 
 
 class BatchLoader:
@@ -186,6 +189,7 @@ class BatchLoader:
             [(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)).batch() for micro in step],
             sum(micro.batch.num_targets for micro in step),
             sample_digest.added([micro.digest for micro in step]),
+            row_counts(micro.batch for micro in step),
         )
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from itertools import islice
 from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
+from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
 from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
@@ -54,8 +55,12 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     facts = plan.settings.facts
     if facts.file is not None:
         _, content = load_tokenizer(plan.settings.tokenizer)
-        replace_file(plan.output / facts.file, content)
-    manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
+        for name, beside in {facts.file: content, **files_beside(plan.settings.tokenizer)}.items():
+            replace_file(plan.output / name, beside)
+    chat = plan.settings.chat
+    if chat is not None and chat.source is not None:
+        replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
+    manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
     manifest.write(plan.output)
     remove_leftovers(task)  # left by an attempt that was killed after it had written the record
     return manifest

@@ -1,4 +1,4 @@
-"""Reading: a piece of an input -> its records, one after another, each a document's text or the reason why it is bad.
+"""Reading: a piece of an input -> its records, one after another: a document's text, a conversation, or why it is bad.
 
 A bad record is no error: it is counted, and the end of `prepare` decides what to do about it. What keeps a whole file
 from being read is an error, except in a compressed file: where it is truncated or damaged, one bad record is counted
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.data.format.tokenizers import needed
+from slurmtrain.data.prepare.bad_record import BadRecord
+from slurmtrain.data.prepare.conversation import Conversation, conversation_of
 from slurmtrain.data.prepare.sources import InputFile
 from slurmtrain.data.prepare.unit_plan import InputPiece
 from slurmtrain.errors import ConfigError
@@ -28,15 +30,8 @@ ROWS = 1024  # number of rows of a table that are read in one go
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream; without this check, pyarrow accepts a truncated stream
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    """A record that is left out, with the reason."""
-
-    reason: str
-
-
-# A record's number in its piece, from 1 on, and its text; None for a blank line, which is no record.
-Record = tuple[int, str | BadRecord | None]
+# A record's number in its piece, from 1 on, and its text or conversation; None for a blank line, which is no record.
+Record = tuple[int, str | Conversation | BadRecord | None]
 
 
 @dataclass
@@ -44,11 +39,12 @@ class Reading:
     """A piece of an input while it is being read.
 
     Attributes:
+        text_field: the field that holds a document; None: records are conversations.
         done: bytes of the piece read so far, for the progress.
     """
 
     piece: InputPiece
-    text_field: str
+    text_field: str | None
     done: int = field(default=0, init=False)
 
     def records(self) -> Iterator[Record]:
@@ -121,7 +117,7 @@ def _next_line(file: BinaryIO) -> tuple[bytes | BadRecord, int]:
     return line, size
 
 
-def _document(line: bytes, text_field: str) -> str | BadRecord | None:
+def _document(line: bytes, text_field: str | None) -> str | Conversation | BadRecord | None:
     try:
         text = line.decode()
         record = json.loads(text)
@@ -137,6 +133,8 @@ def _document(line: bytes, text_field: str) -> str | BadRecord | None:
         return BadRecord(f"no JSON ({error})")
     if not isinstance(record, dict):
         return BadRecord(f"no JSON object, but {type(record).__name__}")
+    if text_field is None:
+        return conversation_of(record)
     if text_field not in record:
         return BadRecord(f"no field {text_field!r}")
     value = record[text_field]
@@ -267,12 +265,12 @@ def _parquet(reading: Reading) -> Iterator[Record]:
     piece, path = reading.piece, reading.piece.source.path
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, reading.text_field)
+            columns = _columns(path, file.schema_arrow, reading.text_field)
             groups = _row_groups(file.metadata, piece)
-            batches = file.iter_batches(ROWS, row_groups=groups, columns=[reading.text_field], use_threads=False)
+            batches = file.iter_batches(ROWS, row_groups=groups, columns=columns, use_threads=False)
             total, number = sum(file.metadata.row_group(group).num_rows for group in groups), 0
             for batch in batches:
-                yield from _rows(batch.column(0), number, reading.text_field)
+                yield from _records_of(batch, number, reading.text_field)
                 number += len(batch)
                 reading.done = piece.size * number // total
     except (pyarrow.ArrowException, OSError) as error:
@@ -299,13 +297,13 @@ def _arrow(reading: Reading) -> Iterator[Record]:
     number = 0
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            _check_column(path, stream.schema, reading.text_field)
+            _columns(path, stream.schema, reading.text_field)
             while (position := file.tell()) < piece.end:
                 batch = next(stream, None)
                 if batch is None:
                     break
                 if position >= piece.start:
-                    yield from _rows(batch.column(reading.text_field), number, reading.text_field)
+                    yield from _records_of(batch, number, reading.text_field)
                     number += len(batch)
                     reading.done = file.tell() - piece.start
             file.seek(piece.source.size - len(ARROW_END))
@@ -315,7 +313,10 @@ def _arrow(reading: Reading) -> Iterator[Record]:
         raise _unreadable(path, "an Arrow stream, as `datasets` saves them", error) from None
 
 
-def _check_column(path: Path, schema: Any, name: str) -> None:
+def _columns(path: Path, schema: Any, name: str | None) -> list[str] | None:
+    """Return the columns that are read; None for all of them, which is for conversations."""
+    if name is None:
+        return None
     if name not in schema.names:
         raise ConfigError(
             f"{path} has no column {name!r}, but {', '.join(schema.names)}", hint="prepare.text_field names it"
@@ -324,6 +325,26 @@ def _check_column(path: Path, schema: Any, name: str) -> None:
     values = getattr(kind, "value_type", None) if str(kind).startswith("dictionary") else kind
     if str(values) not in ("string", "large_string"):
         raise ConfigError(f"{path}: the column {name!r} is {kind}, no text", hint="prepare.text_field names another")
+    return [name]
+
+
+def _records_of(batch: Any, before: int, name: str | None) -> Iterator[Record]:
+    if name is not None:
+        yield from _rows(batch.column(name), before, name)
+        return
+    for index in range(len(batch)):
+        try:
+            (row,) = batch.slice(index, 1).to_pylist()
+            yield before + index + 1, conversation_of(_without_nulls(row))
+        except UnicodeDecodeError as error:
+            yield before + index + 1, BadRecord(f"invalid UTF-8 ({error.reason})")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row without its null fields, at any depth: a table gives each call of a tool the arguments of all others."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _rows(column: Any, before: int, name: str) -> Iterator[Record]:

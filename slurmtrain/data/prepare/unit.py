@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
-from slurmtrain.data.format.tokenizers import Ids, Tokenizer
-from slurmtrain.data.prepare.reading import BadRecord, Reading
+from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file, shard_file
+from slurmtrain.data.format.tokenizers import Ids, Spans, Tokenizer
+from slurmtrain.data.prepare.bad_record import BadRecord
+from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
+from slurmtrain.data.prepare.conversation import Conversation
+from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.system import process
 from slurmtrain.system.files import fsync_directory
@@ -147,10 +150,12 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[U
     """
     temporary = _fresh_folder(task, unit)
     try:
-        writers = {split: _ShardWriter(temporary, split, unit.name, task.settings.facts) for split in SPLITS}
+        settings = task.settings
+        masked = settings.chat is not None
+        writers = {split: _ShardWriter(temporary, split, unit.name, settings.facts, masked=masked) for split in SPLITS}
         pieces = [PieceCounts() for _ in unit.pieces]
         documents = 0
-        for batch, size in _batches(unit, pieces, task.settings.text_field):
+        for batch, size in _batches(unit, pieces, settings):
             kept = _tokenise(batch, tokenizer)
             for split, chosen in _by_split(kept, task.settings.valid_fraction).items():
                 writers[split].write(chosen)
@@ -199,38 +204,52 @@ def _is_written(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Text:
+    """A text, and of a conversation the parts that count as targets."""
+
     text: str
+    spans: Spans | None
     counts: PieceCounts
 
 
 @dataclass(frozen=True)
 class _Document:
-    """The UTF-8 bytes of a text and its token ids."""
+    """The UTF-8 bytes of a text, its token ids, and of a conversation 1 for each token that counts as a target, else 0."""
 
     text: bytes
     ids: Ids
+    loss_mask: NDArray[np.uint8] | None = None
 
 
-def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iterator[tuple[list[_Text], int]]:
+def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[tuple[list[_Text], int]]:
     """Yield the unit's texts in batches, each with the bytes of the inputs read so far, and update the counts on the way."""
     batch: list[_Text] = []
     length = before = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
-        reading = Reading(piece, text_field)
-        for number, found in reading.records():
+        reading = Reading(piece, settings.text_field if settings.chat is None else None)
+        for number, record in reading.records():
+            found = _rendered(record, settings.chat)
             counts.lines = number
             counts.records += found is not None
             if isinstance(found, BadRecord):
                 counts.bad.append((number, found.reason))
                 length += BAD_LENGTH
             elif found is not None:
-                batch.append(_Text(found, counts))
-                length += len(found)
+                batch.append(_Text(found.text, found.spans, counts))
+                length += len(found.text)
             if length >= BATCH:
                 yield batch, before + reading.done
                 batch, length = [], 0
         before += piece.size
     yield batch, before
+
+
+def _rendered(
+    record: str | Conversation | BadRecord | None, template: ChatTemplate | None
+) -> RenderedText | BadRecord | None:
+    if isinstance(record, Conversation):
+        assert template is not None
+        return template.render(record)
+    return RenderedText(record, None) if isinstance(record, str) else record
 
 
 def _first_bad(unit: Unit, pieces: Sequence[PieceCounts]) -> str | None:
@@ -242,10 +261,13 @@ def _first_bad(unit: Unit, pieces: Sequence[PieceCounts]) -> str | None:
 
 def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
     """Return the documents of a batch, without those that have no tokens."""
+    texts, spans = [each.text for each in batch], [each.spans for each in batch if each.spans is not None]
+    encoded: Iterable[tuple[Ids, NDArray[np.uint8] | None]]
+    encoded = tokenizer.encode_chats(texts, spans) if spans else ((ids, None) for ids in tokenizer.encode_batch(texts))
     documents = []
-    for each, ids in zip(batch, tokenizer.encode_batch([each.text for each in batch]), strict=True):
+    for each, (ids, loss_mask) in zip(batch, encoded, strict=True):
         if len(ids):
-            documents.append(_Document(each.text.encode(), ids))
+            documents.append(_Document(each.text.encode(), ids, loss_mask))
         else:
             each.counts.empty += 1
     return documents
@@ -269,14 +291,14 @@ def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, li
 class _ShardWriter:
     """The writer of the files of one shard, which also digests them. A shard without documents gets no files."""
 
-    def __init__(self, folder: Path, split: str, name: str, facts: TokenizerFacts):
+    def __init__(self, folder: Path, split: str, name: str, facts: TokenizerFacts, *, masked: bool):
         self._folder, self._split, self._name = folder, split, name
         self._dtype = np.dtype(facts.dtype).newbyteorder("<")
         self._before, self._after = (
             [np.array([special], self._dtype)] if special is not None else [] for special in (facts.bos, facts.eos)
         )
         self._files: dict[str, Any] = {}
-        self._digests = {kind: hashlib.sha256() for kind in KINDS}
+        self._digests = {kind: hashlib.sha256() for kind in ((*KINDS, LOSS_MASK) if masked else KINDS)}
         self._documents = self._tokens = self._bytes = 0
 
     def write(self, documents: Sequence[_Document]) -> None:
@@ -292,6 +314,8 @@ class _ShardWriter:
         self._append("tokens", np.concatenate(parts, dtype=self._dtype, casting="same_kind"))
         self._append("ends", (self._tokens + np.cumsum(lengths)).astype("<u8"))
         self._append("bytes", sizes)
+        if LOSS_MASK in self._digests:
+            self._append(LOSS_MASK, np.concatenate([self._mask_of(document) for document in documents]))
         self._documents += len(documents)
         self._tokens += int(lengths.sum())
         self._bytes += int(sizes.sum(dtype=np.int64))
@@ -315,6 +339,12 @@ class _ShardWriter:
         fsync_directory(folder)
         digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
         return Shard(self._name, self._documents, self._tokens, self._bytes, digests)
+
+    def _mask_of(self, document: _Document) -> NDArray[np.uint8]:
+        """Return the mask of a document with its bos, which is no target, and its eos, which the model has to learn."""
+        assert document.loss_mask is not None
+        before, after = np.zeros(len(self._before), np.uint8), np.ones(len(self._after), np.uint8)
+        return np.concatenate([before, document.loss_mask, after])
 
     def _append(self, kind: str, values: NDArray[Any]) -> None:
         if kind not in self._files:

@@ -18,9 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.choices import RawFormat, RecordKind
 from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.format.manifest import SHARED_MODE, TokenizerFacts
-from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer, needed
+from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
+from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
 from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.errors import ConfigError
@@ -65,6 +67,7 @@ class Settings:
     Attributes:
         tokenizer: how the tokenizer is loaded.
         facts: the identity that the loaded tokenizer must have.
+        chat: how conversations become text; None: records are documents.
     """
 
     text_field: str
@@ -72,6 +75,7 @@ class Settings:
     unit_bytes: int
     tokenizer: TokenizerChoice
     facts: TokenizerFacts
+    chat: ChatTemplate | None = None
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,11 @@ def make_plan(config: PrepareConfig) -> PreparePlan:
     sources = find_sources(config.inputs, config.format, output)
     for package, reason in _packages(sources).items():
         needed(package, reason)
-    choice = TokenizerChoice(config.tokenizer, config.bos, config.eos, config.tiktoken_pattern)
+    choice = _tokenizer_choice(config)
     tokenizer, _ = load_tokenizer(choice)
+    chat = _chat_template(config, choice, tokenizer, sources)
     unit_bytes = max(1, int(config.unit_mb * 1e6))
-    settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts)
+    settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts, chat)
     units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
     return PreparePlan(output, settings, tuple(sources), units, _digest(settings, sources))
 
@@ -159,6 +164,28 @@ def agree_on(plan: PreparePlan) -> None:
             f"{plan.output} was begun with something else: {difference}",
             hint="give what it was begun with, or choose another output, or remove that one",
         )
+
+
+def _tokenizer_choice(config: PrepareConfig) -> TokenizerChoice:
+    eos = config.eos
+    if config.records == RecordKind.CHAT and config.chat_template != NO_TOKEN and eos is None:
+        eos = NO_TOKEN  # the template writes the tokens that end turns
+    return TokenizerChoice(config.tokenizer, config.bos, eos, config.tiktoken_pattern)
+
+
+def _chat_template(
+    config: PrepareConfig, choice: TokenizerChoice, tokenizer: Tokenizer, sources: Sequence[InputFile]
+) -> ChatTemplate | None:
+    if config.records != RecordKind.CHAT:
+        return None
+    for source in sources:
+        if source.format == RawFormat.TEXT:
+            raise ConfigError(
+                f"prepare.records=chat, but {source.path} is text, which has no fields",
+                hint="give conversations as JSON lines, Parquet, or a data set saved by `datasets`",
+            )
+    tokenizer.encode_chats([], [])  # refuses a kind without special tokens
+    return load_chat_template(choice, config.chat_template, config.loss_on, tokenizer.special_tokens())
 
 
 def _packages(sources: Sequence[InputFile]) -> dict[str, str]:
@@ -195,8 +222,15 @@ def _cut(source: InputFile, unit_bytes: int) -> list[InputPiece]:
 def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
     """Return everything that decides the shards, under the names of the user's settings."""
     tokenizer = asdict(settings.facts)
+    chat = settings.chat
     return {
         "prepare.text_field": settings.text_field,
+        **(
+            {}
+            if chat is None
+            else {"prepare.chat_template": chat.facts.template_sha256, "prepare.loss_on": chat.loss_on}
+        ),
+        **({} if chat is None else {"prepare.chat_template's tokens": dict(chat.tokens)}),
         "prepare.valid_fraction": settings.valid_fraction,
         "prepare.unit_mb": settings.unit_bytes / 1e6,
         **{f"tokenizer.{name}": value for name, value in tokenizer.items()},

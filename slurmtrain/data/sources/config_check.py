@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.config.families import HUGGING_FACE
 from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.system.paths import absolute
+from slurmtrain.system.sight import OF_EACH_NODE
 
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
 MIXTURE = "slurmtrain.data.Mixture"
-_NODE_LOCAL_FOLDERS = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))
-HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
 def check_prepared(config: Config, *, later: bool = False) -> None:
@@ -57,9 +57,17 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
             check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
 
 
+def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folders of prepared data that a config group names, at any depth."""
+    for found in _settings_of(PREPARED, "path", str, values):
+        yield Path(found["path"])
+        evals = found.get("evals") or {}  # names of splits, or folders
+        yield from (Path(where) for where in evals.values() if isinstance(where, str) and "/" in where)
+
+
 def _check_is_there(folder: Path) -> None:
     """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
-    if folder.parent in _NODE_LOCAL_FOLDERS:
+    if folder.parent in OF_EACH_NODE:
         return
     if folder.is_file():
         raise ConfigError(

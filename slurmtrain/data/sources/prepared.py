@@ -120,7 +120,7 @@ class PreparedText:
             rows,
             seq_len=self._seq_len,
             document_mask=self._document_mask,
-            num_bytes=_text_bytes(manifest, split, rows, masked=self._document_mask),
+            num_bytes=_text_bytes(manifest, split, rows, masked=self._document_mask) if manifest.chat is None else None,
         )
 
     def _rows(self, stream: TokenStream, folder: Path, manifest: Manifest) -> Rows:

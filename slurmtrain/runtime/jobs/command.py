@@ -2,7 +2,8 @@
 
 This process stands between SLURM and the program: it survives the signals, sets the variables that torch.distributed's
 env:// reads to ranks and addresses, waits for all processes that the program has started, and turns the program's end
-into the exit codes of our contract. Imports no torch.
+into the exit codes of our contract. With job.launcher it starts that launcher, one on each node, which starts the
+program's processes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,44 +12,38 @@ import contextlib
 import logging
 import os
 import random
-import re
-import shlex
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmtrain.choices import Device
+from slurmtrain.config.launched_program import has_launcher, node_shape, program_of
 from slurmtrain.config.program_words import script_of
-from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import LastWord
-from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
+from slurmtrain.runtime.jobs.program_loggers import program_text_file
+from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, start_of
+from slurmtrain.runtime.jobs.program_stop import ProgramStopper
+from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
-from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopCause, StopFlag
+from slurmtrain.system.files import read_json
+from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
 
-# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
-DIED_OF_A_STOP = {sign for number in SLURM_STOP_SIGNALS for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
-VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
@@ -77,27 +72,31 @@ def run_command(
     """
     if config.train.device != Device.CPU:
         check_gpu_files(environment, config.cluster.gpus_per_node)
-    script = script_of(config.job.command or "")
+    script = script_of(program_of(config))
     if script is not None and not Path(script).exists():
         raise ConfigError(
             f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
             hint="is its file system mounted there, and is it in the snapshot?",
         )
-    given = rank_variables(config, environment, context)
-    variables = {**os.environ, **given}
-    words = with_variables(shlex.split(config.job.command or ""), given, os.environ)
+    if environment.rank == 0:
+        look_before_start(config, context, lambda: stop_flag.requested)
+    start = start_of(config, environment, context)
+    words = start.words
     descendants.adopt_orphans()
     try:
-        # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
-        program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
+        program = subprocess.Popen(words, env=start.variables, preexec_fn=start.prepare)
     except OSError as error:
         raise ConfigError(
             f"job.command: cannot start {words[0]!r}: {error.strerror}",
             hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
         ) from None
-    threading.Thread(target=_pass_on, args=(stop_flag, environment.source), name="pass-signals-on", daemon=True).start()
+    source, rank = environment.source, environment.rank
+    stopper = ProgramStopper(config.job, source, context, stop_flag, start.folder, rank)
     watch = _watch(config, environment, context, program.pid, stop_flag)
+    text_file = program_text_file(config, environment, context)
     code = program.wait()
+    if text_file is not None:
+        text_file.close()
     if watch is not None:
         watch.close()
     Published(context.attempt_dir.master_file, environment).forget()
@@ -105,6 +104,9 @@ def run_command(
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop_flag.wait(SIGNAL_LAG_S)
     _wait_for_descendants(config, code, context, environment, stop_flag)
+    stopper.close()
+    end = start.end(code, told=stop_flag.requested)
+    code = end.code
     if watch is not None and watch.fired:  # however it took that
         if environment.rank == 0:
             attempt_context.update_attempt(context, program_code=code)
@@ -118,10 +120,11 @@ def run_command(
     left_with = contract_code(code, told=told, rule=rule, there=rule is not None and rule.is_there(context))
     if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
         log.info("the program ended with %s after it was told to stop", _described(code))
-    has_said_why = context.attempt_dir.failure_file(environment.rank).exists()
+    failed_rank = end.rank if end.rank >= 0 else first_rank(config, environment)
+    has_said_why = context.attempt_dir.failure_file(failed_rank).exists()
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
-        sentence = f"{words[0]} ended with {_described(code)}"
-        attempts.record_failure(context.attempt_dir, environment.rank, exit_code=code, sentence=sentence)
+        sentence = f"{start.name} ended with {_described(code)}"
+        attempts.record_failure(context.attempt_dir, failed_rank, exit_code=code, sentence=sentence)
     if stop_watcher is not None and stop_flag.requested:
         stop_watcher.wait_for_record()
     if environment.rank == 0:
@@ -140,7 +143,13 @@ def _watch(
     if environment.rank != 0 and RANK not in limits.heartbeat_file:
         return None
     folders = context.run_dir.program_folders
+    limits = replace(limits, heartbeat_file=limits.heartbeat_file.replace(RANK, str(first_rank(config, environment))))
     return ProgramWatch(limits, folders, environment, context.attempt_dir, pid, lambda: stop_flag.requested)
+
+
+def first_rank(config: Config, environment: Environment) -> int:
+    """Return this process's rank; with a launcher, the first of those that it starts on this node."""
+    return environment.node_rank * node_shape(config).processes if has_launcher(config) else environment.rank
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,7 @@ def _wait_for_descendants(
 
     def until() -> float:
         if stop_flag.requested:
-            return max(ended, _end_of_grace(context, stop_flag))
+            return max(ended, _end_of_grace(context, stop_flag, config.job.stop_grace_s))
         return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
 
     left = descendants.wait_until_gone(until)
@@ -205,10 +214,10 @@ def _wait_for_descendants(
             context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
 
-def _end_of_grace(context: AttemptContext, stop_flag: StopFlag) -> float:
+def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float | None) -> float:
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop_flag.first is not None
-    told = stop_flag.first.time + SAVING_S
+    told = stop_flag.first.time + (grace_s or SAVING_S)
     facts = (read_json(context.attempt_dir.stop_file) or {}).get("facts") or {}
     end = facts.get("end_time")
     return min(told, float(end) - MARGIN_S) if end is not None else told
@@ -239,111 +248,6 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
             return
         waited = time.monotonic() - began
         time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
-
-
-def rank_variables(config: Config, environment: Environment, context: AttemptContext) -> dict[str, str]:
-    """Return the variables of the program: those of torch.distributed's env://, and ours."""
-    variables = {
-        "RANK": str(environment.rank),
-        "WORLD_SIZE": str(environment.world_size),
-        "LOCAL_RANK": str(environment.local_rank),
-        "LOCAL_WORLD_SIZE": str(environment.local_world_size),
-        "NODE_RANK": str(environment.node_rank),
-        RUN_DIR_VARIABLE: str(context.run_dir.path),
-        ATTEMPT_VARIABLE: str(context.number),
-    }
-    if environment.world_size == 1:
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    elif "MASTER_ADDR" not in os.environ:
-        host, port = _master(environment, context.attempt_dir.master_file, config.cluster)
-        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return variables
-
-
-def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
-    """Replace `$NAME` and `${NAME}` in a program's words for the variables that are only known when the rank runs.
-
-    Words after the name of a shell are left to that shell. Every other `$` is unchanged, since no shell runs.
-
-    Args:
-        given: variables of this rank, all of which may be replaced.
-        environment: variables of this process; its SLURM_* and MASTER_* may be replaced.
-    """
-    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
-    shell = next((context for context, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
-
-    def value_of(match: re.Match[str]) -> str:
-        return known.get(match.group(1) or match.group(2), match.group())
-
-    return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
-
-
-def _master(environment: Environment, published: Path, cluster: ClusterConfig) -> tuple[str, int]:
-    """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
-    address_of_rank_0 = Published(published, environment)
-    if environment.rank == 0:
-        address = {
-            "hosts": own_addresses(environment, cluster.network_interface),
-            "port": free_port(),
-            "machine": machine(),
-        }
-        write_json(published, address)
-        address_of_rank_0.look()  # hands it on to the ranks beside this one
-        return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
-    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
-    while (found := address_of_rank_0.look()) is None:
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
-                f"{cluster.rendezvous_timeout_s} s",
-                hint="see rank 0's log",
-            )
-        pauses.pause()
-    return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
-
-
-def _reachable(address: dict[str, object]) -> str:
-    """Return the first of the published names that resolves here."""
-    hosts = address["hosts"]
-    assert isinstance(hosts, list)
-    for host in hosts:
-        try:
-            socket.getaddrinfo(host, None)
-            return str(host)
-        except OSError:
-            continue
-    return str(hosts[0])
-
-
-def _default_signals() -> None:
-    for number in SLURM_STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
-
-
-def _pass_on(stop_flag: StopFlag, source: str) -> None:
-    """Tell the program of a stop if nothing else does.
-
-    srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would mean
-    "now, at once" to some programs. Ctrl-C and signals that somebody sends to this process by hand reach it alone, and
-    a stop by the clock or by SLURM's answer is no signal at all.
-    """
-    stop_flag.wait()
-    assert stop_flag.first is not None
-    sent_by_signal = stop_flag.first.cause.is_signal
-    if source == "slurm" and sent_by_signal:
-        return
-    below = list(descendants.alive())
-    if source == "local" and sent_by_signal and stop_flag.first.cause != StopCause.SIGINT:
-        below = [pid for pid in below if _group(pid) != os.getpgrp()]
-    descendants.send(signal.SIGTERM, below)
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def _described(code: int) -> str:

@@ -83,6 +83,10 @@ def _build(config: Config) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = build("model", config.model)
+        if config.lora.r:
+            from slurmtrain.models.lora import add_adapters
+
+            add_adapters(model, config.lora)
     except Exception as error:
         raise EnvironmentMismatchError(
             f"model._target_={config.model['_target_']} cannot be built here: {error}"

@@ -62,7 +62,7 @@ def _measure(
     timeline: Timeline,
 ) -> dict[str, float] | None:
     dims = parallel_dims_of(config)
-    distributed_model, _, _ = distribute_model(config, dims, distributed)
+    distributed_model, *_ = distribute_model(config, dims, distributed)
     seed_everything(config.train.seed, distributed.environment.rank)
     source = inspect_source(build("data", config.data))
     forward_backward = build_forward_backward(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.errors import CheckpointError
+from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.node_blame import cluster_of_this_job
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.slurm.node_ledger import NODE_NAME, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import TrainingState
+from slurmtrain.training.state import StepResult, TrainingState
+
+log = logging.getLogger(__name__)
 
 
 class RunRecord(TrainingHook):
@@ -23,15 +31,32 @@ class RunRecord(TrainingHook):
         context: the run and its attempt.
         timeline: how long the start took.
         jobs: evaluates checkpoints; None: no other job does.
+        exports: exports checkpoints beside training; None: nothing does.
+        utilisation: what the model's training takes, and the most that a device can do, for the run's events.
+        blames_stragglers: a node whose ranks are slow is put on record in the ledger of nodes.
     """
 
-    def __init__(self, context: AttemptContext, timeline: Timeline, jobs: EvaluationJobs | None):
-        self._context, self._timeline, self._jobs = context, timeline, jobs
+    def __init__(
+        self,
+        context: AttemptContext,
+        timeline: Timeline,
+        jobs: EvaluationJobs | None = None,
+        exports: Exports | None = None,
+        *,
+        utilisation: Mapping[str, Any] | None = None,
+        blames_stragglers: bool = False,
+    ):
+        self._context, self._timeline, self._jobs, self._exports = context, timeline, jobs, exports
+        self._done_before = 0  # steps done at some time before, by this attempt or an earlier one
+        self._has_stepped = False
+        self._stepped = time.monotonic()  # when the last step was done
+        self._utilisation, self._blames_stragglers = utilisation, blames_stragglers
 
     def start(self, state: TrainingState) -> None:
         restored = state.restored
         if restored is not None and restored.as_start:
-            self._event(Event.FRESH_START, step=0, weights_from=str(restored.path), weights_of_step=restored.step)
+            of_step = {"weights_of_step": restored.step} if restored.incarnation_label else {}
+            self._event(Event.FRESH_START, step=0, weights_from=str(restored.path), **of_step)
         else:
             self._event(
                 Event.RESTORED if restored else Event.FRESH_START,
@@ -44,13 +69,36 @@ class RunRecord(TrainingHook):
         seconds = self._timeline.seconds
         update_attempt(self._context, first_step=state.first_step, stepping=time.time(), start_up_s=seconds)
         self._event(Event.TRAINING_STARTED, step=state.first_step, start_up_s=seconds)
+        if self._utilisation is not None:
+            self._event(Event.FLOPS_COUNTED, **self._utilisation)
+        earlier = attempts.all_attempts(self._context.run_dir)
+        steps = [each.last_step or 0 for each in earlier if each.number < self._context.number]
+        self._done_before = max(steps, default=0)
+        if self._done_before <= state.first_step:
+            self._done_before = 0
+        self._stepped = time.monotonic()
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        self._stepped = time.monotonic()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._note(Event.FIRST_STEP, step=state.step)
+        if 0 < self._done_before <= state.step:
+            self._done_before = 0
+            self._note(Event.CAUGHT_UP, step=state.step)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._note(Event.EVALUATED, step=step, seconds=round(time.monotonic() - self._stepped, 3))
 
     def event(self, event: Event, values: Mapping[str, Any]) -> None:
         self._event(event, **values)
+        if event is Event.STRAGGLER and self._blames_stragglers:
+            self._blame(values)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         health = state.counters.health
         self._event(Event.ROLLED_BACK, step=state.step, from_step=from_step, in_a_row=health.rollbacks)
+        self._done_before = max(self._done_before, from_step)
 
     def on_ending(self, ending: SaveResult | CheckpointError) -> None:
         """Record the end of a save. Called by the thread that writes checkpoints."""
@@ -66,6 +114,27 @@ class RunRecord(TrainingHook):
         )
         if self._jobs is not None:
             self._jobs.committed(ending.step)
+        if self._exports is not None:
+            self._exports.committed(ending.step)
+
+    def _note(self, event: Event, **values: Any) -> None:
+        """Record what only the accounts of time need: a full disk must not end a training for it."""
+        with contextlib.suppress(OSError):
+            self._event(event, **values)
+
+    def _blame(self, values: Mapping[str, Any]) -> None:
+        """Put a node with slow ranks on record; outside of SLURM, and where there is no ledger, nobody does."""
+        cluster = cluster_of_this_job()
+        if cluster is None or NODE_NAME.fullmatch(values["node"]) is None:
+            return
+        times = "much longer than" if values["ratio"] is None else f"{values['ratio']:.2g} times as long as"
+        said = f"took {times} other nodes for {values['phase']}"
+        run_id, attempt = self._context.run_dir.id, self._context.number
+        record = NodeRecord(time.time(), values["node"], NodeEvent.SLOW, run_id, attempt, said, proven=True)
+        try:
+            append_to_ledger(ledger_file(cluster), [record])
+        except OSError as error:
+            log.warning("%s cannot be written: %s", error.filename or "the ledger of nodes", error.strerror)
 
     def _event(self, event: Event, **values: Any) -> None:
         self._context.run_dir.event(event, attempt=self._context.number, **values)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
+from slurmtrain.config.profile_steps import first_and_last
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.sources.config_check import check_vocabulary
@@ -30,15 +35,26 @@ from slurmtrain.data.sources.protocol import (
     inspect_source,
 )
 from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.models.flops import flops_of
+from slurmtrain.models.pretrained import check_config, load_pretrained, weights_path
+from slurmtrain.observe.logger_processes import loggers_of
+from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
+from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
+from slurmtrain.planner.flops import ModelFlops
+from slurmtrain.planner.peaks import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.outcome import Reason
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.jobs.run_record import RunRecord
+from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
@@ -46,8 +62,12 @@ from slurmtrain.training.forward_backward import ForwardBackward, build_forward_
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.evaluation import EvaluationByJobs, InlineEvaluation
+from slurmtrain.training.hooks.exporting import Exporting, ExportsAtTheEnd
+from slurmtrain.training.hooks.loggers import ExternalLoggers, NodeTextFile
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.hooks.reporting import RunReporter, StepReports
+from slurmtrain.training.hooks.stragglers import StragglerWatch
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.state import TrainingRanks
 from slurmtrain.training.stopping import StopPlanner
@@ -62,30 +82,42 @@ def build_trainer(
     timeline: Timeline,
     stop_watcher: StopPlanner | None = None,
     hooks: Sequence[TrainingHook] = (),
+    profile_switch: ProfileSwitch | None = None,
 ) -> Trainer:
     """Build everything that `fit` needs.
 
     Args:
         stop_watcher: rank 0's; None on the others.
         hooks: further ones, called like those of train.hooks and after them.
+        profile_switch: rank 0's look at RUN/profile; None on the others, and where nobody can ask.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
     """
     rank, dims = distributed.environment.rank, parallel_dims_of(config)
     timeline.begin("building the model and the data")
-    distributed_model, parameters, vocabulary = distribute_model(config, dims, distributed)
+    distributed_model, parameters, vocabulary, flops = distribute_model(config, dims, distributed)
+    phases = _phase_clock(config, distributed_model)
     seed_everything(config.train.seed, rank)
     source = _build_source(config, vocabulary)
     loader = _build_loader(config, dims, source, distributed)
-    forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
+    forward_backward = build_forward_backward(
+        distributed_model, loader.accumulation_steps, loader.micro_batch_size, phases
+    )
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
-    record = RunRecord(context, timeline, jobs) if rank == 0 else None
+    exports = _exports(config, context) if rank == 0 else None
+    blames = config.observe.blame_stragglers and config.requeue.blame_threshold > 0
+    peak = _peak(config, distributed.device)
+    record = None
+    if rank == 0:
+        told = _utilisation(flops, peak)
+        record = RunRecord(context, timeline, jobs, exports, utilisation=told, blames_stragglers=blames)
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
     timeline.mark("model and data")
     timeline.begin("looking for a checkpoint")
     described = source.description or config.data["_target_"]
+    export_every = config.checkpoint.export_every_steps
     return Trainer(
         config.train,
         config.optim,
@@ -95,16 +127,29 @@ def build_trainer(
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         stop_check=stop_agreement,
         hooks=[
+            _step_profiles(config, context, profile_switch),
             *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
-            StepReports(config.train),
+            *_text_file(config, context, distributed.environment),
+            StepReports(config.train, config.observe, peak),
+            *_straggler_watch(config, distributed, phases),
             NonfiniteGuard(config.train),
             _evaluation_hook(config, evaluator, source, jobs),
             *_configured_hooks(config),
             *hooks,
+            *([Exporting(export_every, exports)] if export_every else []),
             # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
-            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=stop_watcher),
+            Checkpointing(
+                checkpointer,
+                config.checkpoint,
+                mtbf_s=_mtbf_s(config, context),
+                planner=stop_watcher,
+                pretrained=_pretrained(config),
+            ),
+            *([ExportsAtTheEnd(exports)] if export_every else []),
         ],
         data_hash=source.fingerprint,
+        phases=phases,
+        flops=flops,
     )
 
 
@@ -172,6 +217,58 @@ def _build_checkpointer(
     )
 
 
+def _exports(config: Config, context: AttemptContext) -> Exports | None:
+    """Return what exports checkpoints beside training; None: nothing is to be exported."""
+    if not config.checkpoint.export_every_steps:
+        return None
+    record = partial(context.run_dir.event, attempt=context.number)
+    return Exports(context.run_dir, config.checkpoint.export_dtype, record)
+
+
+def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseClock:
+    """Return what measures the parts of each step."""
+    if not config.observe.phases:
+        return PhaseClock(None)
+    on_gpu, dims = distributed_model.device.type == "cuda", distributed_model.dims
+    phases = PhaseClock(CudaTimer() if on_gpu else HostTimer())
+    if distributed_model.mesh is not None:
+        from slurmtrain.parallel.waits import mark_waits  # as FSDP itself, only where it is used
+
+        known = mark_waits(distributed_model.stages, phases.waiting, on_gpu=on_gpu)
+        # What is exchanged within a layer or between stages is a part of the computation there.
+        phases.communication_known = known and dims.tp == dims.cp == dims.pp == 1
+    return phases
+
+
+def _peak(config: Config, device: torch.device) -> Peak:
+    """Return the most that this rank's device can do in the type that it computes in."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    dtype = str(config.parallel.param_dtype or FP32)
+    if dtype == FP32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = TF32
+    return peak_of(gpu, dtype, stated_tflops=config.cluster.peak_tflops)
+
+
+def _utilisation(flops: ModelFlops | None, peak: Peak) -> dict[str, Any]:
+    """Return what `mfu` is computed from, or why there is none, for the run's events."""
+    return {
+        "flops_per_token": None if flops is None else flops.per_token,
+        "flops_per_pair": None if flops is None else flops.per_pair,
+        "peak_tflops": peak.tflops,
+        "why": peak.why
+        if flops is not None
+        else "the model does not say what a token takes: it has no `flops_per_token(seq_len)` that works",
+    }
+
+
+def _straggler_watch(config: Config, distributed: DistributedContext, phases: PhaseClock) -> Sequence[TrainingHook]:
+    """Return the hook that looks for slow ranks, where there are several."""
+    every = config.observe.straggler_every
+    if not every or not phases.measures or distributed.control_group is None:
+        return ()
+    return (StragglerWatch(every, distributed.environment.node),)
+
+
 def _rank_0_hooks(
     config: Config, record: RunRecord | None, context: AttemptContext, heading: str
 ) -> Sequence[TrainingHook]:
@@ -180,7 +277,25 @@ def _rank_0_hooks(
         return ()
     run_dir = context.run_dir
     curves = run_dir.tensorboard if config.train.tensorboard else None
-    return (record, RunReporter(run_dir.metrics_file, curves, heading))
+    hooks: list[TrainingHook] = [record, RunReporter(run_dir.metrics_file, curves, heading)]
+    if names := loggers_of(config.observe):
+        hooks.append(ExternalLoggers(run_dir, names, context.number))
+    return hooks
+
+
+def _text_file(config: Config, context: AttemptContext, environment: Environment) -> Sequence[TrainingHook]:
+    """Return the hook that writes the file for Prometheus: that of the first rank of each node."""
+    if config.observe.textfile_dir is None or environment.local_rank != 0:
+        return ()
+    name, labels = text_file_of(context.run_dir, environment.rank, environment.node)
+    return (NodeTextFile(Path(config.observe.textfile_dir), name, labels, context.number),)
+
+
+def _step_profiles(config: Config, context: AttemptContext, switch: ProfileSwitch | None) -> TrainingHook:
+    """Return the hook that profiles steps, when the config or somebody asks for it."""
+    planned = config.observe.profile_steps
+    steps = first_and_last(planned) if planned is not None else None
+    return StepProfiles(context.run_dir, switch, steps, default_request(config))
 
 
 def _configured_hooks(config: Config) -> list[TrainingHook]:
@@ -245,6 +360,7 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
                 **_order_of_samples(train, source),
             },
             FINGERPRINT: source.fingerprint,
+            **({"lora": dataclasses.asdict(config.lora)} if config.lora.r else {}),
         }
     )
     return bound
@@ -284,15 +400,26 @@ def _mtbf_s(config: Config, context: AttemptContext) -> float:
     earlier = [attempt for attempt in attempts.all_attempts(context.run_dir) if attempt.number < context.number]
     failures = sum(attempt.reason in (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE) for attempt in earlier)
     seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
-    return mean_time_between_failures(config.cluster.node_range.most, observed_failures=failures, observed_s=seconds)
+    return mean_time_between_failures(
+        config.cluster.node_range.most,
+        observed_failures=failures,
+        observed_s=seconds,
+        per_node_day=config.cluster.failures_per_1000_node_days / 1000,
+    )
 
 
 def distribute_model(
     config: Config, dims: ParallelDims, distributed: DistributedContext
-) -> tuple[DistributedModel, int, int | None]:
-    """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has one."""
+) -> tuple[DistributedModel, int, int | None, ModelFlops | None]:
+    """Distribute the model.
+
+    Returns:
+        The distributed model, and of the whole model the number of parameters, the vocabulary size, if it has one, and the
+        operations of its training, if it can count them.
+    """
     model = build_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = flops_of(model)
     distributed_model = parallelize(
         model,
         config.parallel,
@@ -300,9 +427,21 @@ def distribute_model(
         rank=distributed.environment.rank,
         device=distributed.device,
         group=distributed.device_group,
-        fill=lambda held: fill(held, distributed.device, config.train.seed),
+        fill=lambda held: _filled(held, distributed.device, config),
     )
-    return distributed_model, parameters, getattr(model, "vocab_size", None)
+    weights = weights_path(config.model)
+    if config.lora.r and weights is not None:  # which no checkpoint holds
+        _read_weights(config, distributed_model.model, weights)
+    return distributed_model, parameters, getattr(model, "vocab_size", None), flops
+
+
+def _filled(model: nn.Module, device: torch.device, config: Config) -> nn.Module:
+    filled = fill(model, device, config.train.seed)
+    if config.lora.r:
+        from slurmtrain.models.lora import draw_adapters
+
+        draw_adapters(filled, config.train.seed)
+    return filled
 
 
 def build_evaluator(
@@ -358,22 +497,64 @@ def build_model(config: Config) -> nn.Module:
     seed_everything(config.train.seed)
     with torch.device("meta") if late else nullcontext():
         model: nn.Module = build("model", config.model)
+    if config.lora.r:
+        from slurmtrain.models.lora import add_adapters
+
+        add_adapters(model, config.lora)
     return model
 
 
 def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """Move the model to `device`; one on the meta device gets its values there, each rank its own part of them."""
+    """Move the model to `device`; one on the meta device gets its values there, each rank its own part of them.
+
+    One that does not draw its values itself gets zeros, and begins with the weights of a folder or a checkpoint.
+    """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:  # a buffer that was computed when the model was built
+            return tensor.to(device)
         if type(tensor) in (torch.Tensor, nn.Parameter):  # as empty_like, which first imports sympy for a meta tensor
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return torch.empty_like(tensor, device=device)
 
+    tied = _tied(model)
     model._apply(empty)
-    model.initialize(seed)  # type: ignore[operator]
+    for (first, name), *others in tied:  # _apply makes a parameter of each
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+    initialize: Callable[[int], None] | None = getattr(model, "initialize", None)
+    if initialize is not None:
+        initialize(seed)
+    else:
+        for parameter in model.parameters():
+            local(parameter.detach()).zero_()
     return model
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that has several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _pretrained(config: Config) -> Callable[[nn.Module], Restored] | None:
+    """Return what fills a model with the weights that the config names; None: it names none, or has them already."""
+    folder = weights_path(config.model)
+    if folder is None or config.lora.r:
+        return None
+    return partial(_read_weights, config, folder=folder)
+
+
+def _read_weights(config: Config, model: nn.Module, folder: Path) -> Restored:
+    check_config(config.model, folder)
+    loaded = load_pretrained(model, folder)
+    return Restored(folder, 0, "", loaded.size, as_start=True)
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

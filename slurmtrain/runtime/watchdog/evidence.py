@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from slurmtrain.system import process
-from slurmtrain.system.redaction import redact
 
 T = TypeVar("T")
 
@@ -35,21 +34,22 @@ STATES = {
     "X": "ended",
 }
 GONE = "gone"
+GOT_ON = "slurmtrain: this rank was slow, and has got on since it wrote the stacks above"
 
 
 _cancels_at_fork = False
 
 
-def register_dumps() -> None:
-    """Let this process, and what it forks, write its stacks to stderr at `DUMP_SIGNAL`."""
+def register_dumps(file: TextIO | None = None) -> None:
+    """Let this process, and what it forks, write its stacks to a file, or to stderr, at `DUMP_SIGNAL`."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
-        faulthandler.register(DUMP_SIGNAL, file=sys.__stderr__ or 2, all_threads=True, chain=False)
+        faulthandler.register(DUMP_SIGNAL, file=file or sys.__stderr__ or 2, all_threads=True, chain=False)
 
 
-def set_timer(seconds: float | None) -> None:
-    """Have faulthandler write all stacks to stderr after so many seconds, also while a call holds the interpreter.
+def set_timer(seconds: float | None, file: TextIO | None = None) -> None:
+    """Have faulthandler write all stacks to a file, or to stderr, after so many seconds.
 
-    Set anew, it begins anew; None: never.
+    It does so also while a call holds the interpreter. Set anew, it begins anew; None: never.
     """
     global _cancels_at_fork
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
@@ -60,7 +60,7 @@ def set_timer(seconds: float | None) -> None:
             _cancels_at_fork = True
             # The timer is a thread, which a forked child does not have, but waits for when it ends.
             os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
-        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(seconds, file=file or sys.__stderr__ or 2)
 
 
 def own_stacks(first: int) -> str:
@@ -123,32 +123,13 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def children_of(pid: int) -> dict[int, process.Stat]:
-    """Return all processes below one, children first."""
-    known = process.stats()
-    below: dict[int, process.Stat] = {}
-    reached = {pid}
-    while new := {child for child, its in known.items() if its.parent in reached and child not in below} - {pid}:
-        below |= {child: known[child] for child in sorted(new)}
-        reached = new
-    return {child: its for child, its in below.items() if not its.ended}
-
-
-def command_line(pid: int) -> str:
-    """Return the words of a process without secrets, up to 200 characters; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return redact(words).strip()[:200]  # a secret that is cut would not be found any more
-    return ""
-
-
 def describe_children(pid: int, log: Path | None) -> list[dict[str, Any]]:
     """Return what is known of each process below one, such as its data workers, with its stacks if it writes them.
 
     Args:
         log: where such a process writes to; None: it is not known.
     """
-    return describe_processes(children_of(pid), log)
+    return describe_processes(process.living_descendants(pid), log)
 
 
 def describe_processes(pids: Iterable[int], log: Path | None, *, last: bool = False) -> list[dict[str, Any]]:
@@ -163,7 +144,7 @@ def describe_processes(pids: Iterable[int], log: Path | None, *, last: bool = Fa
         its = process.stat(pid)
         if its is None or its.ended:
             continue
-        described = {"pid": pid, "state": its.state, "wchan": wait_channel(pid), "command": command_line(pid)}
+        described = {"pid": pid, "state": its.state, "wchan": wait_channel(pid), "command": process.command_line(pid)}
         found.append({**described, "stacks": ask_for_stacks(pid, its.state, log, last=last)})
     return found
 
@@ -192,11 +173,11 @@ def ask_for_stacks(pid: int, state: str, log: Path | None, *, last: bool = False
 def dump_of_timer(log: Path) -> str:
     """Return the newest stack of the main thread that faulthandler's timer has written to a rank's log.
 
-    The timer needs no interpreter. Empty if there is none.
+    The timer needs no interpreter. Empty if there is none, or the rank has got on since.
     """
     text = _part(log, max(0, _size(log) - TAIL_BYTES))
     begin = text.rfind("Timeout (")
-    if begin < 0:
+    if begin < 0 or GOT_ON in text[begin:]:
         return ""
     lines = text[begin:].splitlines()
     kept = [line for line in lines[1:] if line.startswith(("Thread 0x", "  File ", "  ..."))]
@@ -247,7 +228,7 @@ def _recorded(name: str) -> list[dict[str, Any]]:
     dump = getattr(module, name, None)
     if dump is None:
         return []
-    text = within(2.0, lambda: dump(True, False), b"{}")
+    text = call_with_timeout(2.0, lambda: dump(True, False), b"{}")
     with contextlib.suppress(ValueError):
         entries = json.loads(text).get("entries", [])
         return entries if isinstance(entries, list) else []
@@ -257,7 +238,7 @@ def _recorded(name: str) -> list[dict[str, Any]]:
 def write_nccl_trace(path: Path) -> bool:
     """Write NCCL's flight record, which torch's `torchfrtrace` reads; return False if there is none."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
-    record: bytes = within(5.0, dump, b"") if dump is not None else b""
+    record: bytes = call_with_timeout(5.0, dump, b"") if dump is not None else b""
     if not record:
         return False
     with contextlib.suppress(OSError):
@@ -266,7 +247,7 @@ def write_nccl_trace(path: Path) -> bool:
     return False
 
 
-def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+def call_with_timeout(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Return the result of a call that may never return, such as one that asks the driver of a device that hangs."""
     results: list[T] = []
 
@@ -280,11 +261,15 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     return results[0] if results else otherwise
 
 
-def kill_tree(pid: int, born: str | None) -> bool:
-    """End a process of this machine that hangs, and all below it, at once; return False if it was gone already."""
+def kill_tree(pid: int, born: str | None, *, spared: int | None = None) -> bool:
+    """End a process of this machine that hangs, and all below it, at once; return False if it was gone already.
+
+    Args:
+        spared: one of those below it that is not ended.
+    """
     if state_of(pid, born) in (GONE, "Z", "X"):
         return False
-    children = children_of(pid)
+    children = [each for each in process.living_descendants(pid) if each != spared]
     for each in (pid, *children):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)

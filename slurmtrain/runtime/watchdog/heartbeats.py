@@ -74,7 +74,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Word:
+class Alert:
     """What one rank tells all others at once.
 
     Attributes:
@@ -85,9 +85,9 @@ class Word:
     rank: int
 
     @staticmethod
-    def parse(text: bytes | str) -> Word | None:
+    def parse(text: bytes | str) -> Alert | None:
         try:
-            return Word(**json.loads(text))
+            return Alert(**json.loads(text))
         except (ValueError, TypeError):
             return None
 
@@ -99,7 +99,7 @@ class Heartbeats:
     """Sends this rank's beats, and reads those of the others, on a thread of its own.
 
     Attributes:
-        word: what another rank has told all; None: nothing.
+        alert: what another rank has told all; None: nothing.
         first: rank 0's newest beat; None: there was none yet.
         mates: the newest known beats of the ranks of this node, for their processes.
 
@@ -107,7 +107,7 @@ class Heartbeats:
         connect: makes a connection to the store that no other thread uses.
         make_beat: returns this rank's beat.
         mates: ranks of this node.
-        on_word: called once, on this thread, when another rank has told all something.
+        on_alert: called once, on this thread, when another rank has told all something.
         gone_means_failed: take a store whose port is closed for rank 0's word that it has failed.
     """
 
@@ -119,21 +119,21 @@ class Heartbeats:
         rank: int,
         world_size: int,
         mates: Iterable[int],
-        on_word: Callable[[Word], None],
+        on_alert: Callable[[Alert], None],
         gone_means_failed: bool = False,
     ):
-        self._connect, self._make_beat, self._on_word = connect, make_beat, on_word
+        self._connect, self._make_beat, self._on_alert = connect, make_beat, on_alert
         self._rank, self._world_size, self._gone_means_failed = rank, world_size, gone_means_failed
         self._mates_missing = [mate for mate in mates if mate != rank]
         self.every_s = max(1.0, world_size / RANKS_PER_S)
-        self.word: Word | None = None
+        self.alert: Alert | None = None
         self.first: Beat | None = None
         self.mates: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self._store: dist.Store | None = None
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._to_tell: Word | None = None
+        self._to_tell: Alert | None = None
         self._told = threading.Event()
         self._looks_wanted = 0
         self._look: dict[int, Beat] | None = None
@@ -156,11 +156,11 @@ class Heartbeats:
     def tell(self, kind: str, timeout_s: float) -> bool:
         """Tell all other ranks; return False if the store has not taken it after `timeout_s` seconds."""
         with self._lock:
-            self._to_tell = Word(kind, self._rank)
+            self._to_tell = Alert(kind, self._rank)
         self._wake.set()
         return self._told.wait(timeout_s)
 
-    def read_word(self, timeout_s: float) -> None:
+    def read_alert(self, timeout_s: float) -> None:
         """Read now, and not at the next beat, whether another rank has told all something."""
         self.look(timeout_s)
 
@@ -185,9 +185,9 @@ class Heartbeats:
                 self.answered = time.monotonic()
             except ConnectionRefusedError:
                 self._store = None
-                if self._gone_means_failed and self.word is None and not self._closed:
-                    self.word = Word("failed", 0)
-                    self._on_word(self.word)
+                if self._gone_means_failed and self.alert is None and not self._closed:
+                    self.alert = Alert("failed", 0)
+                    self._on_alert(self.alert)
             except Exception as error:  # torch's errors of a store have several classes, over its versions
                 log.debug("the store did not answer: %s", error)
                 self._store = None
@@ -203,15 +203,15 @@ class Heartbeats:
         with self._lock:
             telling, looks = self._to_tell, self._looks_wanted
         if telling is not None and not self._told.is_set():
-            store.compare_set(f"{PREFIX}/word", "", telling.text())  # only the first word counts
+            store.compare_set(f"{PREFIX}/alert", "", telling.text())  # only the first alert counts
             self._told.set()
         if self._mates_missing:
             self._mates_missing = [mate for mate in self._mates_missing if not self._read_mate(store, mate)]
-        if store.check([f"{PREFIX}/word"]):
-            found = Word.parse(store.get(f"{PREFIX}/word"))
-            if found is not None and self.word is None and found.rank != self._rank:
-                self.word = found
-                self._on_word(found)
+        if store.check([f"{PREFIX}/alert"]):
+            found = Alert.parse(store.get(f"{PREFIX}/alert"))
+            if found is not None and self.alert is None and found.rank != self._rank:
+                self.alert = found
+                self._on_alert(found)
         if self._rank != 0 and store.check([_key(0)]):
             self.first = Beat.parse(store.get(_key(0)))
         if looks:

@@ -73,6 +73,7 @@ _RULES: tuple[tuple[tuple[str, ...], str, Allowance | None], ...] = (
     ),
     (("/slurmtrain/checkpoint/restore/",), "restore", Allowance.SAVE),
     (("/slurmtrain/checkpoint/",), "save", Allowance.SAVE),
+    (("/slurmtrain/training/hooks/exporting.py",), "export", Allowance.SAVE),
     (
         ("/slurmtrain/training/evaluation.py", "/slurmtrain/runtime/jobs/evaluate.py"),
         "evaluation",

@@ -96,7 +96,7 @@ class ProgramWatch:
         return max(times, default=None)
 
     def _is_debugged(self) -> bool:
-        return any(evidence.is_traced(pid) for pid in (self._pid, *evidence.children_of(self._pid)))
+        return any(evidence.is_traced(pid) for pid in (self._pid, *process.living_descendants(self._pid)))
 
     def _report(self, idle_s: float, limit_s: float) -> None:
         """Write down what is known of the program's processes, and the page if no lower rank does."""
@@ -117,7 +117,9 @@ class ProgramWatch:
             idle_s=round(idle_s, 1),
             limit_s=limit_s,
         )
-        processes = evidence.describe_processes((self._pid, *evidence.children_of(self._pid)), log_file, last=True)
+        processes = evidence.describe_processes(
+            (self._pid, *process.living_descendants(self._pid)), log_file, last=True
+        )
         try:
             Witness(beat, workers=processes).write(self._attempt_dir)
             time.sleep(COLLECT_S)
@@ -133,7 +135,7 @@ class ProgramWatch:
 
     def _look_at_processes(self) -> tuple[bool, str]:
         """Return whether all processes seem to wait for something, and what the first that does not is doing."""
-        pids = (self._pid, *evidence.children_of(self._pid))
+        pids = (self._pid, *process.living_descendants(self._pid))
         seen: dict[int, list[str]] = {pid: [] for pid in pids}
         for _ in range(LOOKS):
             for pid, states in seen.items():
@@ -146,14 +148,14 @@ class ProgramWatch:
                 continue
             busy = states.count("R") > LOOKS / 2  # also one that waits for a processor
             doing = "is busy" if busy else f"is {evidence.STATES.get(states[-1], states[-1])}"
-            words = f"pid {pid} ({evidence.command_line(pid)[:60]}) {doing}"
+            words = f"pid {pid} ({process.command_line(pid)[:60]}) {doing}"
             first = first or words
             if busy or states[-1] in "TtD":
                 return False, words
         return True, first
 
     def _end(self) -> None:
-        pids = {pid: process.born(pid) for pid in (self._pid, *evidence.children_of(self._pid))}
+        pids = {pid: process.born(pid) for pid in (self._pid, *process.living_descendants(self._pid))}
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runtime.watchdog.phases import Allowance
+
+if TYPE_CHECKING:
+    from slurmtrain.config.schema import WatchdogConfig
 
 STEPS_MEASURED = 100
 LONGEST_GAP_S = 5.0  # between two looks: a process that was stopped, or a machine that is very busy, looks later
@@ -48,6 +50,9 @@ class ActiveClock:
 class Progress:
     """The time since a main thread has last got on, and the time-out for what it is doing.
 
+    Attributes:
+        moving: it waits for a copy of a checkpoint to or from a mirror, which gets on.
+
     Args:
         limits: the config group `watchdog`.
     """
@@ -59,16 +64,24 @@ class Progress:
         self._allowance = Allowance.START
         self._since = 0.0
         self._pure = False  # since then nothing but a step was seen
+        self._moved = 0
+        self.moving = False
         self.idle_s = 0.0
         self.limit_s = math.inf
 
-    def look(self, now: float, position: Position, allowance: Allowance) -> None:
+    def look(self, now: float, position: Position, allowance: Allowance, moved: int = 0) -> None:
         """Note what is seen now.
 
         Args:
             now: active seconds.
             allowance: the kind of work that the main thread is at.
+            moved: blocks that threads of this process have copied to or from a mirror.
         """
+        if allowance is Allowance.SAVE and moved != self._moved:
+            self._since, self.moving = now, True
+        elif allowance is not Allowance.SAVE:
+            self.moving = False
+        self._moved = moved
         if position != self._position:
             rounds = position.rounds - self._position.rounds
             if self._pure and self._position.stepping and rounds > 0:

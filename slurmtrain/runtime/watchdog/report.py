@@ -74,6 +74,46 @@ class Witness:
 
 
 @dataclass(frozen=True)
+class NodeWitness:
+    """What a monitor has written of the ranks of its node, none of which is alive.
+
+    Attributes:
+        states: the state of each rank's process, see `evidence.state_of`.
+        channels: the kernel function in which it waits, by rank; none where it is not known.
+        stacks: what it has written when it was asked, by rank.
+        seen: its last known beat.
+    """
+
+    states: Mapping[int, str]
+    channels: Mapping[int, str]
+    stacks: Mapping[int, str]
+    seen: Mapping[int, Beat]
+
+    def write(self, attempt_dir: AttemptDir) -> None:
+        write_json(attempt_dir.hang_node(min(self.seen)), asdict(self), durable=False)
+
+    @staticmethod
+    def read(path: Path) -> NodeWitness | None:
+        try:
+            values = {
+                name: {int(rank): value for rank, value in each.items()}
+                for name, each in (read_json(path) or {}).items()
+            }
+            return NodeWitness(**{**values, "seen": {rank: Beat(**beat) for rank, beat in values["seen"].items()}})
+        except (KeyError, TypeError, ValueError, AttributeError, SlurmtrainError):
+            return None
+
+
+def look_at_node(beats: Mapping[int, Beat], attempt_dir: AttemptDir | None) -> NodeWitness:
+    """Look at the processes of the ranks of this node, by their last beats, and have each that can write its stacks."""
+    states = {rank: evidence.state_of(beat.pid, beat.born) for rank, beat in beats.items()}
+    channels = {rank: evidence.wait_channel(beats[rank].pid) for rank, state in states.items() if state in "DS"}
+    logs = {rank: attempt_dir.stacks_log(rank) for rank in beats} if attempt_dir is not None else {}
+    stacks = {rank: evidence.ask_for_stacks(beats[rank].pid, states[rank], log) for rank, log in logs.items()}
+    return NodeWitness(states, {rank: each for rank, each in channels.items() if each}, stacks, dict(beats))
+
+
+@dataclass(frozen=True)
 class Absent:
     """A rank that did not come to where the others wait.
 
@@ -110,7 +150,11 @@ def all_witnesses(attempt_dir: AttemptDir) -> dict[int, Witness]:
 
 
 def find_absent(
-    witnesses: Mapping[int, Witness], world_size: int, expected_nodes: Mapping[int, str], dumps: Mapping[int, str]
+    witnesses: Mapping[int, Witness],
+    world_size: int,
+    expected_nodes: Mapping[int, str],
+    dumps: Mapping[int, str],
+    nodes: Sequence[NodeWitness] = (),
 ) -> list[Absent]:
     """Return the ranks that did not come; none if all wait for each other.
 
@@ -120,10 +164,13 @@ def find_absent(
     Args:
         expected_nodes: where SLURM puts each rank.
         dumps: stacks that the timers of silent ranks have written.
+        nodes: what monitors have written.
     """
     silent = [rank for rank in range(world_size) if rank not in witnesses]
     if silent:
-        return [_silent(rank, witnesses, expected_nodes, dumps.get(rank, "")) for rank in silent]
+        asked = {rank: stacks for each in nodes for rank, stacks in each.stacks.items() if stacks}
+        dumps = {**dumps, **asked}
+        return [_silent(rank, witnesses, expected_nodes, dumps.get(rank, ""), nodes) for rank in silent]
     if world_size == 1:
         return [_live(witness) for witness in witnesses.values()]
     at_work = [rank for rank, witness in witnesses.items() if not witness.beat.waits]
@@ -147,9 +194,17 @@ def _behind(witnesses: Mapping[int, Witness]) -> list[int]:
     return sorted(behind)
 
 
-def _silent(rank: int, witnesses: Mapping[int, Witness], expected_nodes: Mapping[int, str], dump: str) -> Absent:
+def _silent(
+    rank: int,
+    witnesses: Mapping[int, Witness],
+    expected_nodes: Mapping[int, str],
+    dump: str,
+    nodes: Sequence[NodeWitness],
+) -> Absent:
     states = [each.mates[rank] for each in witnesses.values() if rank in each.mates]
-    beats = [each.seen[rank] for each in witnesses.values() if rank in each.seen]
+    states += [each.states[rank] for each in nodes if rank in each.states]
+    known = [*(each.seen for each in witnesses.values()), *(each.seen for each in nodes)]
+    beats = [seen[rank] for seen in known if rank in seen]
     beat = max(beats, key=lambda each: each.number, default=None)
     stack = phases.parse_dump(dump)
     frame = phases.where(stack) if stack else ""
@@ -157,6 +212,8 @@ def _silent(rank: int, witnesses: Mapping[int, Witness], expected_nodes: Mapping
     step, phase = common, "phase not known"
     if stack:
         phase = phases.phase_of(stack, stepping=True).name
+        if step is None and beat is not None:
+            step = beat.step
     elif beat is not None and (common is None or (beat.step is not None and beat.step >= common)):
         step, phase = beat.step, beat.phase
     elif beat is not None:  # it has come further since
@@ -166,7 +223,8 @@ def _silent(rank: int, witnesses: Mapping[int, Witness], expected_nodes: Mapping
     elif "T" in states:
         what, frame = "was stopped (SIGSTOP)", ""
     elif "D" in states:
-        what = "waits for a disk or file system (state D)"
+        channel = next((each.channels[rank] for each in nodes if rank in each.channels), None)
+        what = f"waits for a disk or file system (state D{f', in {channel}' if channel else ''})"
     elif any(state in (evidence.GONE, "Z", "X") for state in states):
         what = "ended without a word"
     elif stack or states:
@@ -227,19 +285,22 @@ def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mappi
     """Write hang.md and hang.json from what the ranks have written, and return the sentence."""
     witnesses = all_witnesses(attempt_dir)
     silent = [rank for rank in range(world_size) if rank not in witnesses]
-    dumps = {rank: evidence.dump_of_timer(attempt_dir.rank_log(rank)) for rank in silent}
-    absent = find_absent(witnesses, world_size, expected_nodes, dumps)
+    dumps = {rank: evidence.dump_of_timer(attempt_dir.stacks_log(rank)) for rank in silent}
+    nodes = [each for path in attempt_dir.hang_nodes() if (each := NodeWitness.read(path)) is not None]
+    absent = find_absent(witnesses, world_size, expected_nodes, dumps, nodes)
     sentence = sentence_of(absent, witnesses, world_size)
     attempts.record_hang(
         attempt_dir,
         sentence=sentence,
         nodes=sorted({each.node for each in absent}),
         ranks=[each.rank for each in absent],
+        since=_got_on(witnesses),
     )
     write_text(
         attempt_dir.hang_page, page(sentence, absent, witnesses, world_size)
     )  # last: the others leave when it is there
-    for path in attempt_dir.hang_witnesses().values():  # all that they say is on the page
+    # All that they say is on the page.
+    for path in (*attempt_dir.hang_witnesses().values(), *attempt_dir.hang_nodes(), *attempt_dir.stacks_files()):
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence
@@ -264,12 +325,18 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
         sentence=sentence,
         nodes=nodes if len(nodes) == 1 else [],  # else it is no fault of one of them
         ranks=[each.rank for each in named],
+        since=_got_on(witnesses),
     )
     write_text(attempt_dir.hang_page, page(sentence, named, witnesses, len(witnesses)))
     for path in attempt_dir.hang_witnesses().values():
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence
+
+
+def _got_on(witnesses: Mapping[int, Witness]) -> float | None:
+    """Return when a rank that is alive got on for the last time, in unix seconds."""
+    return max((each.beat.time - each.beat.idle_s for each in witnesses.values()), default=None)
 
 
 def _program(witness: Witness) -> Absent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -17,38 +18,42 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.watchdog import evidence, phases, report
 from slurmtrain.runtime.watchdog.heartbeats import (
+    Alert,
     Beat,
     Heartbeats,
-    Word,
     pause_between_looks,
     silent_between,
     still_allowed,
     turn_s,
 )
+from slurmtrain.runtime.watchdog.monitor import Monitor
 from slurmtrain.runtime.watchdog.phases import Allowance
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress
 from slurmtrain.runtime.watchdog.report import Witness
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process
 
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 1  # of a rank that the watchdog ends: that of a crash
 LOOK_EVERY_S = 1.0
-WORD_S = 0.5
+ALERT_S = 0.5
 ANSWER_S = 15.0  # for the store, whose thread may just be connecting anew
 AGAIN_S = 10.0  # until the next look at the others, when one of them may take longer
 FAILED_GRACE_S = 10.0  # for a rank to leave by itself when another one has failed
 SAVING_GRACE_S = 40.0  # the same while it saves, for which the rank that has failed has waited, too
 COLLECT_S = 10.0  # at most, until all live ranks have written what they know
 QUIET_S = 3.0  # without a further one: those that have not written by then do not live
+MONITOR_AFTER_S = 5.0  # the start of a rank has no time for a process beside it
 PAGE_S = 10.0  # for the page of the lowest live rank, before the next one writes it
 
 
@@ -80,7 +85,7 @@ class Watchdog:
         self._progress = Progress(limits)
         self._phase = phases.Phase("start", Allowance.START, False, "")
         self._step: int | None = None
-        self._word: Word | None = None
+        self._alert: Alert | None = None
         self._silent: set[int] = set()
         self._seen: dict[int, Beat] = {}
         self._store_answers = True
@@ -88,10 +93,16 @@ class Watchdog:
         self._closed = threading.Event()
         self._firing = False
         self._timed_out: phases.Phase | None = None
+        self._timed_out_at = 0.0
+        self._timer_due = math.inf
         first = environment.rank - environment.local_rank
         self._mates = range(first, min(first + environment.local_world_size, environment.world_size))
         self._heartbeats: Heartbeats | None = None
-        evidence.register_dumps()
+        self._began = time.monotonic()
+        self._monitor: Monitor | None = None
+        self._wants_monitor = environment.rank == first  # one process sees all ranks of its node
+        self._stacks = _own_stacks_file(attempt_dir, environment)
+        evidence.register_dumps(self._stacks)
         if environment.world_size > 1 and distributed.store_address is not None:
             self._heartbeats = Heartbeats(
                 distributed.connect_to_store,
@@ -99,7 +110,7 @@ class Watchdog:
                 rank=environment.rank,
                 world_size=environment.world_size,
                 mates=self._mates,
-                on_word=self._hear,
+                on_alert=self._note_alert,
                 gone_means_failed=leaves_with_rank_0,
             )
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -114,8 +125,15 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
         evidence.set_timer(None)
+        if self._stacks is not None:
+            evidence.register_dumps()  # before its file is closed
+            self._stacks.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._stacks.name)
         if self._heartbeats is not None:
             self._heartbeats.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
     def failed(self, *, lost_a_peer: bool = False) -> None:
         """Tell the other ranks that this one has recorded a failure and leaves; if it hung before, finish the page first.
@@ -124,8 +142,8 @@ class Watchdog:
             lost_a_peer: another rank has closed its connections: it may just be saying that it has found a hang.
         """
         if lost_a_peer and self._heartbeats is not None:
-            self._heartbeats.read_word(WORD_S)
-        if self._firing or (self._word is not None and self._word.kind == "hang"):
+            self._heartbeats.read_alert(ALERT_S)
+        if self._firing or (self._alert is not None and self._alert.kind == "hang"):
             self._thread.join(ANSWER_S + COLLECT_S + PAGE_S)
         if self._heartbeats is not None:
             self._heartbeats.tell("failed", 2.0)
@@ -138,11 +156,12 @@ class Watchdog:
         """
         trace = traceback.extract_tb(error.__traceback__)
         stack = [phases.Frame(each.filename, each.lineno or 0, each.name) for each in trace]
+        self._timed_out_at = time.monotonic()
         self._timed_out = replace(phases.phase_of(stack, stepping=self._position().stepping), waits=True)
-        self._thread.join(2 * ANSWER_S + COLLECT_S + PAGE_S)
+        self._thread.join(self._turn_s() + 2 * ANSWER_S + COLLECT_S + PAGE_S)
 
-    def _hear(self, word: Word) -> None:
-        self._word = word
+    def _note_alert(self, alert: Alert) -> None:
+        self._alert = alert
 
     def _beat(self, number: int) -> Beat:
         environment, phase = self._environment, self._phase
@@ -155,7 +174,7 @@ class Watchdog:
             born=self._born,
             step=self._step,
             phase=phase.name,
-            waits=phase.waits,
+            waits=phase.waits and not self._progress.moving,
             where=phase.where,
             idle_s=round(self._progress.idle_s, 1),
             limit_s=min(1e9, round(self._progress.limit_s, 1)),  # JSON has no infinity
@@ -165,10 +184,10 @@ class Watchdog:
         while not self._closed.wait(LOOK_EVERY_S):
             try:
                 self._look()
-                word = self._word
-                if word is not None and word.kind == "failed":
-                    self._leave_after(word)
-                elif word is not None or self._timed_out is not None or (self._overdue() and self._nobody_is_at_work()):
+                alert = self._alert
+                if alert is not None and alert.kind == "failed":
+                    self._leave_after(alert)
+                elif alert is not None or self._is_out_of_time() or (self._overdue() and self._nobody_is_at_work()):
                     self._firing = True
                     if self._timed_out is not None:
                         self._nobody_is_at_work()  # to see who is silent
@@ -185,22 +204,51 @@ class Watchdog:
         phase = self._timed_out or phases.phase_of(phases.stack_of(self._watched), stepping=position.stepping)
         self._phase, self._step = phase, position.step
         allowance = Allowance.DEBUGGER if evidence.is_traced("self") else phase.allowance
-        self._progress.look(now, position, allowance)
+        self._progress.look(now, position, allowance, blocks_moved())
         self._set_timer()
+        self._tell_monitor()
+
+    def _tell_monitor(self) -> None:
+        if self._wants_monitor and time.monotonic() - self._began >= MONITOR_AFTER_S:
+            self._wants_monitor = False
+            try:
+                self._monitor = Monitor(self._attempt_dir, self._environment.world_size)
+            except OSError as error:
+                log.warning("nothing will notice if this rank is stopped: %s", error)
+        if self._monitor is not None:
+            self._monitor.tell(self._beat(0), self._heartbeats.mates if self._heartbeats is not None else {})
 
     def _set_timer(self) -> None:
         """Have faulthandler write the stacks when this rank is overdue, if this thread has not run again by then."""
         left = self._progress.limit_s - self._progress.idle_s
         after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
-        evidence.set_timer(None if left > 1e6 else max(2 * LOOK_EVERY_S, after))
+        now = time.monotonic()
+        if now >= self._timer_due:
+            self._say_that_it_got_on()
+        seconds = None if left > 1e6 else max(2 * LOOK_EVERY_S, after)
+        evidence.set_timer(seconds, self._stacks)
+        self._timer_due = math.inf if seconds is None else now + seconds
+
+    def _say_that_it_got_on(self) -> None:
+        """Take back the stacks that the timer may have written."""
+        if self._stacks is None:
+            say(evidence.GOT_ON)
+            return
+        with contextlib.suppress(OSError):
+            self._stacks.truncate(0)
+
+    def _turn_s(self) -> float:
+        """Return how many seconds this rank waits for others that look first, and tell all what they find."""
+        no_store = self._heartbeats is None or self._heartbeats.silent  # so that nobody could tell this rank
+        return 0.0 if no_store else turn_s(self._environment.rank)
 
     def _overdue(self) -> bool:
         """Return whether this rank is to find out now whether some rank hangs."""
-        no_store = (
-            self._heartbeats is None or self._heartbeats.silent
-        )  # so that nobody could tell this rank what it has found
-        turn = 0.0 if no_store else turn_s(self._environment.rank)
-        return self._progress.overdue_s >= turn and time.monotonic() >= self._look_again
+        return self._progress.overdue_s >= self._turn_s() and time.monotonic() >= self._look_again
+
+    def _is_out_of_time(self) -> bool:
+        """Return whether a collective of this rank has timed out, and it is to find out now which ranks did not come."""
+        return self._timed_out is not None and time.monotonic() >= self._timed_out_at + self._turn_s()
 
     def _nobody_is_at_work(self) -> bool:
         """Ask the others; return False if one of them may take longer, or this rank has got on meanwhile."""
@@ -233,8 +281,10 @@ class Watchdog:
         """Write down what this rank knows."""
         workers = []
         if not self._phase.waits:
-            log_file = self._attempt_dir.rank_log(self._environment.rank) if self._attempt_dir is not None else None
-            workers = evidence.describe_children(os.getpid(), log_file)
+            log_file = self._attempt_dir.stacks_log(self._environment.rank) if self._attempt_dir is not None else None
+            monitor = self._monitor.pid if self._monitor is not None else None
+            children = [pid for pid in process.living_descendants(os.getpid()) if pid != monitor]
+            workers = evidence.describe_processes(children, log_file)
         seen = dict(self._seen)
         if self._heartbeats is not None and self._heartbeats.first is not None:
             seen.setdefault(0, self._heartbeats.first)
@@ -250,6 +300,8 @@ class Watchdog:
 
     def _report_and_leave(self) -> NoReturn:
         """Write down what this rank knows, see that the page is written, end what hangs beside this rank, and leave."""
+        if self._monitor is not None:
+            self._monitor.close()  # this rank says itself what it knows
         if self._heartbeats is not None:
             self._heartbeats.tell("hang", 2.0)
         witness = self._witness()
@@ -321,13 +373,13 @@ class Watchdog:
             if rank not in witnesses and evidence.kill_tree(beat.pid, beat.born):
                 say(f"slurmtrain: ended rank {rank} (pid {beat.pid}), which cannot end itself")
 
-    def _leave_after(self, word: Word) -> None:
+    def _leave_after(self, alert: Alert) -> None:
         """Leave when another rank has failed and this one waits for it, instead of when a collective times out."""
         grace = SAVING_GRACE_S if self._phase.allowance is Allowance.SAVE else FAILED_GRACE_S
         if self._closed.wait(grace):
             return
         self._look()
-        sentence = f"left since rank {word.rank} has failed, at {self._phase.name}: {self._phase.where}"
+        sentence = f"left since rank {alert.rank} has failed, at {self._phase.name}: {self._phase.where}"
         if self._attempt_dir is not None:
             with contextlib.suppress(OSError):
                 attempts.record_failure(
@@ -339,6 +391,18 @@ class Watchdog:
                 )
         say(f"slurmtrain: {sentence}")
         end_process()
+
+
+def _own_stacks_file(attempt_dir: AttemptDir | None, environment: Environment) -> TextIO | None:
+    """Open a file for the stacks of a rank whose log has those of other ranks, too; None: it has a log of its own.
+
+    Launchers write what all processes of a node say to one log. Of a dump in it nobody could tell whose it is.
+    """
+    if attempt_dir is None or environment.source != "torchrun":
+        return None
+    with contextlib.suppress(OSError):  # a full disk
+        return attempt_dir.stacks_file(environment.rank).open("a")
+    return None
 
 
 def say(text: str) -> None:

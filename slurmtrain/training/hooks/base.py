@@ -1,7 +1,8 @@
 """The protocol of what hangs on the training loop, and the list that calls it.
 
     setup ─> load ─> start ─> before_first_step
-        ─> each step: before_step ─> (forward and backward) ─> numbers_known ─> wants_save, gives_up, wants_rollback
+        ─> each step: before_step ─> (forward and backward) ─> numbers_known ─> wants_save, gives_up, wants_rollback,
+                      wants_profile
                       ─> before_optimizer_step, skips_update
                       ─> (the optimiser, while all ranks agree on a decision) ─> after_step
                       ─> if a rank wants to go back: roll_back ─> rolled_back
@@ -76,6 +77,10 @@ class TrainingHook:
         """
         return None
 
+    def wants_profile(self, state: TrainingState) -> bool:
+        """Return whether this rank knows of a wish to profile the next steps. Asked when `wants_save` is."""
+        return False
+
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         """Look at the gradients, or change them. They have been clipped; `grad_norm` is the norm before, a scalar."""
 
@@ -147,7 +152,7 @@ class TrainingHooks(TrainingHook):
     def __iter__(self) -> Iterator[TrainingHook]:
         return iter(self._hooks)
 
-    def hear(self, event: str) -> bool:
+    def has_handler(self, event: str) -> bool:
         """Return whether any hook has a method `event` of its own."""
         return bool(self._of[event])
 
@@ -186,6 +191,9 @@ class TrainingHooks(TrainingHook):
     def wants_rollback(self, state: TrainingState) -> str | None:
         reasons = [hook.wants_rollback(state) for hook in self._of["wants_rollback"]]
         return next((reason for reason in reasons if reason is not None), None)
+
+    def wants_profile(self, state: TrainingState) -> bool:
+        return any(hook.wants_profile(state) for hook in self._of["wants_profile"])
 
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
         for hook in self._of["before_optimizer_step"]:

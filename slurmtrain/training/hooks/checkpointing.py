@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, choose_last_save
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.observe.phases import Phase
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.optim import apply_settings, settings_of
 from slurmtrain.training.state import StepResult, TrainingState
@@ -31,6 +38,7 @@ class Checkpointing(TrainingHook):
         config: when to save, and what to begin from.
         mtbf_s: for checkpoint.auto, mean seconds between failures of the whole job.
         planner: rank 0's, who knows when the job is killed; None: nobody knows.
+        pretrained: fills a model with weights of other programs, when there is no checkpoint; None: there are none.
     """
 
     def __init__(
@@ -40,21 +48,26 @@ class Checkpointing(TrainingHook):
         *,
         mtbf_s: float = math.inf,
         planner: StopPlanner | None = None,
+        pretrained: Callable[[nn.Module], Restored] | None = None,
     ):
         self._checkpointer, self._config, self._planner = checkpointer, config, planner
+        self._pretrained = pretrained
         self._interval, self._mtbf_s = Interval(config.every_steps, config.every_minutes, config.auto), mtbf_s
         self._pending_save: PendingSave | None = None
         self._longest_save_s: float | None = None  # of this attempt
+        self._untrained: dict[str, Any] = {}  # the counters of a run that has not begun
         self._schedule: SaveSchedule
 
     def load(self, state: TrainingState) -> None:
-        settings = settings_of(state.optimizer)
+        settings, self._untrained = settings_of(state.optimizer), state.counters.state_dict()
         state.restored = self._checkpointer.restore(allow=self._config.allow, **state.objects())
         if state.restored is None and self._config.restore_from:
             state.restored = self._begin_from(self._config.restore_from, state)
+        elif state.restored is None and self._pretrained is not None:
+            state.restored = self._pretrained(state.distributed_model.model)
         # The config of this run decides the settings, the checkpoint only the learnt state.
         apply_settings(state.optimizer, settings)
-        self._checkpointer.sound_step = state.counters.health.sound_step
+        self._say_what_is_sound(state)
 
     def start(self, state: TrainingState) -> None:
         self._schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
@@ -63,24 +76,53 @@ class Checkpointing(TrainingHook):
         return self._schedule.due(state.step + 1, time.monotonic())
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        self._checkpointer.sound_step = state.counters.health.sound_step
+        self._say_what_is_sound(state)
         if not state.stopping and not state.is_last_step:
-            if state.save_requested:
-                self._save(state)
-            elif self._config.local_every_steps and state.step % self._config.local_every_steps == 0:
-                self._save_local(state)
+            with state.phases.within(Phase.CHECKPOINT):
+                if state.save_requested:
+                    self._save(state)
+                elif self._config.local_every_steps and state.step % self._config.local_every_steps == 0:
+                    self._save_local(state)
         self._measure(state)
 
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
         settings = settings_of(state.optimizer)
         restored = self._checkpointer.restore(at_most=at_most, **state.objects_but_loader())
-        if restored is None:
+        if restored is None and not self._go_back_to_beginning(state, at_most):
             return False
         apply_settings(state.optimizer, settings)
-        self._checkpointer.remove_newer(restored.step)
+        self._checkpointer.remove_newer(state.step)
         self._pending_save = None
-        self._schedule.saved(restored.step, time.monotonic(), None)
+        self._schedule.saved(state.step, time.monotonic(), None)
         return True
+
+    def _say_what_is_sound(self, state: TrainingState) -> None:
+        health = state.counters.health
+        self._checkpointer.sound_step = health.sound_step
+        self._checkpointer.unchecked_step = health.checked_step if state.hooks.has_handler("numbers_known") else None
+
+    def _go_back_to_beginning(self, state: TrainingState, at_most: int) -> bool:
+        """Load what the run has begun from: another run's checkpoint, of at most step `at_most`, or weights of a folder."""
+        path, only_model = self._config.restore_from, self._config.restore_only == RestoreOnly.MODEL
+        if path is None and self._pretrained is not None:
+            self._pretrained(state.distributed_model.model)
+            self._forget_training(state)
+            return True
+        if path is None:
+            return False
+        if at_most < (0 if only_model else state.ranks.of_rank_0(read_manifest(Path(path)).step)):
+            return False  # no step after it was sound, so that nothing would be different
+        if only_model:
+            self._restore_from(path, {"model": state.distributed_model.model}, as_start=True)
+            self._forget_training(state)
+        else:
+            self._restore_from(path, state.objects_but_loader())
+        return True
+
+    def _forget_training(self, state: TrainingState) -> None:
+        """Make optimiser and counters those of step 0."""
+        state.optimizer.state.clear()  # which it makes anew in its next step
+        state.counters.load_state_dict(self._untrained)
 
     def finish(self, state: TrainingState) -> None:
         only_on_nodes = state.restored is not None and state.restored.origin != ""
@@ -101,11 +143,9 @@ class Checkpointing(TrainingHook):
         Raises:
             ConfigError: that run has done all the steps that this run is to do.
         """
-        allow = self._config.allow
         if self._config.restore_only == RestoreOnly.MODEL:
-            model = state.distributed_model.model
-            return self._checkpointer.restore(path=path, allow=allow, as_start=True, model=model)
-        restored = self._checkpointer.restore(path=path, allow=allow, **state.objects())
+            return self._restore_from(path, {"model": state.distributed_model.model}, as_start=True)
+        restored = self._restore_from(path, state.objects())
         if state.is_last_step:
             raise ConfigError(
                 f"checkpoint.restore_from={path} is at step {state.step} already, and "
@@ -113,6 +153,9 @@ class Checkpointing(TrainingHook):
                 hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
             )
         return restored
+
+    def _restore_from(self, path: str, objects: Mapping[str, Any], *, as_start: bool = False) -> Restored | None:
+        return self._checkpointer.restore(path=path, allow=self._config.allow, as_start=as_start, **objects)
 
     def _save(self, state: TrainingState) -> None:
         """Begin to save, and let training go on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from slurmtrain.config.schema import CheckpointConfig, TrainConfig
+from slurmtrain.observe.phases import Phase
 from slurmtrain.training.evaluation import Evaluator, not_measured
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
@@ -41,7 +42,8 @@ class _Evaluation(TrainingHook):
         step = state.step
         due = step == state.total_steps or (self._every > 0 and step % self._every == 0)
         if self._evaluator.sets and due and step > state.counters.evaluated_at and not state.stopping:
-            self._evaluate(state)
+            with state.phases.within(Phase.EVALUATION):
+                self._evaluate(state)
 
     def _evaluate(self, state: TrainingState) -> None:
         raise NotImplementedError

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.state import trained_parameters
 from slurmtrain.config.schema import TrainConfig
+from slurmtrain.errors import DivergedError
 from slurmtrain.runs.events import Event
 from slurmtrain.training.health import Action, Finding
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.nonfinite import DivergedError
 from slurmtrain.training.rollback import HINT
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.step_numbers import StepNumbers
@@ -33,7 +33,9 @@ class NonfiniteGuard(TrainingHook):
 
     def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
         # A loss that is not finite gives gradients that are not, see `training/forward_backward.py`.
-        return grad_norm.isfinite().logical_not()
+        if not grad_norm.is_cuda and math.isfinite(grad_norm.item()):
+            return None
+        return grad_norm - grad_norm != 0  # as isfinite(), with fewer kernels: the difference of other numbers is NaN
 
     def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
         health = state.counters.health

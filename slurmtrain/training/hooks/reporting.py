@@ -5,34 +5,59 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.config.schema import TrainConfig
+import torch
+
+from slurmtrain.config.schema import ObserveConfig, TrainConfig
 from slurmtrain.observe import Reporter
+from slurmtrain.observe.phases import Phase, PhaseTimes, Window
+from slurmtrain.planner.peaks import Peak
 from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.norms import Norms, whole
 from slurmtrain.training.state import StepResult, TrainingState
 
+DIGITS = 7  # of a number that was measured
 WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class StepReports(TrainingHook):
-    """Reports every train.log_every-th step and the last one. On all ranks, since they sum up their losses."""
+    """Reports every train.log_every-th step and the last one, and those whose layers are reported. On all ranks.
 
-    def __init__(self, train: TrainConfig):
-        self._train = train
+    All numbers are explained in docs/numbers.md.
+
+    Args:
+        observe: what is reported besides.
+        peak: the most that a rank's device can do.
+    """
+
+    def __init__(self, train: TrainConfig, observe: ObserveConfig | None = None, peak: Peak | None = None):
+        self._train, self._observe = train, observe or ObserveConfig()
+        self._peak = peak or Peak(None, "nobody has said what the device can do")
         self._said_waiting = False
+        self._norms: Norms | None = None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if state.step % self._train.log_every != 0 and state.step != state.total_steps:
+        every = self._observe.per_layer_every
+        of_layers = every > 0 and state.step % every == 0
+        if state.step % self._train.log_every != 0 and state.step != state.total_steps and not of_layers:
             return
-        total, throughput = state.ranks.sum(result.loss_sum), state.throughput
-        values = {
+        window = state.phases.cut()
+        with state.phases.waiting():
+            total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
+        throughput = state.throughput
+        self._norms = self._norms or Norms(state)
+        parameters = self._norms.of_parameters()
+        values: dict[str, float | str | None] = {
             "loss": total.item() / result.tokens,
             "grad_norm": float(result.grad_norm),
+            "param_norm": whole(parameters),
             "lr": result.learning_rate,
-            "tokens_per_s": throughput.tokens_per_s,
-            "step_time_s": throughput.step_time_s,
-            "data_wait_s": throughput.data_wait_s,
+            **{name: _short(value) for name, value in self._measured(state, window).items()},
             "data_hash": state.counters.data_hash,
         }
+        if of_layers:
+            gradients = self._norms.of_gradients(result.gradient_norms)
+            values |= {f"grad_norm/{layer}": norm for layer, norm in gradients.items()}
+            values |= {f"param_norm/{layer}": norm for layer, norm in parameters.items()}
         state.hooks.log(state.step, values)
         share = throughput.data_wait_s / throughput.step_time_s
         if share > WAITING_TOO_LONG and throughput.full and not self._said_waiting:
@@ -41,6 +66,71 @@ class StepReports(TrainingHook):
                 f"step {state.step}: {share:.0%} of the time goes into waiting for data; "
                 f"more than train.data_workers={self._train.data_workers} may help"
             )
+
+    def _measured(self, state: TrainingState, window: Window) -> dict[str, float]:
+        """Return the numbers that depend on the clock, or on the machine."""
+        throughput = state.throughput
+        return {
+            "tokens_per_s": throughput.tokens_per_s,
+            "samples_per_s": throughput.samples_per_s,
+            "tokens_per_s_per_gpu": throughput.tokens_per_s / state.ranks.size,
+            "step_time_s": throughput.step_time_s,
+            "data_wait_s": throughput.data_wait_s,
+            **self._utilisation(state),
+            **_memory(state),
+            **_times(state, state.phases.read(window)),
+            **_balance(state),
+        }
+
+    def _utilisation(self, state: TrainingState) -> dict[str, float]:
+        """Return the operations per second of each rank, and their share of the most that its device can do."""
+        if state.flops is None:
+            return {}
+        dense, attended = (flops / 1e12 / state.ranks.size for flops in state.throughput.flops_per_s)
+        values = {"tflops_per_gpu": dense}
+        if self._peak.tflops is not None:
+            values |= {"mfu": dense / self._peak.tflops, "mfu_attended": attended / self._peak.tflops}
+        return values
+
+
+def _short(value: float) -> float:
+    """Return a measured number with as many digits as mean something, so that a long run's file stays small."""
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def _memory(state: TrainingState) -> dict[str, float]:
+    """Return the most memory that any rank's GPU has had in use since the attempt began, in units of 2^30 bytes."""
+    device = state.distributed_model.device
+    if device.type != "cuda":
+        return {}
+    own = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    with state.phases.waiting():
+        allocated, reserved = state.ranks.most([each / 2**30 for each in own])
+    return {"memory_allocated_gb": allocated, "memory_reserved_gb": reserved}
+
+
+def _times(state: TrainingState, times: PhaseTimes | None) -> dict[str, float]:
+    """Return the seconds of each part per step, since the last time; none if nothing measures them."""
+    if times is None:
+        return {}
+    seconds = {phase: times.per_step(phase) for phase in Phase}
+    values: dict[str, float] = {}
+    if state.phases.communication_known:
+        values = {"communication_share": times.communication_share}
+    else:  # what is known of it is a part of that in which it happens
+        seconds[Phase.FORWARD_BACKWARD] += seconds.pop(Phase.COMMUNICATION)
+    return {
+        "time_total_s": times.total_s / times.steps,
+        **{f"time_{phase}_s": value for phase, value in seconds.items()},
+        **values,
+    }
+
+
+def _balance(state: TrainingState) -> dict[str, float]:
+    """Return the slowest rank by its own work, and how many times the median's time it takes; none if nobody compares."""
+    if state.slowest is None:
+        return {}
+    return {"slowest_rank": state.slowest.rank, "slowest_rank_ratio": state.slowest.ratio}
 
 
 class RunReporter(TrainingHook):

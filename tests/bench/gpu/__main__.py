@@ -32,6 +32,7 @@ from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.models import Decoder
+from slurmtrain.planner.peaks import BF16, peak_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -44,8 +45,6 @@ from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.reporting import StepReports
 
-# Dense bfloat16, NVIDIA's data sheets; the first whose name is in the device's.
-PEAKS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
 WARM_UP, STEPS = 10, 30
 
 
@@ -126,13 +125,12 @@ def measure(case: Case) -> dict[str, Any]:
         arguments = {name: value for name, value in config.model.items() if name != "_target_"}
         flops = Decoder(**arguments).flops_per_token(case.seq_len)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    whole = gpu is not None and "MIG" not in gpu
-    peak = next((peak for name, peak in PEAKS.items() if whole and name in str(gpu)), None)
+    peak = peak_of(gpu, BF16).tflops
     return {
         "gpu": gpu or platform.processor() or platform.machine(),
         "tokens_per_s": round(tokens_per_s, 1),
         "flops_per_token": flops,
-        "mfu": None if peak is None else round(tokens_per_s * flops / peak, 4),
+        "mfu": None if peak is None else round(tokens_per_s * flops / peak / 1e12, 4),
         "wanted": case.wanted,
         "memory_gb": round(torch.cuda.max_memory_allocated() / 2**30, 1) if gpu else None,
         "loss": watch.losses[STEPS],

@@ -276,6 +276,17 @@ def test_a_checkpoint_from_before_the_decoders_fields_were_renamed_is_of_the_sam
         compatibility.check_config(tmp_path, own, {"model": {"_target_": "paced.Paced", "dim": 4}}, ())
 
 
+def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_path: Path) -> None:
+    def config(path: str, **more: Any) -> dict[str, Any]:
+        return {"model": {"_target_": "slurmtrain.models.Decoder", "path": path}, **more}
+
+    compatibility.check_config(tmp_path, config("/a"), config("/b"), ())
+    lora = {"lora": {"r": 8}}
+    compatibility.check_config(tmp_path, config("/a", **lora), config("/a", **lora), ())
+    with pytest.raises(CheckpointMismatchError, match=r"model\.path: /a -> /b"):
+        compatibility.check_config(tmp_path, config("/a", **lora), config("/b", **lora), ())
+
+
 def test_the_same_config_is_the_same_however_it_is_ordered_or_typed(tmp_path: Path) -> None:
     """It has been through JSON: lists and tuples, whole numbers as names."""
     saved(tmp_path, Model("a"), config={**CONFIG, "steps": {1: "x"}, "shape": (4, 3)})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint import difference
-from slurmtrain.checkpoint.difference import differing_tensors, size_of
+from slurmtrain.checkpoint.difference import as_numbers, differences, differing_tensors, size_of
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.errors import CheckpointError
 from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
@@ -57,3 +57,29 @@ def test_a_file_that_was_cut_short_is_an_error_and_no_difference(tmp_path: Path)
     (b / "rank00000.safetensors").write_bytes((b / "rank00000.safetensors").read_bytes()[:100])
     with pytest.raises(CheckpointError, match="has 100 bytes instead of"):
         differing_tensors(a, b)
+
+
+def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    a = save(tmp_path / "a", model=model, optimizer=optimizer)
+    assert differences(a, save(tmp_path / "b", model=model, optimizer=optimizer)) == ([], [])
+    with torch.no_grad():
+        optimizer.state[model.weight]["exp_avg"] *= 1.5
+    optimizer.param_groups[0]["lr"] = 0.5
+    tensors, state = differences(a, save(tmp_path / "c", model=model, optimizer=optimizer))
+    assert [each.name.endswith("weight.exp_avg") for each in tensors] == [True]
+    assert tensors[0].relative == pytest.approx(1 / 3)
+    assert state == ["optimizer.param_groups"]
+    tensors, _ = differences(a, save(tmp_path / "d", model=model.double(), optimizer=optimizer))
+    assert {each.why for each in tensors if each.name.startswith("model.")} == {"another shape or type"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_bytes_become_the_numbers_that_they_stand_for(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.5, -2.0, 0.0, 3e-5]).to(dtype)
+    found = as_numbers(values.view(torch.uint8).numpy().tobytes(), str(dtype).removeprefix("torch."))
+    assert found is not None and found.tolist() == values.double().tolist()
+    assert as_numbers(b"\0" * 8, "int64") is None

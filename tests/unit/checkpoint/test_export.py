@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.export import export, runs
+from slurmtrain.checkpoint.export import Entry, export, runs
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import INDEX, committed
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
 from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts, table_of
+from slurmtrain.checkpoint.hf_folder import publish_folder, write_hf_folder, write_tensor
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.errors import CheckpointError, UsageError
@@ -78,6 +81,36 @@ def by_ranks(
     tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in catalogue.items()}
     manifest = Manifest(FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
+
+
+def test_two_exports_that_replace_the_same_folder_at_once_leave_one_of_them_whole(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    mine, theirs = tmp_path / ".model.1.tmp", tmp_path / ".model.2.tmp"
+    for folder in (out, mine, theirs):
+        folder.mkdir()
+        (folder / "weights").write_text(folder.name)
+    rename, tries = Path.rename, iter(range(3))
+
+    def beside(self: Path, target: Path) -> Path:
+        """The other export puts its folder there as soon as the former one was moved aside, and once more."""
+        moved = rename(self, target)
+        if self == out and next(tries) < 2:
+            shutil.copytree(theirs, out)
+        return moved
+
+    with mock.patch.object(Path, "rename", beside):
+        publish_folder(mine, out, force=True)
+    assert (out / "weights").read_text() == mine.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "model"]
+
+
+def test_a_folder_that_cannot_be_replaced_stays_what_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "weights").write_text("before")
+    with pytest.raises(FileNotFoundError):
+        publish_folder(tmp_path / "not there", out, force=True)
+    assert (out / "weights").read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def cut(tensor: torch.Tensor, name: str, parts: int, dimension: int) -> list[tuple[str, Box, torch.Tensor]]:
@@ -213,6 +246,26 @@ def test_values_that_become_infinite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="w holds values that are too large for float16"):
         export(path, tmp_path / "out.pt", dtype="float16")
     export(path, tmp_path / "out.pt", dtype="bfloat16")
+    # Weights that adapters are merged into are written whole.
+    entry = Entry("w", (2,), torch.float32, torch.float16)
+    with pytest.raises(CheckpointError, match="w holds values that are too large for float16"):
+        write_hf_folder(
+            tmp_path / "merged", [entry], lambda out: write_tensor(out, entry, torch.tensor([1.0, 1e6])), {}
+        )
+    assert not (tmp_path / "merged").exists()
+
+
+def test_tensors_whose_values_are_not_finite_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a checkpoint these are buffers only: parameters that are trained are looked at before they are saved."""
+    model = Mixed()
+    export(save(tmp_path / "sound", model=model), tmp_path / "sound.pt")
+    assert caplog.text == ""
+    model.register_buffer("causal", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("scale", torch.tensor([1.0, torch.nan]).to(torch.bfloat16))
+    export(save(tmp_path / "c", model=model), tmp_path / "out.pt", dtype="float32")
+    (record,) = caplog.records
+    assert record.getMessage().endswith("are exported as they are, in causal, scale")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["scale"].isnan().any()
 
 
 def test_another_object_can_be_chosen(tmp_path: Path) -> None:

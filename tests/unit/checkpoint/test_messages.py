@@ -21,13 +21,19 @@ from slurmtrain.errors import CheckpointError
 from tests.support.pickles import Evil
 
 PACKAGE = Path(slurmtrain.__file__).parent
-# What these pickle stays between a process and its own workers, or in files of one person's own sweep.
+# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last three read
+# files of other programs: by an unpickler that knows the classes of their metadata alone, or torch's of weights alone.
 PICKLE = {
     "sweep/points.py",
     "data/loading/shared_memory.py",
     "data/loading/workers.py",
     "sweep/hydra_launcher.py",
     "runtime/jobs/hydra_task.py",
+    "control/mapping.py",
+    "runtime/jobs/map_task.py",
+    "checkpoint/dcp.py",
+    "models/import_weights.py",
+    "checkpoint/program_tensors.py",
 }
 
 # Of torch.distributed: they pickle.

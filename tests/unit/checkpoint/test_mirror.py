@@ -26,6 +26,7 @@ from slurmtrain.checkpoint.store import commit, mirror
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, MissingError, copy_name, share
 from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.errors import CheckpointError
 
 DAY = 86400.0
@@ -202,10 +203,12 @@ def test_files_of_many_blocks_and_of_none_come_back(
     for module in (mirror, blocks):
         monkeypatch.setattr(module, "BLOCK_BYTES", 100)
     files = {"long": os.urandom(1001), "even": os.urandom(300), "none": b"", "index.bin": b"i"}
-    path = checkpoint(directory, 1, files=files)
+    path, before = checkpoint(directory, 1, files=files), blocks_moved()
     name = copy(store, path)
+    assert blocks_moved() - before >= 11 + 3 + 1, "who waits for a slow store sees that it gets on"
     (tmp_path / "back").mkdir()
     store.download(name, tmp_path / "back", store.manifest(name).sizes)
+    assert blocks_moved() - before >= 2 * (11 + 3 + 1)
     assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == files
 
 

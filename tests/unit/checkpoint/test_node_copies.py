@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.node_copies.lineage import (
     newest_durable,
     read_lineage,
 )
-from slurmtrain.checkpoint.node_copies.restore import listed
+from slurmtrain.checkpoint.node_copies.restore import copy_holdings
 from slurmtrain.checkpoint.node_copies.transfer import Transfer, in_turns, ring, to_neighbours
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
@@ -106,7 +106,7 @@ def test_what_nodes_hold_is_listed_by_copy_the_newest_first() -> None:
         [(2, "new", mark, ("x",), False), (1, "old", mark, ("x", "y"), True)],
         [(2, "new", mark, ("x", "y"), True)],
     ]
-    new, old = listed(of_nodes)
+    new, old = copy_holdings(of_nodes)
     assert (new.step, new.holders, new.nodes, new.with_index) == (2, {"x": (0, 1), "y": (1,)}, (0, 1), 1)
     assert (old.step, old.holders, old.nodes, old.with_index) == (1, {"x": (0,), "y": (0,)}, (0,), 0)
 

@@ -48,6 +48,12 @@ def test_the_newest_from_before_a_trouble_stays(sound_step: int | None, removed:
     assert surplus(kept(10, 20, 30, 40), Keep(last=2), sound_step=sound_step) == removed
 
 
+def test_steps_that_nobody_has_judged_yet_stay() -> None:
+    """Any of them may turn out to be the newest sound one."""
+    assert surplus(kept(3, 4, 5, 6), Keep(last=2), sound_step=3, unchecked_step=4) == []
+    assert surplus(kept(3, 4, 5, 6, 7), Keep(last=2), sound_step=4, unchecked_step=6) == [3, 5]
+
+
 def test_nothing_is_removed_while_there_are_no_more_than_the_last() -> None:
     assert surplus([], Keep()) == []
     assert surplus(kept(10), Keep()) == []

@@ -214,6 +214,9 @@ BAD_WORDS = [
     ([*SLURM, "--optim.lr=3"], "there is no option '--optim.lr'", "optim.lr=3"),
     ([*SLURM, "-lr", "1e-3"], "there is no option '-lr'", "did you mean optim.lr?"),
     ([*SLURM, "lr=1e-3"], "there is no config key 'lr'", "did you mean optim.lr?"),
+    ([*SLURM, "watchdog=off"], "watchdog is a group of fields", "write watchdog.enabled=false"),
+    ([*SLURM, "sweep=2"], "sweep is a group of fields", "one by one: sweep.pack"),
+    ([*SLURM, "cluster.container=pyxis"], "cluster.container is a group", "write cluster.container.kind=pyxis"),
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
     ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is none called 'USER'", "for bash write $USER"),
 ]

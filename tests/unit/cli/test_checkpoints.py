@@ -200,6 +200,16 @@ def test_a_terminal_sees_how_far_it_is(run: RunDir) -> None:
 # prune
 
 
+def test_prune_keeps_the_newest_from_before_numbers_broke(run: RunDir) -> None:
+    """As the run itself does: its newest two may be of the trouble."""
+    checkpointer = Checkpointer(run.checkpoints, incarnation=Incarnation(4, "attempt 4, job 7"), keep=Keep(last=10))
+    for step in (50, 60):
+        checkpointer.save(step, model=torch.nn.Linear(64, 64), trainer={"health": {"sound_step": 37}})
+    checkpointer.close()
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert steps(run) == [30, 50, 60]
+
+
 def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir, capsys: Out) -> None:
     configure(run, keep_best=1)
     size = sum(file.stat().st_size for file in committed(run.checkpoints)[0].iterdir())
@@ -353,6 +363,42 @@ def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir, capsys: 
     flip(committed(run.checkpoints)[-1])
     assert main(["checkpoints", "last", "export", "x.pt"]) == 1
     assert not Path("x.pt").exists()
+
+
+def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: RunDir, capsys: Out) -> None:
+    assert main(["checkpoints", "last", "export", "folder", "--format", "dcp"]) == 0
+    assert capsys.readouterr().out.startswith("folder: 2 tensors of model from checkpoint_0000040, ")
+    assert main(["checkpoints", "start", "import", "folder"]) == 0
+    path = Path("start/checkpoint_0000000")
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"to begin with them: checkpoint.restore_from={path} checkpoint.restore_only=model"
+    )
+    assert main(["checkpoints", str(path), "verify"]) == 0
+    assert (
+        main(["checkpoints", str(path), "export", "same.pt"]) == main(["checkpoints", "last", "export", "new.pt"]) == 0
+    )
+    same, new = (torch.load(name, weights_only=True) for name in ("same.pt", "new.pt"))
+    assert same.keys() == new.keys() and all(torch.equal(same[name], value) for name, value in new.items())
+    for directory, source in ((str(run.path), "folder"), ("start", "nowhere"), ("no/where", "folder")):
+        assert main(["checkpoints", directory, "import", source]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["out", "--format", "hf"], 1, "it does not say what model it holds"),
+        (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
+        (["out.pt", "--format", "safetensors"], 2, "out.pt is no name for --format safetensors"),
+        (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
+        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is no size"),
+        (["out"], 2, "out has no suffix of a known format"),
+    ],
+)
+def test_an_export_that_cannot_be_is_one_sentence(
+    words: list[str], code: int, message: str, run: RunDir, capsys: Out
+) -> None:
+    assert main(["checkpoints", "last", "export", *words]) == code
+    assert message in capsys.readouterr().err and not list(Path().glob("out*"))
 
 
 # What RUN may be.

@@ -17,10 +17,11 @@ import yaml
 
 from slurmtrain import __version__
 from slurmtrain.cli import arguments, main
-from slurmtrain.cli.arguments import normalise, parse
+from slurmtrain.cli.arguments import parse
 from slurmtrain.cli.manual import topics
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups
+from slurmtrain.config.overrides import normalise
 from slurmtrain.resources import PACKAGE, shipped
 from tests.support.commands import Cli, FakeSlurm
 
@@ -279,6 +280,8 @@ def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project:
         ("slurmtrain checkpoints last ve", {"verify"}),
         ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
         ("slurmtrain su", {"submit"}),
+        ("slurmtrain +cluster=local drill la", {"last"}),
+        ("slurmtrain drill --st", {"--steps", "--stop-at", "--stop-after"}),
         ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
     ],
 )
@@ -340,7 +343,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
         (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
         (["sandbox", "upp"], "invalid choice: 'upp'", "sandbox"),
-        (["runs"], "list|compare|prune", "runs"),
+        (["runs"], "list|compare|bundle|prune", "runs"),
         (["runs", "lst"], "invalid choice: 'lst'", "runs"),
         (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
         (["logs"], "required: RUN", "logs"),

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.cli import main, sandbox
+from slurmtrain.cli import main, remote, sandbox
 from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.cli.manual import WIDEST, topics
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import compose
 from slurmtrain.config.reference import page
 from slurmtrain.resources import PACKAGE
+from tests.support.transformers_models import write_small_model
 
 README = PACKAGE.parent / "README.md"
 CONTRIBUTING = PACKAGE.parent / ".github" / "CONTRIBUTING.md"
@@ -96,10 +97,13 @@ def test_every_command_that_a_page_shows_is_understood(project: Path, capsys: py
     }.items():
         (project / "my_conf" / name).parent.mkdir(parents=True)
         (project / "my_conf" / f"{name}.yaml").write_text(text)
+    write_small_model(project / "models")
     commands = shown_commands()
     assert len(commands) > 60
     composed: set[tuple[str, ...]] = set()
     for words in commands:
+        if remote.wanted(words):
+            _, words = remote.split_host(words, "work")
         verb = find_verb(words)
         if verb == "sandbox":  # which would start one
             sandbox._parser().parse_args(words[1:])
@@ -111,11 +115,13 @@ def test_every_command_that_a_page_shows_is_understood(project: Path, capsys: py
         else:
             parsed = parse(words)
             assert verb or {"--cfg", "--help", "--version"} & {*parsed.options}, words
-            assert not parsed.positionals or verb in ("prepare", "train"), words
+            assert not parsed.positionals or verb in ("prepare", "train", "drill"), words
             if "--multirun" in parsed.options:  # whose values are choices, which only a sweep composes
                 continue
             own = {"config_dir": "my_conf"} if {"=mine"} & {word[-5:] for word in words} else {}
             overrides = tuple(word for word in parsed.overrides if not word.startswith("+secrets."))
+            if {"model=hf", "experiment=sft"} & {*overrides}:
+                overrides = tuple(re.sub("^model.path=.*", f"model.path={project}/models", word) for word in overrides)
             if overrides not in composed:
                 compose(overrides, **own)
             composed.add(overrides)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, literal_override
-from slurmtrain.runtime.jobs.command import with_variables
+from slurmtrain.runtime.jobs.program_start import with_variables
 from tests.support.commands import Cli
 
 WORDS = [
@@ -91,7 +91,7 @@ def test_what_only_a_rank_knows_is_filled_in_where_no_shell_does_it(words: list[
     ("line", "sentence"),
     [
         (["submit", "--"], "there is no program after --"),
-        (["--", "submit"], "goes with submit and render and train, not with no verb at all"),
+        (["--", "submit"], "goes with submit and render and train and drill, not with no verb at all"),
         (["layout", "--", "python"], "not with layout"),
         (["job.command=date", "submit", "--", "python"], "job.command=date and a program after --: which is it?"),
         (["job=prepare", "submit", "--", "python"], "job=prepare and a program after --"),

@@ -100,6 +100,21 @@ RUN_KEYS = f"id name path state sentence alive step job_id job_ids created doubt
 ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
 
 
+def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_characters(make: Make, capsys: Out) -> None:
+    run = make("finished")
+    usual = {"step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward", "ratio": 1.6}
+    run.event(Event.STRAGGLER, attempt=1, excess_s=0.2, step_s=0.5, sporadic=False, **usual)
+    run.event(Event.STRAGGLER, attempt=1, **{**usual, "node": "n\x1b[2Jx", "step": 300})
+    shown = printed(capsys, "status", run.id)
+    assert (
+        "\n  slow ranks: rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 since step 120); rank"
+        in shown
+    )
+    assert "\x1b" not in shown
+    first, _ = read(capsys, "status", run.id, "--json")["slow_ranks"]
+    assert (first["node"], first["ranks"], first["share"], first["until"]) == ("n2", [3], 0.4, None)
+
+
 def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys: Out) -> None:
     done, waits = make("finished", losses={10: 2.0, 20: 1.0}), make("waiting")
     listed = read(capsys, "status", "--json")
@@ -107,7 +122,15 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys:
     by_id = {run["id"]: run for run in listed}
     assert all(list(run) == RUN_KEYS.split() for run in listed)
     finished, waiting = by_id[done.id], by_id[waits.id]
-    assert read(capsys, "status", done.id, "--json") == {**finished, "evaluations": [], "left_out": []}
+    one = read(capsys, "status", done.id, "--json")
+    assert sum(one["goodput"]["seconds"].values()) == pytest.approx(one["goodput"]["wall_s"])
+    assert {key: value for key, value in one.items() if key != "goodput"} == {
+        **finished,
+        "evaluations": [],
+        "left_out": [],
+        "slow_ranks": [],
+        "next_change": [],
+    }
     assert list(finished["attempts"][0]) == ATTEMPT_KEYS.split()
     assert (finished["state"], finished["alive"], finished["step"], finished["job_id"]) == ("finished", False, 20, None)
     assert (finished["attempts"][0]["number"], finished["attempts"][0]["verdict"]) == (1, "done")
@@ -215,6 +238,25 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
     assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they part
     assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
+
+
+def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make, capsys: Out) -> None:
+    a, b = make("finished", "job.snapshot=cwd"), make("finished", "job.snapshot=cwd")
+    (b.code / "\x1b[31mred.py").touch()
+    for revision in (5, "\x1b]0;title\x07"):
+        b.update_info(code={"revision": revision, "dirty": "yes"})
+        text = printed(capsys, "runs", "compare", a.id, b.id)
+        assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
+
+
+def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(tmp_path: Path) -> None:
+    for sweep, text in (("one", "a"), ("two", "b")):
+        (tmp_path / sweep / "code").mkdir(parents=True)
+        (tmp_path / sweep / "code" / "train.py").write_text(text)
+        (tmp_path / sweep / "point").mkdir()
+        (tmp_path / sweep / "point" / "code").symlink_to("../code")
+    one, two = (compare.snapshot_of(RunDir(tmp_path / sweep / "point")) for sweep in ("one", "two"))
+    assert compare.code_differences(one, two) == ["train.py"] and compare.code_differences(one, one) == []
 
 
 def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make, capsys: Out) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,25 @@ def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.Mo
 
 
 def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> None:
-    values = yaml.safe_load(freeze(compose(["watchdog.min_s=300"])))
+    names = ("peak_tflops", "gpu_link_gb_per_s", "network_gb_per_s", "storage_gb_per_s", "failures_per_1000_node_days")
+    rates = [f"cluster.{name}=1" for name in names]
+    values = yaml.safe_load(
+        freeze(
+            compose(
+                [
+                    *rates,
+                    "cluster.port_range=23000-23040",
+                    "cluster.choices=[a,b]",
+                    "cluster.node_paths=[/scratch]",
+                    "watchdog.min_s=300",
+                    "search.pruner=median",
+                    "preflight=off",
+                    "observe.textfile_dir=/x",
+                    "lora.r=8",
+                ]
+            )
+        )
+    )  # left out unless used
     assert list(values) == [field.name for field in dataclasses.fields(Config)]
     assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
 
@@ -296,6 +315,37 @@ def test_names_that_are_good_folders_are_accepted(name: str) -> None:
     config = compose_once()
     config.job = JobConfig(name=name)
     validate(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lora.target_modules=[query,output]"], "names 'output', which has the same weights as the embedding"),
+        (["model.tie_embeddings=false", "lora.target_modules=[query,output]"], None),
+        (["lora.target_modules=[embedding]"], "names 'embedding', which is an embedding"),
+        (
+            ["model=huggingface", "model.path=tied", "lora.target_modules=[lm_head]"],
+            "names 'lm_head', which has the same",
+        ),
+        (["model=huggingface", "model.path=untied", "lora.target_modules=[lm_head]"], None),
+        (["model=huggingface", "model.path=not-here", "lora.target_modules=[lm_head]"], None),
+        (["parallel.tp=2", "cluster.tasks_per_node=2"], "LoRA adapters cannot be combined with tensor parallelism"),
+        (["parallel.pp=2", "cluster.tasks_per_node=2"], "LoRA adapters cannot be combined with pipeline parallelism"),
+    ],
+)
+def test_adapters_that_could_not_be_exported_or_laid_out_are_refused_before_anything_is_trained(
+    words: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tied", "untied"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"tie_word_embeddings": name == "tied"}))
+    config = compose(["lora.r=4", *words])
+    if said is None:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=said):
+        validate(config)
 
 
 def test_a_command_needs_neither_model_nor_batch() -> None:

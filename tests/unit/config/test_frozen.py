@@ -26,6 +26,7 @@ from slurmtrain.launch import changes
 from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
 from slurmtrain.launch.snapshot import Snapshot
 from slurmtrain.runs import lookup
+from slurmtrain.runs.code_record import record_of
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.jobs.train import _of_optimizer
@@ -182,6 +183,9 @@ def test_a_config_of_a_newer_version_names_what_is_not_known_here(tmp_path: Path
         ("optim.lr=[", "cannot read it"),
         ("optim.lr=1,2", "single fields can be set"),
         ("model=small", "single fields can be set"),
+        ("nosuch=1", "there is no config key 'nosuch'"),
+        ("watchdog=off", "single fields can be set"),
+        ("cluster.container=pyxis", "single fields can be set"),
         ("~optim.lr", "single fields can be set"),
         ("job.name=other", "job.name was decided when the run was submitted"),
     ],
@@ -309,6 +313,7 @@ def ended_run(path: Path) -> RunDir:
     for folder in ("attempts", "checkpoints", "code"):
         (path / folder).mkdir(parents=True)
     (path / "code" / "step.py").write_text("old")
+    (path / "code.json").write_text("old")
     run = RunDir(path)
     run.config_file.write_text("old")
     run.script.write_text("old")
@@ -322,6 +327,7 @@ def ended_run(path: Path) -> RunDir:
 def fresh_code(config: object, info: object, target: Path) -> Snapshot:
     target.mkdir()
     (target / "step.py").write_text("new")
+    record_of(target).write_text("new")
     return Snapshot("code", "new")
 
 
@@ -349,7 +355,8 @@ def what(run: RunDir) -> tuple[object, ...]:
     """Whether its parts are those of before or after a change."""
     info = run.info()
     config, code = run.config_file.read_text(), (run.code / "step.py").read_text()
-    return config == "new", run.script.read_text() == "new", code == "new", info["code"]["revision"] == "new"
+    told = record_of(run.code).read_text() == "new", info["code"]["revision"] == "new"
+    return config == "new", run.script.read_text() == "new", code == "new", *told
 
 
 def killed_at(line: int, action: object) -> bool:
@@ -395,13 +402,14 @@ def test_a_change_that_is_killed_at_any_line_is_done_whole_or_not_at_all(
             killed_at(line // 3, lambda run=run: undo_unfinished(run))
         undo_unfinished(run)
         found = what(run)
-        assert found in ((True,) * 4, (False,) * 4), (line, found)
+        assert found in ((True,) * 5, (False,) * 5), (line, found)
         assert not list(run.path.glob(".code-*")), line
         seen.add(found)
         do()
-        assert what(run) == (True,) * 4, line
+        assert what(run) == (True,) * 5, line
         assert (run.path / "config.0001.yaml").read_text() == "old", line
         assert (run.path / "code.0001" / "step.py").read_text() == "old", line
+        assert (run.path / "code.0001.json").read_text() == "old", line
         if not killed:
             break
     assert not killed and len(seen) == 2

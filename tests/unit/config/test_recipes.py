@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from slurmtrain.cli.arguments import parse
+from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.submit import dry_run
-from slurmtrain.planner.fit import check_fits, in_gb, memory_of
+from slurmtrain.planner.fit import GIB, ROOM, check_fits, in_gb, memory_of
 from slurmtrain.resources import shipped
 
+QWEN3_8B = {  # of its config.json
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+}
 RECIPES = [path for path in sorted((shipped("conf") / "experiment").glob("*.yaml")) if path.stem != "smoke"]
 
 
@@ -22,13 +37,23 @@ RECIPES = [path for path in sorted((shipped("conf") / "experiment").glob("*.yaml
 def test_a_recipe_says_what_it_reaches_and_its_commands_are_valid_as_they_stand(recipe: Path, project: Path) -> None:
     text = recipe.read_text()
     assert re.search(r"Measured: a validation loss of \d|No loss is given, since it was not measured", text)
-    commands = re.findall(r"^#     python -m slurmtrain (.*)$", text, re.MULTILINE)
-    assert any(shlex.split(command, comments=True)[-1] == "submit" for command in commands)
+    folder = project / "models" / "Qwen3-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    text = text.replace("/models/", f"{project}/models/").replace("\\\n#", "")
+    commands = [
+        shlex.split(line, comments=True) for line in re.findall(r"^#     python -m slurmtrain (.*)$", text, re.M)
+    ]
+    assert any(command[-1] == "submit" for command in commands)
     for command in commands:
-        config = compose(parse(shlex.split(command, comments=True)).overrides)
+        if find_verb(command) not in ("submit", "layout"):
+            continue
+        config = compose(parse(command).overrides)
         dims = validate(config)
         check_fits(config, dims)
         assert "slurmtrain" in dry_run(config, project)
         told = re.search(r"a rank needs about (\S+) GB", text)
         if told:
-            assert told[1] == in_gb(max(stage.total for stage in memory_of(config, dims) or []))
+            needed = max(stage.total for stage in memory_of(config, dims) or [])
+            assert told[1] == in_gb(needed)
+            assert config.cluster.gpu_memory_gb and needed <= ROOM * config.cluster.gpu_memory_gb * GIB, "and has room"

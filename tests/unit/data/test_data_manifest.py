@@ -42,7 +42,7 @@ def test_the_smallest_type_holds_the_vocabulary(vocabulary: int, dtype: str) -> 
         ('"train": {', '"../x": {', "'../x' cannot be the name of a split"),
         ('"kind": "tokenizers"', '"kind": "sentences"', "tokenizer.kind is 'sentences'"),
         ('"ends": "cd",', "", "shard 00000 of splits.train: sha256 has tokens, bytes, expected tokens, ends, bytes"),
-        ('"format": 1', '"format": 2', "has format 2, expected 1"),
+        ('"format": 1', '"format": 3', "has format 3, expected 1 or 2"),
         ("{", "[{", "is no JSON"),
     ],
 )

@@ -31,8 +31,9 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.prepare.bad_record import BadRecord
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.reading import BadRecord, Reading
+from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit, recorded
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan

@@ -85,6 +85,9 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
     assert "prepare.eos" in str(refused.value.hint)
     facts = load_tokenizer(TokenizerChoice(str(path), eos="</s>", bos="0"))[0].facts
     assert (facts.bos, facts.eos, facts.vocab_size) == (0, 320, 321)
+    content["added_tokens"][-1]["special"] = False  # a piece of text like others, as "</s>" of HTML is in Qwen's
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(TokenizerChoice(str(path)))[0].facts.eos == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,18 @@ from tests.support.commands import Cli, FakeSlurm
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
+
+
+LLAMA = {  # a config.json
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def after(config: Config, *words: str) -> Config:
@@ -52,6 +65,7 @@ MAY_CHANGE = [
     "hooks.on_finish=true",
     "eval.metrics.accuracy=true",
     "model.dropout=0.1",
+    "lora.dropout=0.1",
 ]
 
 
@@ -67,6 +81,9 @@ MUST_NOT = [
     ("model.n_layers=2", "weights"),
     ("model.rope_theta=1000", "weights"),
     ("+model.extra=1", "weights"),
+    ("lora.r=8", "weights"),
+    ("lora.alpha=32", "weights"),
+    ("lora.target_modules=[query]", "weights"),
     ("data.seq_len=32", "order"),
     ("data.max_bytes=1000000", "order"),
     ("+data.other=1", "order"),
@@ -92,6 +109,19 @@ def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_re
 
 def test_a_person_who_says_so_goes_on_all_the_same() -> None:
     check_meaning(OURS, after(OURS, "train.seed=1", "checkpoint.allow=[config,data]"), 100)
+
+
+@pytest.mark.parametrize("model", ["huggingface", "hf"])
+def test_adapters_stay_beside_the_weights_that_they_were_trained_with(model: str, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
+    words = [f"model={model}", f"model.path={tmp_path}/one", "lora.r=4"]
+    config, other = compose(words), f"model.path={tmp_path}/other"
+    with pytest.raises(UsageError, match=r"model\.path: .* cannot change after step 100"):
+        check_meaning(config, after(config, other), 100)
+    check_meaning(config, after(config, other, "checkpoint.allow=[config]"), 100)
+    check_meaning(config, after(config, other), None)
 
 
 def test_of_a_model_of_ones_own_fields_may_change_and_the_class_may_not() -> None:
@@ -347,22 +377,89 @@ def test_a_run_at_work_has_the_changed_config_in_its_next_attempt(cli: Cli, proj
     assert not run.next_change_file.exists() and load_frozen(run.config_file).cluster.env == {"MODE": "after"}
 
 
+@pytest.mark.parametrize(
+    ("word", "printed", "lr", "nodes"), [("optim.lr=1e-4", "", 1e-4, 4), ("cluster.nodes=2", "change\n", None, 4)]
+)
+def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves_it_to_a_new_job(
+    waiting: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    word: str,
+    printed: str,
+    lr: float | None,
+    nodes: int,
+) -> None:
+    before = load_frozen(waiting.config_file)
+    (waiting.attempts / "0001").mkdir()
+    write_json(waiting.next_change_file, {"set": [word], "cwd": "/", "asked": 5.0})
+    capsys.readouterr()
+    assert main(["status", waiting.id]) == 0
+    assert f"next attempt: with {word}" in capsys.readouterr().out
+    assert main(["status", waiting.id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["next_change"] == [word]
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main(["begin-attempt", str(waiting.path)]) == 0
+    assert capsys.readouterr().out == printed
+    now = load_frozen(waiting.config_file)
+    assert (now.optim.lr, now.cluster.nodes) == (lr or before.optim.lr, nodes)
+    assert waiting.next_change_file.exists() == bool(printed)  # else the job that goes on would not know of it
+
+
 def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_it(waiting: RunDir) -> None:
-    from slurmtrain.launch.next_change import make_staged
+    from slurmtrain.launch.next_change import apply_next_change
 
     before = waiting.config_file.read_text()
     write_json(waiting.next_change_file, {"set": ["train.steps=0"], "cwd": "/", "asked": 1.0})
-    assert not make_staged(waiting) and not waiting.next_change_file.exists()
+    assert not apply_next_change(waiting) and not waiting.next_change_file.exists()
     assert waiting.config_file.read_text() == before
     assert waiting.events()[-1]["event"] == "not changed" and "train.steps=0" in waiting.events()[-1]["why"]
 
 
+@pytest.mark.parametrize("kept", [{"asked": 1.0}, {}], ids=["an error of ours", "no time in the file"])
+def test_a_kept_change_that_cannot_be_made_for_a_reason_that_nobody_expects_does_not_requeue_the_job_for_ever(
+    waiting: RunDir, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slurmtrain.launch import next_change
+
+    def fails(*values: Any, **more: Any) -> None:
+        waiting.update_info(changing=7)  # it was under way
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr("slurmtrain.launch.changes.change", fails)
+    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", **kept})
+    assert not next_change.apply_next_change(waiting) and not waiting.next_change_file.exists()
+    assert waiting.info()["changing"] is None
+    assert "a mistake of ours" in waiting.events()[-1]["why"]
+
+    monkeypatch.setattr("slurmtrain.launch.changes.plan", fails)
+    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", **kept})
+    assert next_change.make_in_this_job(waiting) and not waiting.next_change_file.exists()
+
+
+def test_a_kept_change_whose_maker_is_killed_each_time_is_given_up(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slurmtrain.launch import next_change
+
+    def killed(*values: Any, **more: Any) -> None:
+        raise SystemExit(9)
+
+    monkeypatch.setattr("slurmtrain.launch.changes.change", killed)
+    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", "asked": 1.0})
+    for _ in range(next_change.TRIES):
+        with pytest.raises(SystemExit):
+            next_change.apply_next_change(waiting)
+    assert not next_change.apply_next_change(waiting) and not waiting.next_change_file.exists()
+    assert "have ended before it was made" in waiting.events()[-1]["why"]
+
+
 def test_a_kept_change_is_made_once(waiting: RunDir) -> None:
     """Its maker was killed before it could remove the file."""
-    from slurmtrain.launch.next_change import make_staged
+    from slurmtrain.launch.next_change import apply_next_change
 
     kept = {"set": ["train.steps=700"], "cwd": "/", "asked": 5.0}
     for _ in range(2):
         write_json(waiting.next_change_file, kept)
-        assert make_staged(waiting)
+        assert apply_next_change(waiting)
     assert len(waiting.info()["changes"]) == 1 and load_frozen(waiting.config_file).train.steps == 700

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import yaml
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
+from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import directive
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import submit_existing_script
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
@@ -32,6 +36,7 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
             *("cluster.container.kind=apptainer", "cluster.container.image=image", "cluster.slurm_conf=slurm.conf"),
             *("cluster.container.mounts=[./data:/data:ro,/a:/b]", "cluster.conda_env=torch", "cluster.venv=envs/torch"),
             *("job.runs_dir=out", "checkpoint.mirror=s3://bucket/folder"),
+            *("prepare.tokenizer=tokenizer.json", "prepare.chat_template=chat.jinja"),
             "+eval.cluster={container: {image: eval.sif}, python: bin/python, nodes: 1}",
         ]
     )
@@ -45,12 +50,20 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     assert cluster.container.mounts == [f"{tmp_path}/data:/data:ro", "/a:/b"]
     assert (cluster.conda_env, cluster.venv) == ("torch", f"{tmp_path}/envs/torch")
     assert found.job.runs_dir == f"{tmp_path}/out"
+    assert found.prepare.tokenizer == f"{tmp_path}/tokenizer.json"
+    assert found.prepare.chat_template == f"{tmp_path}/chat.jinja"
     assert found.eval.cluster == {
         "container": {"image": f"{tmp_path}/eval.sif"},
         "python": f"{tmp_path}/bin/python",
         "nodes": 1,
     }
     assert with_absolute_paths(found, Path("/elsewhere")) == found
+
+
+@pytest.mark.parametrize("word", ["chatml", "none"])
+def test_a_word_in_place_of_a_chat_template_stays_what_it_is(word: str, tmp_path: Path) -> None:
+    config = compose([f"prepare.chat_template={word}"])
+    assert with_absolute_paths(config, tmp_path).prepare.chat_template == word
 
 
 @pytest.mark.parametrize("image", ["nvcr.io#nvidia/pytorch:26.01", "docker://ubuntu", "ubuntu:24.04"])
@@ -89,6 +102,10 @@ def test_a_folder_of_checkpoints_is_refused_before_the_queue_and_its_newest_one_
     for step in (10, 20):
         (tmp_path / f"run/checkpoints/checkpoint_{step:07d}").mkdir(parents=True)
         (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").touch()
+    (tmp_path / "runs/lm/r-7/checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="/runs/lm/r-7 is no checkpoint: it is a run") as caught:
+        check_named_paths(compose(["cluster=a100x4", "checkpoint.restore_from=r-7", "job.runs_dir=runs"]), tmp_path)
+    assert "nor has it any" in str(caught.value.hint)
     for named in ("run", "run/checkpoints"):
         with pytest.raises(ConfigError, match="is no checkpoint: it has no manifest") as caught:
             check_named_paths(compose(["cluster=a100x4", f"checkpoint.restore_from={named}"]), tmp_path)
@@ -183,3 +200,107 @@ def test_a_folder_of_runs_with_a_backslash_in_its_name_is_refused(tmp_path: Path
                 check_named_paths(config, tmp_path)
         else:
             check_named_paths(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "hint"),
+    [
+        (["checkpoint.restore_from=runs/x/checkpoints/y"], "no checkpoint .*/runs/x/.*: .* has no runs", "relative"),
+        (["data=files", "data.paths=[tests/**/*.txt]"], "no file .*: .* has no tests", "did you mean .*/texts"),
+        (["job=prepare", "prepare.inputs=raw.json", "prepare.output=out"], "prepare.inputs: .* raw.json in ", "raw.jsonl"),
+        (["job=prepare", "prepare.inputs=[a/*.gz]", "prepare.output=out"], "prepare.inputs: .*/a/[*].gz: .* has no a", "rel"),
+        (
+            ["job=prepare", "prepare.inputs=raw.jsonl", "prepare.output=out", "prepare.tokenizer=no/tokenizer.json"],
+            "prepare.tokenizer: there is no file .*: .* has no no",
+            "relative",
+        ),
+        (
+            ["job=prepare", "prepare.inputs=raw.jsonl", "prepare.output=raw.jsonl/out"],
+            "prepare.output=.*/raw.jsonl/out cannot be written: .*/raw.jsonl is no folder",
+            "that you may write",
+        ),
+        (["cluster.venv=texts"], "cluster.venv: .*/texts is no virtual environment: it has no bin/activate", "python -m venv"),
+        (["model=huggingface", "model.path=empty"], "model.path: .*/empty has no weights: no [*].safetensors\n", "again"),
+        (["model=huggingface", "model.path=old"], "has no weights: no [*].safetensors, only pytorch_model.bin", "again"),
+        (
+            ["model=huggingface", "model.path=torn"],
+            "lacks model-2.safetensors, one of 2 of its 3 files of weights that are not there",
+            "fetch the folder again",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_with_the_first_part_that_is_and_what_was_probably_meant(
+    overrides: list[str], told: str, hint: str, tmp_path: Path
+) -> None:
+    for folder in ("texts", "empty", "old", "torn"):
+        (tmp_path / folder).mkdir()
+    for name in ("raw.jsonl", "old/pytorch_model.bin", "torn/model-1.safetensors"):
+        (tmp_path / name).touch()
+    files = {f"layer.{number}": f"model-{number}.safetensors" for number in (1, 2, 3)}
+    (tmp_path / "torn" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ConfigError, match=told) as refused:
+        check_named_paths(compose(["cluster=a100x4", *overrides]), tmp_path)
+    assert re.search(hint, str(refused.value.hint))
+
+
+def test_a_run_that_has_checkpoints_needs_what_it_began_with_no_more(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    began = ["cluster=a100x4", "checkpoint.restore_from=gone/checkpoint_0000005"]
+    assert check_named_paths(compose(began), tmp_path, begun=True) == []
+    weights = ["cluster=a100x4", "model=huggingface", "model.path=folder"]
+    assert check_named_paths(compose(weights), tmp_path, begun=True) == []
+    with pytest.raises(ConfigError, match="has no weights"):  # adapters: every start reads the weights
+        check_named_paths(compose([*weights, "lora.r=4"]), tmp_path, begun=True)
+    with pytest.raises(ConfigError, match="there is no folder gone"):
+        check_named_paths(compose([*weights, "model.path=gone"]), tmp_path, begun=True)
+
+
+def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant(tmp_path: Path) -> None:
+    named = ["data=files", "data.paths=[/only/on/nodes/*.txt]", "cluster.setup=['source /opt/cuda-99/env.sh']"]
+    (warning,) = check_named_paths(compose(["cluster=a100x4", *named]), tmp_path)
+    assert "data.paths (/only/on/nodes/*.txt)" in warning and "'source /opt/cuda-99/env.sh'" in warning
+    assert "cluster.node_paths=[/opt/cuda-99,/only]" in warning
+    assert (
+        check_named_paths(compose(["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]), tmp_path)
+        == []
+    )
+    with pytest.raises(ConfigError, match="there is no file"):  # this machine is the node
+        check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
+
+
+def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+    named = ("data=files", "data.paths=[/only/on/nodes/*.txt]")
+    answer = cli("-m", CLUSTER, *named, "optim.lr=1e-3,1e-4", "submit", "--dry-run")
+    assert answer.returncode == 0 and "only the nodes can know" not in answer.stderr, "a dry run looks at no files"
+    answer = cli("-m", CLUSTER, *named, "optim.lr=1e-3,1e-4", "submit")
+    assert answer.returncode == 0 and answer.stderr.count("only the nodes can know") == 1, answer.stderr
+    answer = cli("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
+    assert answer.returncode == EXIT_CONFIG and "point 0 (optim.lr=0.001): checkpoint.restore_from" in answer.stderr
+    assert len(fake_slurm.submitted) == 1
+
+
+def test_a_path_of_an_own_class_that_the_snapshot_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cwd" / "corpus").mkdir(parents=True)
+    (tmp_path / "cwd" / "train").mkdir()
+    config = compose(
+        ["cluster=a100x4", "+data.path=corpus", "+data.sub={files: [corpus/a, corpus]}", "+data.split=train"]
+    )
+    source = CodeSource(tmp_path / "cwd", "code", git=True)
+    (workdir := tmp_path / "run" / "code").mkdir(parents=True)
+    warnings = check_in_snapshot(config, workdir, source, tmp_path / "cwd")
+    assert [warning.partition(" is not in the snapshot")[0] for warning in warnings] == [
+        "data.path=corpus",
+        "data.sub.files=corpus",
+    ]
+    (workdir / "corpus").mkdir()
+    assert check_in_snapshot(config, workdir, source, tmp_path / "cwd") == []
+
+
+def test_a_person_in_a_folder_of_a_run_is_told_where_he_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run-7" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run-7" / "run.json").write_text("{}")
+    monkeypatch.delenv("SLURMTRAIN_RUN_DIR", raising=False)
+    (warning,) = check_named_paths(compose(["cluster=a100x4"]), tmp_path / "run-7" / "checkpoints")
+    assert "this folder lies in the run run-7" in warning
+    monkeypatch.setenv("SLURMTRAIN_RUN_DIR", str(tmp_path / "run-7"))  # a program of the run submits another job
+    assert check_named_paths(compose(["cluster=a100x4"]), tmp_path / "run-7" / "checkpoints") == []

@@ -126,7 +126,8 @@ def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
     accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
     add = 'echo "101 PENDING ${1#--comment=}" >>"$here/queue"\n' if accepted else ""
-    slurm.command("sbatch", add + 'touch "$here/in-sbatch"; exec sleep 600')
+    accepts = 'case " $* " in *" --test-only "*) exit 0;; esac\n'
+    slurm.command("sbatch", accepts + add + 'touch "$here/in-sbatch"; exec sleep 600')
     command = [sys.executable, "-m", "slurmtrain", "+cluster=a100x4", "submit"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not (slurm.directory / "in-sbatch").exists():

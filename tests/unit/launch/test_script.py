@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,20 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
 from slurmtrain.config.validate import validate
-from slurmtrain.launch.script import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
+from slurmtrain.launch.script import (
+    JobPaths,
+    Line,
+    explain_script,
+    render_script,
+    sbatch_directives,
+    setup_lines,
+    srun_words,
+)
 from slurmtrain.launch.submit import preparing, submit, submit_existing_script
 from slurmtrain.report.status import state
 from slurmtrain.resources import shipped
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.versions import Version
 from tests.support.children import children
 from tests.support.commands import Cli, FakeSlurm
 
@@ -63,29 +75,35 @@ def config_of(text: str) -> Config:
     return config
 
 
-def golden_text(name: str) -> str:
+def golden_of(name: str) -> tuple[Config, JobPaths]:
+    """The config and the paths that a golden script is rendered from."""
     if name == "everything":
-        return render_script(config_of(EVERYTHING), PATHS)
+        return config_of(EVERYTHING), PATHS
     if name == "apptainer":
-        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON, submit_dir=SUBMIT_DIR))
+        return config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON, submit_dir=SUBMIT_DIR)
     if name == "array":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
-        return render_script(
-            config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON, submit_dir=SUBMIT_DIR)
-        )
+        return config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON, submit_dir=SUBMIT_DIR)
     if name == "pack":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABCDE"]
-        return render_script(
-            config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
-        )
+        paths = JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
+        return config_of("cluster=a100x4"), paths
     if name == "elastic":
-        return render_script(config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS)
+        return config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS
+    if name == "standby":
+        return config_of("cluster=a100x4  requeue.standby_ranks=true"), PATHS
+    if name == "first":
+        return config_of("cluster=a100x4"), replace(PATHS, choice="a100x4")
     if name in ("resubmit", "chain"):
-        return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
-    return render_script(config_of(f"cluster={name}"), PATHS)
+        return config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS
+    return config_of(f"cluster={name}"), PATHS
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic"]
+def golden_text(name: str) -> str:
+    return render_script(*golden_of(name))
+
+
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic", "standby"]
 
 
 # Goldens.
@@ -116,6 +134,81 @@ def test_directives_come_before_the_first_command(name: str) -> None:
     lines = golden_text(name).splitlines()
     last_directive = max(index for index, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[: last_directive + 1])
+
+
+# Why each line is there.
+
+EXPLAINED = {
+    **dict.fromkeys(ALL_GOLDENS, ""),
+    "spare nodes with copies": "cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64  cluster.spare_nodes=1  "
+    "checkpoint.local=/dev/shm  hooks.on_finish=true",
+    "secrets": "cluster=a100x4  cluster.setup=['umask 077']  requeue=off",
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("version", [None, (22, 5), (25, 11)])
+def test_every_line_that_does_something_knows_why_it_is_there(name: str, version: Version | None) -> None:
+    config, paths = (config_of(EXPLAINED[name]), PATHS) if EXPLAINED[name] else golden_of(name)
+    if name == "secrets":
+        config = replace(config, secrets={"TOKEN": "/home/me/token"})
+    lines = explain_script(config, paths, version)
+    assert "".join(f"{line.text}\n" for line in lines) == render_script(config, paths)
+    prose = ("# ", "#!")
+    unexplained = [
+        line.text
+        for line in lines
+        if line.text.strip() and not line.why.strip() and not line.text.lstrip().startswith(prose)
+    ]
+    assert unexplained == []
+    assert [line.why for line in lines if line.text.lstrip().startswith("# ") and line.why] == []
+
+
+def why(lines: Sequence[Line], begin: str) -> str:
+    return next(line.why for line in lines if line.text.strip().startswith(begin))
+
+
+def test_the_reasons_name_the_fields_that_decide_and_what_the_clusters_release_needs() -> None:
+    config, paths = golden_of("everything")
+    lines = explain_script(config, paths, (22, 5))
+    for begin, words in {
+        "#SBATCH --partition": "cluster.partition",
+        "#SBATCH --signal": "cluster.signal_lead_s",
+        "#SBATCH --comment": "cluster.sbatch.comment",
+        "module load": "cluster.modules",
+        "export NCCL_DEBUG": "cluster.env.NCCL_DEBUG",
+        "--cpus-per-task=": "from 22.05 to before 23.11 srun takes no --cpus-per-task from sbatch",
+        "--container-image=": "pyxis",
+        "--mpi=pmix": "cluster.srun_args",
+    }.items():
+        assert words in why(lines, begin), begin
+    newest, former = explain_script(config, paths, (25, 11)), explain_script(config, paths, (25, 5))
+    assert "not --requeue=expedite (25.11)" in why(newest, "#SBATCH --requeue")
+    assert "expedite" not in why(former, "#SBATCH --requeue")
+    assert "SLURM_TRES_PER_TASK" in why(newest, "--cpus-per-task=")
+    guard = '[ "${SLURM_RESTART_COUNT'
+    assert "24.05 and later" in why(newest, guard)
+    assert "24.05" not in why(lines, guard)
+
+
+def test_render_explains_beside_each_line_and_for_programs(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
+    assert main(words) == 0
+    script = capsys.readouterr().out.splitlines()
+    fake_slurm.command("scontrol", 'echo "SLURM_VERSION = 25.11.1"')
+    assert main([*words, "--explain", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert [line["line"] for line in lines] == script
+    assert "--requeue=expedite" in next(each["why"] for each in lines if each["line"] == "#SBATCH --requeue")
+    assert main([*words, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^#SBATCH --nodes=2 +\| cluster.nodes$", shown, re.MULTILINE)
+    assert all(line.strip() in shown for line in script)
+    assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
+    assert main([*words, "--json"]) == 2
+    assert not (project / "runs").exists()
 
 
 # One source: render, --dry-run and submit.
@@ -397,7 +490,7 @@ def start_script(
 ) -> subprocess.Popen[str]:
     """The script as a batch shell would run it. All but scontrol and `resubmit`, which note their arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
-    fake.directory.mkdir()
+    fake.directory.mkdir(exist_ok=True)
     fake.command("srun", srun.replace("$0", "srun"))
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
     job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
@@ -497,6 +590,18 @@ def test_a_job_that_goes_on_after_another_claims_no_attempt_when_the_run_has_end
 
 
 @pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+def test_a_job_that_slurm_starts_again_with_a_script_of_before_a_change_leaves_to_a_new_one(
+    run_dir: Path, tmp_path: Path, mode: str
+) -> None:
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    said = '[ "$3" = begin-attempt ] && echo change'
+    done = run_script(script, tmp_path, srun='touch "$here/../started"', verbs=said, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 75, done.stderr
+    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
+    assert again_calls(tmp_path) == [str(run_dir)]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
 def test_the_first_start_of_a_run_asks_nothing(run_dir: Path, tmp_path: Path, mode: str) -> None:
     script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
     verbs = '[ "$3" != begin-attempt ] || touch "$here/../asked"; echo done'
@@ -510,6 +615,18 @@ def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
 ) -> None:
     run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', verbs=verbs, SLURM_RESTART_COUNT="1")
     assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
+
+
+@pytest.mark.parametrize(("word", "code", "begins"), [("taken", 0, True), ("leave", 0, False), ("", 1, False)])
+def test_of_several_jobs_of_a_run_only_the_one_that_has_taken_it_claims_an_attempt(
+    run_dir: Path, tmp_path: Path, word: str, code: int, begins: bool
+) -> None:
+    python = str(tmp_path / "bin" / "slurmtrain-python")
+    script = render_script(Config(), JobPaths([run_dir], "code", python, choice="here"))
+    verbs = f'[ "$3 $5" = "take-run here" ] && echo {word}'
+    done = run_script(script, tmp_path, srun='touch "$here/../started"', verbs=verbs)
+    assert (done.returncode, (tmp_path / "started").exists()) == (code, begins), done.stderr
+    assert bool(list((run_dir / "attempts").iterdir())) == begins and scontrol_calls(tmp_path) == []
 
 
 def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
@@ -680,6 +797,70 @@ def test_the_verdict_in_place_starts_the_ranks_again_in_the_same_job_as_the_next
     ]
     claims = [(run_dir / "attempts" / f"000{number}" / "job").read_text().split()[:2] for number in (1, 2, 3)]
     assert claims == [["77", "0"]] * 3 and again_calls(tmp_path) == []
+
+
+def run_with_standby_ranks(run_dir: Path, tmp_path: Path, standby: str, words: str, *more: str) -> list[str]:
+    """What a job of four ranks starts, and for which attempt; the first fails when its standby ranks have done `standby`."""
+    (tmp_path / "words").write_text(words)
+    (tmp_path / "bin").mkdir()
+    FakeSlurm(tmp_path / "bin").command("sleep", "exec /bin/sleep 0.05")
+    srun = f"""case "$*" in *--standby)
+  [[ "$*" = *"--overlap --mem=0"* ]] || exit 9
+  if [ "$SLURMTRAIN_ATTEMPT" -gt 1 ]; then exec /bin/sleep 60; fi
+  {standby}; read -r number
+  [ -f "$SLURMTRAIN_RUN_DIR/attempts/000$number/srun.log" ] && echo "standby $number" >>"$here/../seen"
+  exit ;;
+esac
+echo "start $SLURMTRAIN_ATTEMPT" >>"$here/../seen"
+echo ' "stepping": 1795407813.27,' >"$SLURMTRAIN_RUN_DIR/attempts/000$SLURMTRAIN_ATTEMPT/attempt.json"
+until [ -e "$here/../waits" ]; do /bin/sleep 0.02; done
+exit $((SLURMTRAIN_ATTEMPT == 1))"""
+    config = compose(["cluster=a100x4", "requeue.standby_ranks=true", *more])
+    done = run_script(script_for(run_dir, config=config), tmp_path, srun=srun, verbs=AGAIN)
+    assert done.returncode == 0, done.stderr
+    return (tmp_path / "seen").read_text().splitlines()
+
+
+def test_the_next_start_in_a_job_is_that_of_the_standby_ranks_when_all_are_ready(run_dir: Path, tmp_path: Path) -> None:
+    all_ready = 'for rank in 0 1 2 3; do echo ready; done; touch "$here/../waits"'
+    seen = run_with_standby_ranks(run_dir, tmp_path, all_ready, "in-place --nodes=1\ndone\n")
+    assert seen == ["start 1", "standby 2"]
+
+
+def test_standby_ranks_are_seen_whatever_the_cluster_lets_srun_do_with_output(run_dir: Path, tmp_path: Path) -> None:
+    labelled = 'for rank in 0 1 2 3; do echo "$rank: ready"; done; touch "$here/../waits"'
+    no_output = f'case "$*" in *here.log*) exit 9 ;; esac; {labelled}'
+    more = "cluster.srun_args=['--label','--output=here.log','-e','here.log','--mpi=none']"
+    seen = run_with_standby_ranks(run_dir, tmp_path, no_output, "in-place --nodes=1\ndone\n", more)
+    assert seen == ["start 1", "standby 2"]
+
+
+def test_a_process_that_has_got_the_number_of_srun_does_not_keep_the_script_busy(tmp_path: Path) -> None:
+    """What it looked for with kill -0 was there, and `wait` returned at once, over and over."""
+    (works,) = re.findall(r"^slurmtrain_works\(\) .*$", script_for(tmp_path), re.M)
+    text = f"""{works}
+bash -c 'exit 3' & one=$!; wait "$one"
+slurmtrain_works "$one" && echo "an ended one works"
+slurmtrain_works "$PPID" && echo "one of another shell works"
+sleep 60 & two=$!
+slurmtrain_works "$two" || echo "it does not"
+slurmtrain_works "${{two:1}}" && echo "a part of a number works"
+kill "$two"; wait "$two"; slurmtrain_works "$two" && echo "still"
+wait "$one"; echo $?"""
+    assert subprocess.run(["bash", "-c", text], capture_output=True, text=True).stdout == "3\n"
+
+
+@pytest.mark.parametrize(
+    "standby",
+    [
+        'echo ready; touch "$here/../waits"',
+        'for rank in 0 1 2 3; do echo ready; done; (/bin/sleep 0.2; touch "$here/../waits") & exit 1',
+    ],
+    ids=["not all are ready", "they have left"],
+)
+def test_ranks_start_as_ever_without_their_standby_ranks(run_dir: Path, tmp_path: Path, standby: str) -> None:
+    seen = run_with_standby_ranks(run_dir, tmp_path, standby, "in-place --nodes=1\ndone\n")
+    assert seen == ["start 1", "start 2"]
 
 
 @pytest.mark.parametrize(("code", "removed"), [(0, False), (75, False), (137, True)])

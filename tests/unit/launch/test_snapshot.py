@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
+from slurmtrain.launch import snapshot as snapshots
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
+from slurmtrain.runs.code_record import read_code_record
 
 
 def git(*arguments: str, cwd: Path) -> str:
@@ -236,3 +240,57 @@ def test_variables_of_another_repository_change_nothing(
     taken = snapshot(tree / "sub", tmp_path / "code")
     assert taken.workdir == "code/sub" and taken.revision is not None
     assert copied(tmp_path / "code") == {"train.py", "sub/deep.py", ".gitignore"}
+
+
+def test_the_record_beside_a_snapshot_says_what_git_knew_and_has_a_digest_of_each_file(
+    tree: Path, tmp_path: Path
+) -> None:
+    git("remote", "add", "origin", "https://me:secret@host/project.git", cwd=tree)
+    (tree / "train.py").write_text("print('edited')\n")
+    (tree / "fresh.py").write_text("fresh")
+    (tree / "data").symlink_to("/scratch/data")
+    taken = snapshot(tree, tmp_path / "code")
+    record = read_code_record(tmp_path / "code.json")
+    assert record is not None
+    assert (record.revision, record.dirty, record.branch) == (taken.revision, True, "main")
+    assert record.remote == taken.remote == "https://host/project.git"
+    assert record.untracked == ("data", "fresh.py") and record.links == {"data": "/scratch/data"}
+    assert record.files["fresh.py"] == hashlib.sha256(b"fresh").hexdigest()
+    assert {name for name in record.files if not name.startswith("slurmtrain/")} == {
+        *("train.py", "fresh.py", "sub/deep.py", ".gitignore")
+    }
+    git("stash", "-q", cwd=tree)
+    assert record.diff is not None
+    (tmp_path / "patch").write_text(record.diff)
+    git("apply", str(tmp_path / "patch"), cwd=tree)
+    assert (tree / "train.py").read_text() == "print('edited')\n"
+
+
+def test_code_that_runs_in_place_is_named_by_its_revision_too(tree: Path, tmp_path: Path) -> None:
+    (tree / "train.py").write_text("edited")
+    taken = snapshot(tree, tmp_path / "code", snapshot="none")
+    assert taken.in_place and taken.dirty
+    assert taken.revision == git("rev-parse", "HEAD", cwd=tree).strip()
+
+
+def test_a_long_diff_is_left_out_of_the_record(tree: Path, tmp_path: Path) -> None:
+    (tree / "train.py").write_text("x = 1\n" * 300_000)
+    snapshot(tree, tmp_path / "code")
+    record = read_code_record(tmp_path / "code.json")
+    assert record is not None and record.dirty and record.diff is None
+
+
+def test_a_work_tree_in_place_that_git_takes_long_for_keeps_nobody_waiting(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "train.py").write_text("edited")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    real = shutil.which("git")
+    (programs / "git").write_text(f'#!/bin/sh\ncase " $* " in *" diff "*) exec sleep 30 ;; esac\nexec {real} "$@"\n')
+    (programs / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(snapshots, "IN_PLACE_S", 0.5)
+    assert snapshot(tree, tmp_path / "code", snapshot="none").dirty
+    record = read_code_record(tmp_path / "code.json")
+    assert record is not None and record.diff is None

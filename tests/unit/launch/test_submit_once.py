@@ -240,3 +240,10 @@ def test_only_what_sbatch_itself_would_refuse_is_refused_beforehand(
     script.write_text("#!/bin/bash\n#SBATCH --partition=low\n")
     with pytest.raises(RefusedError) if refused else contextlib.nullcontext():
         check(script, Asked(said, lacking))
+
+
+def test_a_job_that_names_fewer_nodes_than_it_needs_is_left_to_sbatch(tmp_path: Path) -> None:
+    """Which adds others, while --test-only looks at the named ones alone."""
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=low\n#SBATCH --nodes=2\n#SBATCH --nodelist=n0\n")
+    check(script, Asked("Requested node configuration is not available"))

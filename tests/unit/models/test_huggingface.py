@@ -13,6 +13,8 @@ import torch
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace
+from slurmtrain.models.pretrained import load_pretrained
+from slurmtrain.runtime.jobs.train import fill
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -28,7 +30,9 @@ def test_weights_are_drawn_or_read(tmp_path: Path) -> None:
     logits = model(TOKENS)
     assert logits.shape == (2, 10, 61) and logits.requires_grad
     copy.deepcopy(model.model).bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
-    read = HuggingFace(path=str(tmp_path)).state_dict()
+    begun = fill(HuggingFace(path=str(tmp_path)), torch.device("cpu"), 1)
+    load_pretrained(begun, tmp_path)
+    read = begun.state_dict()
     assert read.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(read[name], value.bfloat16().float(), rtol=0, atol=0)
@@ -61,7 +65,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     [
         ({}, "either model.config"),
         ({"config": LLAMA, "path": "/models"}, "either model.config"),
-        ({"path": "/nowhere"}, "model.path=/nowhere has no config.json"),
+        ({"path": "/nowhere"}, "model.path=/nowhere: there is no such folder"),
     ],
 )
 def test_it_takes_a_config_or_a_folder(

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.pipeline import Pipeline, stage_numbers
 from slurmtrain.planner.fit import check_fits, in_flight, memory_of
 
@@ -47,6 +48,21 @@ def test_70b_on_one_node_is_refused_with_the_nodes_it_takes(capsys: pytest.Captu
     assert proposal[0] == "cluster.nodes=2"
     config = compose([*words, *proposal])
     check_fits(config, validate(config))
+
+
+def test_adapters_are_refused_only_if_the_frozen_weights_do_not_fit() -> None:
+    """32.8 billion frozen parameters on four GPUs of 79 GB: 30.5 GB each, where 122 GB would be needed to train them."""
+    words = ["cluster=a100x4", "model=qwen2_5_32b", "parallel=fsdp", "parallel.activation_checkpointing=full"]
+    words += ["train.micro_batch_size=1"]
+    with pytest.raises(ConfigError, match="needs"):
+        check_fits(config := compose(words), validate(config))
+    check_fits(config := compose([*words, "lora.r=16"]), validate(config))
+    small = compose([*words, "lora.r=16", "cluster.gpu_memory_gb=20"])
+    with pytest.raises(ConfigError) as refused:
+        check_fits(small, validate(small))
+    for proposal in re.findall(r"((?:cluster|parallel)\.[^(;]+?) \(\d+ GB\)", refused.value.hint or ""):
+        config = compose([*words, "lora.r=16", "cluster.gpu_memory_gb=20", *proposal.split()])
+        check_fits(config, validate(config))
 
 
 @pytest.mark.parametrize(

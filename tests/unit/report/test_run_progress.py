@@ -165,7 +165,7 @@ def test_a_moment_has_its_day_unless_that_is_today() -> None:
         ("AssociationResourceLimit", "its account is at a limit", ""),
         ("QOSMinGRES", "less than its QOS wants", "ask for more"),
         ("PartitionTimeLimit", "that much time", "cluster.time_limit_min"),
-        ("PartitionNodeLimit", "number or kind of nodes", "cluster.nodes"),
+        ("PartitionNodeLimit", "number or kind of nodes", "cluster.spare_nodes"),
         ("PartitionDown", "starts no jobs", "`sinfo`"),
         ("ReqNodeNotAvail, UnavailableNodes:n[0-3]", "down, drained or reserved", "`sinfo -R`"),
         ("ReqNodeNotAvail, Reserved for maintenance", "kept for maintenance", "cluster.time_limit_min"),

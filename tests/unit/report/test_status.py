@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import logs, main
+from slurmtrain.control import stop as stop_module
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
 from slurmtrain.report import status as state_module
 from slurmtrain.report.status import RunState, is_over, state, states
@@ -457,6 +458,30 @@ def test_a_stop_that_would_reach_nobody_is_refused(
     assert asked(fake_slurm) == [] and not run.request_file.exists()
 
 
+@pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
+def test_a_stop_in_the_pause_between_two_attempts_of_a_job_waits_for_the_next_one(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    ended(run, "in-place")
+    queue({JOB: ("RUNNING", "None")})
+    monkeypatch.setattr(time, "sleep", lambda seconds: attempt(run, job_id=JOB))
+    assert main([verb, run.id]) == 0
+    assert any(f"--signal={number}" in word for word in asked(fake_slurm)) and run.request_file.exists()
+
+
+def test_a_stop_does_not_wait_for_ever_for_an_attempt_that_does_not_begin(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    ended(run, "in-place")
+    queue({JOB: ("RUNNING", "None")})
+    monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.01)
+    monkeypatch.setattr(stop_module, "LOOK_EVERY_S", 0.02)
+    assert main(["requeue", run.id]) == 1
+    assert "is still setting up" in capsys.readouterr().err and not run.request_file.exists()
+
+
 @pytest.mark.parametrize(
     ("mode", "promise"),
     [
@@ -576,6 +601,7 @@ def test_a_local_run_between_two_attempts_is_starting(make: Make, monkeypatch: p
     assert (state(run).status, state(run).explanation) == ("starting", "attempt 2 is setting up")
     run.new_attempt()
     assert said(state(run)) == ("starting", True)
+    monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.0)
     assert main(["preempt", run.id]) == main(["cancel", run.id]) == 1
     monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
     assert said(state(run)) == ("lost", False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts
@@ -19,7 +20,7 @@ from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.node_blame import blamed_for
-from slurmtrain.runs.outcome import Reason, RunAction, Verdict, decide_outcome
+from slurmtrain.runs.outcome import AttemptOutcome, Reason, RunAction, Verdict, decide_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
@@ -142,7 +143,7 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
         for index, reason in enumerate(history)
     ]
     after = len(records) + 1
-    assert attempts.stalled_before([*records, Attempt(number=after, reason="crash")], after) == count
+    assert len(attempts.stalled_numbers([*records, Attempt(number=after, reason="crash")], after)) == count
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress(
         Attempt(number=index + 1, reason="crash", verdict="requeue", stalled=True, first_step=step)
         for index, step in enumerate(began_at)
     ]
-    assert attempts.stalled_before(records, len(records)) == count
+    assert len(attempts.stalled_numbers(records, len(records))) == count
 
 
 # Attempts that ended without a word.
@@ -360,7 +361,7 @@ def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_
     failed = begin(run)
     attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="no such thing")
     outcome = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_node) == (Reason.CONFIG, Verdict.END, None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +372,39 @@ def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypat
     failed = begin(run)
     attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="another model", on_any_node=True)
     outcome = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_node) == (Reason.CONFIG, Verdict.END, None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+
+
+def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_the_budget(run: RunDir) -> None:
+    config = Config()
+    config.requeue.max_attempts_without_progress = 2
+
+    def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
+        attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
+        folder = run.attempt(attempt.number)
+        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 left before all ranks had met")
+        said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
+        attempts.record_failure(folder, 0, exit_code=78, sentence=said, bad_nodes=bad)
+        return finish_attempt(run, attempt.number, 78, config, None)
+
+    outcome = refused("n2", "n3")  # which has never trained
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2", "n3"))
+    assert outcome.sentence.startswith("rank 0: preflight, gpu_missing: n2: 7 GPUs are visible (the fault of n2, n3)")
+    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2", "n3"]
+    assert refused("n1").verdict is Verdict.END  # the budget is spent
+    # Names that are not of this attempt, and most of its nodes: no other start would mend that.
+    for bad in (("n7",), ("n0", "n1", "n2")):
+        outcome = refused(*bad)
+        assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+
+
+def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:
+    config = Config()
+    config.cluster.backend = Backend.LOCAL
+    attempt = begin(run, nodes=["vm"])
+    attempts.record_failure(run.attempt(attempt.number), 0, exit_code=78, sentence="a disk is full", bad_nodes=["vm"])
+    outcome = finish_attempt(run, attempt.number, 78, config, None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
 
 @pytest.mark.parametrize(("what", "verdict"), [("cancel", Verdict.END), ("finished", Verdict.DONE)])
@@ -506,6 +539,15 @@ def test_a_hang_of_ranks_on_several_nodes_is_the_fault_of_none_of_them(
     run.new_attempt()
     attempts.record_hang(run.attempt(1), sentence="they wait for data", nodes=nodes, ranks=[1, 2])
     assert attempts.found_hang(run.attempt(1)) == attempts.Hang("they wait for data", node)
+
+
+def test_a_hang_is_the_fault_of_no_node_that_slurm_does_not_know_by_that_name(run: RunDir) -> None:
+    """Ranks of a torchrun that a program starts itself know the other nodes by their numbers alone."""
+    for named, failed_on in (("n2", "n2"), ("node1", None)):
+        attempt = add_attempt(run, nodes=["n1", "n2"])
+        attempts.record_hang(run.attempt(attempt.number), sentence="it hangs", nodes=[named], ranks=[1])
+        finish_attempt(run, attempt.number, 1, Config(), None)
+        assert attempts.read_attempt(run, attempt.number).failed_on == failed_on
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,16 @@ ROWS = [
         "done",
         "",
     ),
+    ("finished after a pruning", {"exit_code": 0, "said": "finished", "request": "prune"}, "finished", "done", ""),
+    ("pruned by its search", {**STOPPED, "request": "prune", "cause": "SIGUSR2"}, "pruned", "end", "by its search"),
+    (
+        "pruned while it was preempted",
+        {**SLURM_TERM, "request": "prune", "facts": PREEMPTED},
+        "pruned",
+        "end",
+        "pruned",
+    ),
+    ("pruned, and crashed as it left", {"exit_code": 1, "request": "prune"}, "pruned", "end", "pruned by its search"),
     ("finished after a cancel", {"exit_code": 0, "said": "finished", "request": "cancel"}, "finished", "done", ""),
     ("preempted, saved and left in time", {**SLURM_TERM, "facts": PREEMPTED}, "preempted", "requeue", "requeued"),
     (
@@ -198,6 +208,26 @@ ROWS = [
         "config",
         "end",
         "no such set",
+    ),
+    (
+        "numbers that broke",
+        {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "diverged": True, "facts": RUNNING},
+        "diverged",
+        "end",
+        "diverged: rank 0: step 7 has loss nan",
+    ),
+    (
+        "numbers that broke before it had trained again: no node's fault",
+        {
+            "exit_code": 78,
+            "failure": (78, "rank 0: step 7 has loss nan"),
+            "failed_on": "n2",
+            "trained_before": True,
+            "diverged": True,
+        },
+        "diverged",
+        "end",
+        "diverged: rank 0: step 7 has loss nan",
     ),
     (
         "a set-up that a preemption interrupted",

@@ -61,6 +61,9 @@ def crash(**changes: Any) -> Evidence:
         ("cancelled by scancel", crash(facts=CANCELLED), "end"),
         ("cancelled by a person", crash(request="cancel"), "end"),
         ("stopped by a person", crash(request="stop"), "end"),
+        ("a person wants it to leave its nodes", crash(request="preempt"), "requeue"),
+        ("a person wants it to be requeued", crash(request="requeue"), "requeue"),
+        ("numbers that broke", crash(killed=None, failure=(78, "rank 0: step 3 has loss nan"), diverged=True), "end"),
         ("the config is wrong", crash(failure=(78, "rank 0: no such file")), "end"),
         ("a newer job goes on", crash(superseded="attempt 3 in job 12 goes on with this run"), "end"),
         ("SLURM starts it again already", crash(facts=REQUEUED), "restarting"),
@@ -88,6 +91,15 @@ def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
     assert decide_outcome(evidence, Policy()).verdict != "in-place"
 
 
+@pytest.mark.parametrize("action", [RunAction.PREEMPT, RunAction.REQUEUE])
+def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: RunAction) -> None:
+    outcome = decide_outcome(crash(request=action), POLICY)
+    said = f"crashed: n1: task 3: Killed; meanwhile asked by `{action} RUN`; it is requeued"
+    assert (outcome.reason, outcome.verdict, outcome.sentence) == (Reason.CRASH, "requeue", said)
+    stays = decide_outcome(crash(request=action), dataclasses.replace(POLICY, mode=RequeueMode.OFF))
+    assert stays.verdict == "end" and "it is not requeued" in stays.sentence
+
+
 def test_a_node_without_a_gpu_is_replaced_by_a_spare_one() -> None:
     evidence = crash(
         killed=None,
@@ -99,6 +111,20 @@ def test_a_node_without_a_gpu_is_replaced_by_a_spare_one() -> None:
     outcome = decide_outcome(evidence, POLICY)
     assert (outcome.verdict, outcome.reason, outcome.nodes) == ("in-place", "bad node", ("n0", "n2"))
     assert outcome.sentence.endswith("start again in the same job without n1")
+
+
+def test_nodes_that_the_checks_before_training_find_unfit_are_replaced_by_spare_ones_at_the_first_start() -> None:
+    unfit = crash(
+        killed=None,
+        failure=(78, "rank 0: preflight, gpu_missing: n1: 7 GPUs are visible"),
+        failed_on="n1",
+        unfit_nodes=("n1", "n3"),
+        usable_nodes=("n0", "n1", "n2", "n3"),
+    )
+    outcome = decide_outcome(unfit, POLICY)
+    assert (outcome.verdict, outcome.nodes, outcome.bad_nodes) == ("in-place", ("n0", "n2"), ("n1", "n3"))
+    outcome = decide_outcome(dataclasses.replace(unfit, usable_nodes=("n0", "n1", "n3")), POLICY)
+    assert (outcome.verdict, outcome.bad_nodes) == ("requeue", ("n1", "n3"))
 
 
 @pytest.mark.parametrize("mode", [RequeueMode.REQUEUE, RequeueMode.RESUBMIT, RequeueMode.CHAIN, RequeueMode.OFF])
@@ -164,7 +190,9 @@ WAITING = AttemptOutcome(
     ("request_", "facts", "verdict", "said"),
     [
         (None, RUNNING, "in-place", "its ranks start again"),
-        ("preempt", RUNNING, "in-place", "its ranks start again"),
+        ("preempt", RUNNING, "requeue", "crashed: x; then asked by `preempt RUN`; it is requeued"),
+        ("requeue", RUNNING, "requeue", "crashed: x; then asked by `requeue RUN`; it is requeued"),
+        ("preempt", PREEMPTED, "requeue", "crashed: x; then preempted; it is requeued"),
         ("cancel", RUNNING, "end", "crashed: x; then cancelled by `cancel RUN`"),
         ("stop", RUNNING, "end", "crashed: x; then stopped by the file `stop`"),
         ("cancel", CANCELLED, "end", "crashed: x; then cancelled by `cancel RUN`"),
@@ -235,6 +263,12 @@ def test_what_slurm_says_during_the_pause_ends_it(run: RunDir, facts: JobFacts |
     assert outcome.verdict != "in-place" and waits == 3
 
 
+@pytest.mark.parametrize("action", [RunAction.PREEMPT, RunAction.REQUEUE])
+def test_a_run_that_is_asked_to_leave_between_two_attempts_leaves(run: RunDir, action: RunAction) -> None:
+    outcome, waits = pause(run, Slurm(RUNNING), lambda: attempts.write_request(run, action))
+    assert (outcome.verdict, waits) == ("requeue", 1)
+
+
 @pytest.mark.parametrize("action", [RunAction.CANCEL, RunAction.STOP])
 def test_a_cancel_that_is_typed_between_two_attempts_ends_the_run(run: RunDir, action: RunAction) -> None:
     outcome, waits = pause(run, Slurm(RUNNING), lambda: attempts.write_request(run, action))
@@ -254,6 +288,7 @@ def finish(run: RunDir, client: Slurm, monkeypatch: pytest.MonkeyPatch, **cluste
     attempt = add_attempt(run, job_id="7", step_id="7.0", nodes=["n0", "n1"])
     run.attempt(attempt.number).srun_log.write_text("srun: error: n1: task 3: Killed\n")
     monkeypatch.setattr(in_place, "STEP_POLL_S", 0.0)
+    monkeypatch.setattr(in_place, "REGISTRATION_POLL_S", 0.0)
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
     return finish_attempt(run, attempt.number, 137, config, client, can_start_again=True)
 
@@ -320,6 +355,18 @@ def test_what_slurm_says_of_the_nodes_decides_where_the_ranks_start_again(
     assert (outcome.reason, outcome.verdict, outcome.nodes) == (reason, verdict, chosen)
 
 
+def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restarting(Slurm):
+        looks = 0
+
+        def node_states(self, nodes: str) -> dict[str, str]:
+            self.looks += 1
+            return {"n0": "mixed", "n1": "mixed*" if self.looks < 5 else "mixed"}
+
+    outcome = finish(run, Restarting(RUNNING), monkeypatch)
+    assert (outcome.reason, outcome.verdict, outcome.nodes) == ("crash", "in-place", ("n0", "n1"))
+
+
 def test_a_script_of_an_earlier_version_is_never_told_to_start_ranks_again(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,3 +423,20 @@ def test_ranks_start_again_in_place_unless_the_config_says_otherwise(requeue: Re
 def test_spare_nodes_that_nothing_could_use_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         validate(compose(["cluster=sandbox", "cluster.spare_nodes=1", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["requeue.in_place=false"], "only with requeue.in_place=true"),
+        (["job=command", "job.command=true"], "job.kind=command has no ranks"),
+        (["cluster=local"], "has no job in which ranks could wait"),
+        (["cluster.spare_nodes=1"], "may start on other nodes"),
+        (["cluster.nodes=1-2"], "may start on other nodes"),
+        (["cluster.container.kind=apptainer", "cluster.container.image=a.sif"], "a second container"),
+        (["sweep.pack=2"], "runs share the job's memory"),
+    ],
+)
+def test_standby_ranks_that_could_not_take_over_are_refused(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        validate(compose(["cluster=sandbox", "requeue.standby_ranks=true", *words]))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, PreflightError
+from slurmtrain.runtime import distributed_context
 from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, init_distributed, threads_of
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system.signals import StopFlag
@@ -99,6 +100,32 @@ def test_a_rank_that_sees_fewer_gpus_than_it_should_names_the_node_and_what_was_
     ) as caught:
         choose_device("auto", last, gpus_per_node=4)
     assert caught.value.exit_code == EXIT_CONFIG and "cluster.exclude=n1" in str(caught.value)
+    assert isinstance(caught.value, PreflightError) and caught.value.nodes == ("n1",)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hidden", "source", "at_fault"),
+    [
+        ("12.8", None, "slurm", ("n1",)),
+        ("12.8", "0,1", "slurm", ("n1",)),
+        ("12.8", "", "slurm", ()),  # a variable hides them, on any node
+        (None, None, "slurm", ()),  # torch is built for CPUs
+        ("12.8", None, "local", ()),  # there is no other node
+    ],
+)
+def test_a_node_without_a_gpu_is_at_fault_unless_something_else_hides_it(
+    gpus: pytest.MonkeyPatch, cuda: str | None, hidden: str | None, source: str, at_fault: tuple[str, ...]
+) -> None:
+    see(gpus, 0)
+    gpus.setattr(torch.version, "cuda", cuda)
+    gpus.setattr(distributed_context, "driver_says", lambda: "Driver/library version mismatch")
+    gpus.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        gpus.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(PreflightError) as caught:
+        choose_device("auto", dataclasses.replace(RANK_3, source=source), gpus_per_node=2)
+    assert caught.value.nodes == at_fault
+    assert ("the driver says: Driver/library version mismatch" in caught.value.message) == (cuda is not None)
 
 
 def test_two_ranks_that_see_one_and_the_same_gpu_are_refused(gpus: pytest.MonkeyPatch) -> None:

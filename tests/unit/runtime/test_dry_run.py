@@ -63,6 +63,17 @@ def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
     assert first.total == sum((first.parameters, first.gradients, first.optimizer, first.gathered, first.activations))
 
 
+def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
+    pytest.importorskip("peft")
+    config = compose(["cluster=a100x4", "model=llama3_1b", "parallel=fsdp", "lora.r=8"])
+    ((found,), (expected,)) = (dry_run(config), memory_of(config, parallel_dims_of(config)) or [])
+    attention, feed_forward = (2048 + 2048) * 2 + (2048 + 512) * 2, (2048 + 8192) * 3
+    adapters = 16 * 8 * (attention + feed_forward) // 4  # 16 layers, on one of four ranks
+    assert found.gradients == expected.gradients == FLOAT32 * adapters
+    assert found.parameters == expected.parameters == FLOAT32 * (1_235_814_400 // 4 + adapters)
+    assert found.optimizer == 2 * FLOAT32 * adapters + 4 * 16 * 7 * 2  # a counter for each of the two matrices
+
+
 LLAMA_70B = ["model=llama3_70b", "train.global_batch_size=512"]
 LLAMA_70B_LAYER = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192  # and two norms
 LLAMA_VOCABULARY = 128256 * 8192

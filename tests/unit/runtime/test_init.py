@@ -50,6 +50,22 @@ def test_signals_are_handled_from_init_on_and_a_second_init_says_so(tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
+def test_a_program_of_one_process_looks_for_a_stop_and_leaves_without_init_and_torch(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+import slurmtrain
+
+assert not slurmtrain.stop_requested()
+os.kill(os.getpid(), signal.SIGTERM)
+while not slurmtrain.stop_requested():
+    pass
+assert "torch" not in sys.modules
+slurmtrain.exit_for_requeue()
+"""
+    words = [sys.executable, "-c", script]
+    assert subprocess.run(words, cwd=tmp_path, env=clean_environment(), timeout=60, check=False).returncode == 75
+
+
 def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_below() -> None:
     base = inspect.signature(checkpointer.Checkpointer).parameters
     given = inspect.signature(slurmtrain.Checkpointer).parameters
@@ -60,4 +76,4 @@ def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_be
     ours, theirs = slurmtrain.Checkpointer.restore, checkpointer.Checkpointer.restore
     assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
     # The rest is decided by `init`, or is for the trainer.
-    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending", "local", "node"}
+    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending", "node"}

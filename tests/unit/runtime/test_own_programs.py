@@ -150,3 +150,22 @@ def test_a_program_may_say_by_an_exit_code_of_its_own_that_it_has_finished(proje
     assert code == 0 and "finished: exit code 9 (job.finished_when)" in said, said
     record = json.loads((the_run(project).attempt(1).path / "attempt.json").read_text())
     assert record["verdict"] == "done"
+
+
+DEAF = """
+import pathlib, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("heard").touch())
+pathlib.Path("ready").touch()
+while True: time.sleep(0.05)
+"""
+
+
+def test_a_program_hears_the_signal_of_its_choice_alone_and_is_killed_when_it_takes_too_long(project: Path) -> None:
+    (project / "deaf.py").write_text(DEAF)
+    words = ["job.stop_signal=SIGUSR1", "job.stop_grace_s=1"]
+    code, said = stopped_when_ready(project, f"{sys.executable} deaf.py", *words)
+    assert code == 75 and (project / "heard").exists(), said  # SIGTERM, which came first, did not end it
+    (event,) = [each for each in the_run(project).events() if each["event"] == "killed after the grace time"]
+    assert event["seconds"] >= 1.0 and "is killed (job.stop_grace_s=1)" in said
+    (attempt,) = attempts.all_attempts(the_run(project))
+    assert (attempt.said, attempt.reason, attempt.program_code) == ("stopped", "asked", -signal.SIGKILL)

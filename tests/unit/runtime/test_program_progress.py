@@ -21,7 +21,7 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import AttemptOutcome, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt
+from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt, update_attempt
 from slurmtrain.runtime.finish_attempt import finish_attempt
 from slurmtrain.runtime.jobs.command import FinishedWhen
 from slurmtrain.slurm.environment import Environment
@@ -122,6 +122,26 @@ def test_the_verb_writes_a_line_that_status_shows_with_the_time_left(
     assert (seen.step, seen.steps) == (20, 100) and seen.eta_s is not None
     monkeypatch.setenv("RANK", "1")
     assert main(["progress", "30"]) == 0 and attempts.furthest_reported(run) == 20
+
+
+def test_the_first_report_of_an_attempt_and_when_it_has_caught_up_are_told(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the time of steps that are done again is known."""
+    monkeypatch.setenv("SLURMTRAIN_RUN_DIR", str(run.path))
+    for number, steps in ((1, (10, 20)), (2, (5, 15, 20, 30))):
+        place = AttemptContext(run, run.new_attempt(), supervised=True)
+        open_attempt(place, Environment(source="single"), own())
+        update_attempt(place, started=time.time() - 10)
+        monkeypatch.setenv("SLURMTRAIN_ATTEMPT", str(number))
+        for step in steps:
+            assert main(["progress", str(step)]) == 0
+        logged = run.metrics_file.stat().st_mtime
+        finish_attempt(run, number, 75, own(), None)
+        assert attempts.read_attempt(run, number).last_logged == logged
+        os.utime(run.metrics_file, (logged - 3600, logged - 3600))  # the next attempt begins an hour later
+    told = [(event["event"], event["attempt"], event["step"]) for event in run.events() if "step" in event]
+    assert told == [("first report", 1, 10), ("first report", 2, 5), ("caught up", 2, 20)]
 
 
 def test_outside_of_a_run_the_verb_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,17 @@ def test_a_rank_that_the_first_of_its_node_does_not_reach_looks_by_itself(folder
     assert waits.look() == {"port": 7}
 
 
+def test_what_killed_ranks_have_left_on_a_node_is_removed_by_the_next_run(folder: Path) -> None:
+    memory, uid = folder.parent, os.getuid()
+    old, young = (memory / f"slurmtrain-{uid}-{digit * 24}.json" for digit in "ab")
+    others = [memory / f"slurmtrain-{uid + 1}-{'a' * 24}.json", memory / f"slurmtrain-{uid}", memory / "mine.json"]
+    for path in (old, young, *others):
+        path.touch()
+        os.utime(path, (0, 0) if path != young else None)
+    Published(folder / "x.json", rank_on(0, 0, nodes=1, per_node=2)).forget()
+    assert not old.exists() and all(path.exists() for path in (young, *others))
+
+
 def test_what_others_put_in_its_place_is_not_believed(folder: Path) -> None:
     waits = Published(folder / "x.json", rank_on(1, 1, nodes=2, per_node=2))
     mine = folder / "planted"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,14 @@ import pytest
 
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence
+from slurmtrain.runtime.watchdog import evidence, monitor
 from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed, turn_s
 from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
-from slurmtrain.runtime.watchdog.report import Witness, find_absent, page, sentence_of
+from slurmtrain.runtime.watchdog.report import NodeWitness, Witness, find_absent, look_at_node, page, sentence_of
 from slurmtrain.runtime.watchdog.watchdog import Watchdog
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system import redaction
+from slurmtrain.system import process, redaction
 
 LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
 
@@ -88,6 +91,18 @@ def test_batches_of_an_evaluation_are_progress() -> None:
     for batch in range(100):
         looked(progress, (100.0 * batch, 5 + batch, Allowance.EVALUATION))
         assert not progress.overdue
+
+
+def test_a_copy_to_a_mirror_that_gets_on_is_no_hang_and_hides_none() -> None:
+    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (1, 1, Allowance.SAVE))
+    for block in range(1, 100):
+        progress.look(1 + 250.0 * block, Position(1, 1, True), Allowance.SAVE, block)
+        assert not progress.overdue and progress.moving
+    progress.look(1 + 250.0 * 99 + 300, Position(1, 1, True), Allowance.SAVE, 99)
+    assert progress.overdue, "it gets on no more"
+    stepping = looked(Progress(LIMITS), (0, 1, Allowance.STEP))
+    stepping.look(61, Position(1, 1, True), Allowance.STEP, 7)  # one beside training
+    assert stepping.overdue and not stepping.moving
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
@@ -288,6 +303,145 @@ def test_what_a_thousand_ranks_have_written_is_read_by_one_of_them(
     assert [pause_between_looks(size) for size in (1, 8, 1000)] == [0.1, 0.1, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("idle_s", "limit_s", "silent_s", "overdue"),
+    [
+        (0.0, 60.0, 64.0, False),
+        (0.0, 60.0, 65.0, True),
+        (59.0, 60.0, 4.0, False),  # its own thread may just be writing down what it knows
+        (30.0, 60.0, 35.0, True),
+        (0.0, 1e9, 1e6, False),  # a debugger is open
+    ],
+)
+def test_a_rank_that_is_alone_has_its_own_time_out_and_some_seconds(
+    idle_s: float, limit_s: float, silent_s: float, overdue: bool
+) -> None:
+    assert monitor.is_overdue(beat(0, idle_s=idle_s, limit_s=limit_s), silent_s) is overdue
+
+
+MONITOR = (
+    "import sys; from slurmtrain.runtime.watchdog import monitor; monitor.STOPPED_S = 0.5; monitor.main(sys.argv[1:])"
+)
+
+
+def test_a_node_whose_ranks_are_all_stopped_says_so_and_is_freed_of_them(tmp_path: Path) -> None:
+    """The ranks of node n1 are 2 and 3; rank 0, of another node, has found the hang."""
+    directory, program = AttemptDir(tmp_path), [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    ranks = {rank: subprocess.Popen(program, stdin=subprocess.PIPE) for rank in (2, 3)}
+    words = [sys.executable, "-c", MONITOR, str(tmp_path), "4", str(ranks[2].pid)]
+    watching = subprocess.Popen(words, stdin=subprocess.PIPE)
+    try:
+        assert watching.stdin is not None
+        for rank, each in ranks.items():
+            known = beat(rank, node="n1", pid=each.pid, born=process.born(each.pid))
+            watching.stdin.write(known.text().encode() + b"\n")
+            os.kill(each.pid, signal.SIGSTOP)
+        watching.stdin.flush()
+        known_by_others = {rank: Witness(beat(rank)) for rank in (0, 1)}
+        known_by_others[0].write(directory)
+        until = time.monotonic() + 20
+        while not directory.hang_nodes() and time.monotonic() < until:
+            time.sleep(0.05)
+        (node,) = filter(None, map(NodeWitness.read, directory.hang_nodes()))
+        absent = find_absent(known_by_others, 4, NODES, {}, [node])
+        said = "; ".join(f"rank {rank} on n1 was stopped (SIGSTOP) in step 17, forward/backward" for rank in (2, 3))
+        assert sentence_of(absent, known_by_others, 4) == f"{said}; 2 other ranks waited"
+        assert all(each.poll() is None for each in ranks.values()), "they are there until the page is"
+        directory.hang_page.touch()
+        assert [each.wait(20) for each in ranks.values()] == [-signal.SIGKILL] * 2
+        assert watching.wait(20) == 0
+    finally:
+        for each in (watching, *ranks.values()):
+            each.kill()
+            each.wait()
+
+
+SHARES_ITS_LOG = """
+import os, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runtime.watchdog import evidence, watchdog
+from slurmtrain.slurm.environment import Environment
+
+stacks = watchdog._own_stacks_file(AttemptDir(Path(sys.argv[1])), Environment.detect())
+evidence.register_dumps(stacks)
+
+def dig():
+    print("ready", flush=True)
+    while True:
+        print("words of all ranks of this node", flush=True)
+        threading.Event().wait(0.01)
+
+dig()
+"""
+
+
+def test_stacks_of_a_rank_under_a_launcher_are_not_looked_for_among_the_words_of_all_ranks(tmp_path: Path) -> None:
+    directory = AttemptDir(tmp_path)
+    variables = {"SLURMTRAIN_LAUNCHER": "torchrun", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    variables |= {"RANK": "1", "LOCAL_RANK": "1"}
+    with directory.rank_log(0).open("wb") as log:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", SHARES_ITS_LOG, str(tmp_path)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **variables},
+        )
+    try:
+        until = time.monotonic() + 20
+        while b"ready" not in directory.rank_log(0).read_bytes() and time.monotonic() < until:
+            time.sleep(0.02)
+        beats = {1: beat(1, pid=rank.pid, born=process.born(rank.pid))}
+        stacks = look_at_node(beats, directory).stacks[1]
+        assert "in dig" in stacks and "words of all" not in stacks
+        assert directory.stacks_log(0) == directory.rank_log(0), "of a rank with a log of its own"
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_a_monitor_ends_with_its_rank(tmp_path: Path) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    watching = subprocess.Popen([sys.executable, "-c", MONITOR, "", "1", str(rank.pid)], stdin=subprocess.PIPE)
+    rank.communicate()
+    assert watching.wait(20) == 0
+
+
+def test_a_rank_that_waits_for_a_file_system_names_the_call_of_the_kernel() -> None:
+    known = witnesses(0)
+    node = NodeWitness({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
+    (absent,) = find_absent(known, 2, NODES, {}, [node])
+    assert absent.what == "waits for a disk or file system (state D, in nfs_wait_bit_killable)"
+
+
+def test_stacks_of_a_rank_that_has_got_on_since_are_not_those_of_its_hang(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text(DUMP)
+    assert "model.py" in evidence.dump_of_timer(log)
+    log.write_text(f"{DUMP}{evidence.GOT_ON}\n")
+    assert evidence.dump_of_timer(log) == ""
+    log.write_text(f"{DUMP}{evidence.GOT_ON}\n{DUMP.replace('model.py', 'later.py')}")
+    assert "later.py" in evidence.dump_of_timer(log)
+
+
+class Answering:
+    silent = False
+
+
+def test_of_thousands_of_ranks_whose_collective_times_out_sixteen_ask_first() -> None:
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._heartbeats, watchdog._timed_out_at = Answering(), time.monotonic()  # type: ignore[assignment]
+    watchdog._timed_out = phase_of((), stepping=True)
+    asking = []
+    for rank in range(4096):
+        watchdog._environment = Environment("slurm", rank=rank, world_size=4096)
+        asking += [rank] if watchdog._is_out_of_time() else []
+    assert asking == list(range(16))
+    watchdog._timed_out_at -= turn_s(4095)
+    assert watchdog._is_out_of_time()
+
+
 def test_of_thousands_of_ranks_sixteen_ask_first_and_all_within_minutes() -> None:
     turns = [turn_s(rank) for rank in range(16_384)]
     assert turns == sorted(turns) and turns.count(0.0) == 16 and turns[-1] <= 150.0
@@ -300,9 +454,9 @@ def test_a_secret_among_the_words_of_a_process_is_never_shown(monkeypatch: pytes
     program = "import sys; print(flush=True); sys.stdin.read()"
     padding = "x" * (190 - len(f"{sys.executable} -c {program}"))  # the value lies across the end of what is shown
     words = [sys.executable, "-c", program, padding, "s3cr3t-t0k3n-of-the-program"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        shown = evidence.command_line(process.pid)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        shown = process.command_line(child.pid)
     assert "s3cr3t" not in shown
     assert shown.startswith(sys.executable)

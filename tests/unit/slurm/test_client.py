@@ -79,6 +79,11 @@ def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
     )
 
 
+def test_a_job_that_is_being_signalled_is_running() -> None:
+    """By it a cancel in the grace time of a preemption is told from the preemption, which has signalled the job, too."""
+    assert parse_show_job(SHOW_JOB.replace("JobState=RUNNING", "JobState=SIGNALING")) == parse_show_job(SHOW_JOB)
+
+
 @pytest.mark.parametrize(
     "text", ["", "\n", "slurm_load_jobs error: Invalid job id specified\n", "No jobs in the system\n"]
 )

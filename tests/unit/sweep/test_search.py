@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -16,10 +17,12 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
 
-from slurmtrain.choices import Backend
+from slurmtrain.choices import Backend, Pruner
 from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.report.progress import Progress
 from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
@@ -28,12 +31,15 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import _pickled
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.adaptive import Wanted, open_sweep
+from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
 from slurmtrain.sweep.create import find_same
+from slurmtrain.sweep.jobs import Submission
 from slurmtrain.sweep.local import alone
+from slurmtrain.sweep.optuna_search import OptunaSearch
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.sweep.points import composing
+from slurmtrain.sweep.points import composing, values_of
 from slurmtrain.sweep.search import Search, identity_text, seeds
+from slurmtrain.sweep.trials import LogEvent, TrialLog, TrialState, read_log
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.files import write_json
 from slurmtrain.system.redaction import hide
@@ -245,16 +251,131 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
     file = opened.sweep.points_file
     with alone(opened.sweep):
         assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
-        opened._add([Wanted({"optim.lr": "1"}, sweep_plan.first)])
+        opened.add([Wanted({"optim.lr": "1"}, sweep_plan.first)])
         whole = file.read_text()
         file.write_text(f'{whole}{{"number": 1, "vari')
         assert [point["point"] for point in json.loads(cli("sweep", "status", "last", "--json").stdout)["points"]] == [
             0
         ]
         other = dataclasses.replace(sweep_plan.first, job=dataclasses.replace(sweep_plan.first.job, command="false"))
-        opened._add([Wanted({"optim.lr": "2"}, other)])
+        opened.add([Wanted({"optim.lr": "2"}, other)])
     assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
     assert not is_claimed(opened.sweep.path)
+
+
+class KilledError(BaseException):
+    """The shell is killed."""
+
+
+class Finishing:
+    """Runs of a search that finish, in the order of their loss, which is the learning rate; those above 0.8 fail.
+
+    Those above 0.5 go on until they are pruned, or four looks long. All log 3 steps before somebody looks.
+    """
+
+    def __init__(self, opened: OpenSweep):
+        self._left: list[RunDir] = []
+        self.asked: list[str] = []
+        self.watched = True
+        self._looks = 0
+
+    def __enter__(self) -> Finishing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, run_dirs: Sequence[RunDir]) -> Submission:
+        for run_dir in run_dirs:
+            if run_dir not in self._left:
+                self._left.append(run_dir)
+                if not run_dir.metrics_file.exists():
+                    with (run_dir.path / "started").open("a") as file:
+                        file.write("once\n")
+                    loss = self.loss(run_dir)
+                    steps = (1, 2, 3) if loss <= 0.8 else ()
+                    lines = [{"step": step, "valid_loss": loss + 1 / step} for step in steps]
+                    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Submission([], [])
+
+    @staticmethod
+    def loss(run_dir: RunDir) -> float:
+        return float(str(run_dir.info()["varied"][0]).partition("=")[2])
+
+    def ended(self, _: bool) -> list[tuple[RunDir, RunState]]:
+        self._left.sort(key=lambda run_dir: (run_dir.id not in self.asked, self.loss(run_dir)))
+        run_dir = self._left[0]
+        loss = self.loss(run_dir)
+        self._looks += 1
+        if 0.5 < loss <= 0.8 and run_dir.id not in self.asked and self._looks % 4:
+            return []
+        self._left.remove(run_dir)
+        pruned = run_dir.id in self.asked
+        word = RunStatus.PRUNED if pruned else RunStatus.FAILED if loss > 0.8 else RunStatus.FINISHED
+        return [(run_dir, RunState(word, str(word), False, [], None, Progress(3)))]
+
+
+def test_a_search_that_is_killed_between_any_two_lines_goes_on_exactly_once(
+    sweep_plan: SweepPlan, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Finishing] = []
+
+    def prune(run_dir: RunDir, client: object) -> bool:
+        runs[-1].asked.append(run_dir.id)
+        return True
+
+    def here(opened: OpenSweep, *, show: bool) -> Finishing:
+        runs.append(Finishing(opened))
+        return runs[-1]
+
+    monkeypatch.setattr("slurmtrain.sweep.optuna_search._Here", here)
+    monkeypatch.setattr("slurmtrain.sweep.optuna_search.ask_to_end", prune)
+    line = ["hydra/sweeper=optuna", "optim.lr=interval(0.01,1)", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=3"]
+    line += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.sampler.n_startup_trials=3"]
+    pruner = SearchConfig(pruner=Pruner.MEDIAN, startup_trials=2)
+    base = dataclasses.replace(sweep_plan.first, search=pruner)
+
+    def configured(composer: object, overrides: Sequence[str]) -> Config:
+        lr = float(values_of(overrides)["optim.lr"])
+        return dataclasses.replace(base, optim=dataclasses.replace(base.optim, lr=lr))
+
+    monkeypatch.setattr("slurmtrain.sweep.optuna_search.checked", configured)
+    written = TrialLog.add
+    found = {}
+    with composing(PRIMARY) as composer:
+        composed = composer.with_hydra(line)
+        for kill_at in (None, *range(0, 60, 3), *range(1, 60, 7)):
+            count = [0]
+
+            def add(
+                log: TrialLog, *words: Any, kill_at: int | None = kill_at, count: list[int] = count, **f: Any
+            ) -> Any:
+                count[0] += 1
+                if count[0] - 1 == kill_at and kill_at % 2:
+                    raise KilledError
+                trial = written(log, *words, **f)
+                if count[0] - 1 == kill_at:
+                    raise KilledError
+                return trial
+
+            monkeypatch.setattr(TrialLog, "add", add)
+            opened = open_sweep(SweepPlan(base, search=f"killed at {kill_at}"), [], None, parallelism=3)
+            for _ in range(2):
+                search = OptunaSearch(composer, opened, base, composed, ["optim.lr=interval(0.01,1)"], ["optim.lr"])
+                with contextlib.suppress(KilledError):
+                    search.run()
+            found[kill_at] = search.trials
+            started = [path.read_text() for path in opened.sweep.path.glob("*/started")]
+            assert started == ["once\n"] * 8 and len(opened.sweep.points()) == 8
+            assert not any(trial.state == TrialState.RUNNING for trial in search.trials)
+            lines = read_log(opened.sweep.trials_file)
+            for event in (LogEvent.ASKED, LogEvent.TOLD):
+                assert sorted(line["trial"] for line in lines if line["event"] == event) == list(range(8))
+    assert {trial.state for trials in found.values() for trial in trials} == {
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+        TrialState.FAIL,
+    }
 
 
 def find_same_info(sweep_plan: SweepPlan) -> dict[str, Any]:
@@ -274,7 +395,8 @@ def test_a_point_that_was_removed_is_submitted_anew(
     for removed in (False, True, False):
         if removed:
             shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
-        (run_dir,) = opened._add(wanted)
+        opened.submit(opened.add(wanted))
+        run_dir = opened.sweep.run_dir(opened.sweep.points()[0].run_id)
         assert run_dir.info()["job_ids"] == ["4711"]
     assert opened.sweep.array_numbers() == [0, 1]
 
@@ -316,7 +438,7 @@ def test_ctrl_c_says_that_the_jobs_go_on(
     def interrupt(run_dir: RunDir) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slurmtrain.sweep.adaptive.is_over", interrupt)
+    monkeypatch.setattr("slurmtrain.report.waiting.is_over", interrupt)
     opened = open_sweep(sweep_plan, [], SlurmClient(None))
     with pytest.raises(KeyboardInterrupt):
         opened.run([Wanted({}, sweep_plan.first)], lambda run_dir, now: None)

@@ -56,6 +56,12 @@ def the_sweep(project: Path) -> Sweep:
 # In the making.
 
 
+def test_points_that_differ_in_their_program_alone_are_one_array(project: Path, slurm: FakeSlurm) -> None:
+    words = ["-m", "+cluster=a100x4", "job=command", "job.command=true,false,ls", "job.snapshot=none", "submit"]
+    assert main(words) == 0
+    assert len(slurm.submitted) == 1 and "--array=0-2" in slurm.submitted[0]
+
+
 def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_else(
     project: Path, slurm: FakeSlurm
 ) -> None:

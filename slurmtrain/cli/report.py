@@ -1,0 +1,156 @@
+"""report: a run or a sweep as one HTML page, as pictures and as tables; or the page served on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.columns import format_size
+from slurmtrain.cli.json_output import print_json, report_object
+from slurmtrain.errors import UsageError
+from slurmtrain.report import collect
+from slurmtrain.report.page.contents import Page
+from slurmtrain.report.page.render import render
+from slurmtrain.report.table_files import write_whole
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.sweep import folder as sweeps
+from slurmtrain.system.records import printable
+from slurmtrain.system.redaction import SECRET_VARIABLE, hide
+
+EVERY_S = 5.0
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = _parser(verb).parse_args(words)
+    _check(options)
+    hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
+    make = _page_of(options)
+    if options.serve:
+        from slurmtrain.report.page.serve import serve
+
+        return serve(make, port=options.port or 0, every_s=options.every)
+    page = make()
+    return _write(page, options)
+
+
+def _parser(verb: str) -> Parser:
+    parser = Parser.of(verb)
+    parser.add_argument(
+        "what", metavar="RUN|SWEEP", help="a run id or the name of a sweep, a part of it, a path, or last"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="the page (default: report-NAME.html here); - for standard output"
+    )
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also draw each chart into FOLDER as a PNG file")
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="also write each table into FOLDER as a CSV file")
+    parser.add_argument("--metric", metavar="NAME", help="of a sweep: compare the points by the best value of this")
+    parser.add_argument("--mode", choices=("min", "max"), help="of a sweep: which values of it are good")
+    parser.add_argument("--serve", action="store_true", help="show the page on this machine, refreshed, until Ctrl-C")
+    parser.add_argument("--port", type=int, metavar="PORT", help="with --serve (default: any that is free)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        default=EVERY_S,
+        help=f"with --serve: between two looks at the run (default: {EVERY_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written, and what the page says in short")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.port is not None and not options.serve:
+        raise UsageError("--port goes with --serve", hint="add --serve, or leave it out")
+    if options.port is not None and not 1024 <= options.port <= 65535:
+        raise UsageError(f"--port {options.port}: a port from 1024 to 65535 was expected")
+    if not options.every >= 1:
+        raise UsageError(f"--every {options.every:g}: at least 1 second was expected")
+    if options.serve and (options.out or options.png or options.tables or options.json):
+        raise UsageError("--serve writes no files", hint="without it, --out, --png and --tables do")
+    if options.out == "-" and options.json:
+        raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
+
+
+def _page_of(options: argparse.Namespace) -> Callable[[], Page]:
+    """Return what makes the page, each time from the files as they are then."""
+    found = _find(options.what)
+    if isinstance(found, Sweep):
+        return lambda: _sweep_page(found, options)
+    if options.metric or options.mode:
+        raise UsageError("--metric and --mode are for a sweep", hint=f"{found.id} is a run")
+
+    def run_page_now() -> Page:
+        from slurmtrain.report.page.run_facts import read_run
+        from slurmtrain.report.page.run_page import run_page
+
+        return run_page(read_run(found, now=time.time()))
+
+    return run_page_now
+
+
+def _find(reference: str) -> RunDir | Sweep:
+    """Return the run, or if there is none, the sweep that a person means."""
+    root = lookup.runs_root()
+    if lookup.is_sweep(reference):
+        return sweeps.find(reference, root)
+    try:
+        return lookup.find(reference, root)
+    except UsageError as error:
+        if any(reference in sweep.id for sweep in sweeps.all_sweeps(root)):
+            return sweeps.find(reference, root)
+        raise UsageError(error.message, hint=error.hint) from None
+
+
+def _sweep_page(sweep: Sweep, options: argparse.Namespace) -> Page:
+    from slurmtrain.report.page.sweep_page import SweepFacts, sweep_page
+
+    now = sweeps.states_of(sweep)
+    points = []
+    for point in sweep.points():
+        run_dir = sweep.run_dir(point.run_id)
+        there = run_dir if run_dir.info_file.exists() else None
+        points.append(collect.Point(point.number, point.varied, there, now[point.run_id].status))
+    table = collect.table_of(points, metric=options.metric, mode=options.mode)
+    states = {point.number: now[point.run_id] for point in sweep.points()}
+    return sweep_page(SweepFacts(sweep.id, str(sweep.path), sweep.info(), tuple(points), states, table, time.time()))
+
+
+def _write(page: Page, options: argparse.Namespace) -> int:
+    content = render(page).encode()
+    if options.out == "-":
+        sys.stdout.write(content.decode())
+    path = Path(options.out or f"report-{page.slug}.html")
+    written: list[Path] = []
+    if options.out != "-":
+        if path.is_dir():
+            raise UsageError(
+                f"--out {path} is a folder", hint=f"give a file, such as {path / f'report-{page.slug}.html'}"
+            )
+        write_whole(path, content)
+        written.append(path)
+    if options.png is not None:
+        from slurmtrain.report.page.pictures import draw_all
+
+        written += draw_all(page, options.png)
+    if options.tables is not None:
+        from slurmtrain.report.page.tables import write_all
+
+        written += write_all(page, options.tables)
+    if options.json:
+        print_json(report_object(page, written))
+    elif options.out != "-":
+        print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser, no network is needed")
+        if options.what == "last" and page.sweep:
+            print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
+        more = len(written) - 1
+        if more:
+            print(f"{more} more files in {', '.join(str(each) for each in (options.png, options.tables) if each)}")
+    return 0

@@ -1,0 +1,34 @@
+"""runs bundle: one file with what it takes to run a run again elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from slurmtrain.cli.columns import format_size
+from slurmtrain.cli.json_output import print_json
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.bundle import pack, write_bundle
+from slurmtrain.runs import lookup
+
+log = logging.getLogger(__name__)
+
+
+def bundle_run(options: argparse.Namespace) -> int:
+    """Pack a run into a file."""
+    run_dir = lookup.find(options.run, lookup.runs_root())
+    packed = pack(run_dir, exclude=options.exclude or (), allow=options.allow or ())
+    target = Path(options.file or f"{packed.folder}.tar.gz")
+    if target.is_dir() or not target.resolve().parent.is_dir():
+        raise UsageError(f"cannot write {target}: it is a folder, or its folder does not exist", hint="my-run.tar.gz")
+    for warning in packed.warnings:
+        log.warning(warning)
+    digest = write_bundle(packed, target)
+    size = target.stat().st_size
+    if options.json:
+        print_json({"run": run_dir.id, "file": str(target.resolve()), "sha256": digest, "size": size})
+        return 0
+    print(f"wrote {target} ({len(packed.members)} files, {format_size(size)})\n  sha256 {digest}")
+    print(f"  run it again, here or elsewhere: submit --from {target}")
+    return 0

@@ -1,0 +1,358 @@
+"""The families of Hugging Face's models that our own decoder computes: config.json <-> the fields of `model`, and tensor names.
+
+Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3: all of them name their tensors alike, and lay out their matrices as the
+decoder does, so that a conversion renames tensors and changes no number. Pure; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.earlier_names import is_our_decoder
+from slurmtrain.errors import ConfigError
+
+CONFIG = "config.json"
+HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"  # the _target_ of a model of transformers
+ROPE_TYPES = ("default", "llama3")
+ANY_FAMILY = "model=huggingface model.path=... takes any family that transformers has"
+OUTPUTS = ("output", "lm_head")  # layers that predict tokens, which get no adapters unless they are named
+EMBEDDINGS = ("embedding", "embed_tokens")
+# Fields of the decoder that a person may set for a model that begins with weights.
+FREE = ("max_seq_len", "dropout", "path", "_target_")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart.
+
+    Attributes:
+        architecture: the class of transformers that has a language model's head.
+        qkv_bias, qk_norm: as in the decoder.
+        n_kv_heads, head_dim: values of config.json that leaves them out; None: n_heads, and hidden_size / n_heads.
+        window: value of sliding_window that is left out.
+        window_is_optional: a window counts only with use_sliding_window.
+    """
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    window_is_optional: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", n_kv_heads=8, window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, n_kv_heads=32, window_is_optional=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, n_kv_heads=32, head_dim=128, window_is_optional=True),
+}
+
+# Names of modules, outside of the blocks and in them.
+_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_INSIDE = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
+_OUTSIDE_BACK = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+_INSIDE_BACK = {theirs: ours for ours, theirs in _INSIDE.items()}
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def hugging_face_name(name: str) -> str | None:
+    """Return the name in a folder of Hugging Face of a parameter of the decoder; None: the decoder has none of that name."""
+    return _renamed(name, _BLOCK, _INSIDE, _OUTSIDE, "model.layers")
+
+
+def decoder_name(name: str) -> str | None:
+    """Return the decoder's name of a tensor in a folder of Hugging Face; None: the decoder has no such parameter."""
+    return _renamed(name, _LAYER, _INSIDE_BACK, _OUTSIDE_BACK, "blocks")
+
+
+def _renamed(
+    name: str, block: re.Pattern[str], inside: Mapping[str, str], outside: Mapping[str, str], blocks: str
+) -> str | None:
+    found = block.fullmatch(name)
+    if found is not None:
+        other = inside.get(found[2])
+        return f"{blocks}.{found[1]}.{other}.{found[3]}" if other else None
+    module, _, last = name.rpartition(".")
+    return f"{outside[module]}.{last}" if module in outside and last == "weight" else None
+
+
+def is_superfluous(name: str) -> bool:
+    """Return whether a tensor in a folder of Hugging Face is computed where it is used, so that nobody needs it."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def ties_embeddings(model: Mapping[str, Any]) -> bool | None:
+    """Return whether the config group `model` is of a model whose output has the weights of its embedding.
+
+    None: nothing here says so.
+    """
+    if is_our_decoder(model):
+        return bool(model.get("tie_embeddings", True))
+    if model.get("_target_") != HUGGING_FACE:
+        return None
+    values = model.get("config")
+    if isinstance(model.get("path"), str):
+        try:
+            values = read_config(Path(model["path"]).expanduser())
+        except ConfigError:
+            return None  # the folder may be seen on the nodes only
+    tied = values.get("tie_word_embeddings") if isinstance(values, Mapping) else None
+    return None if tied is None else bool(tied)
+
+
+# From a folder.
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json in `folder`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.path={folder} has no {CONFIG}"
+            if folder.is_dir()
+            else f"model.path={folder}: there is no such folder",
+            hint="name a folder as save_pretrained writes it, or a snapshot from the hub, that is visible here, too",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.path: {path} holds no object", hint="name a folder as save_pretrained writes it")
+    return values
+
+
+def with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config group `model` with the fields that the folder model.path has, if it is our decoder without sizes.
+
+    Raises:
+        ConfigError: the decoder does not compute what the folder's model computes, or a field says otherwise.
+    """
+    path = model.get("path")
+    if not is_our_decoder(model) or not isinstance(path, str) or model.get("vocab_size") is not None:
+        return dict(model)
+    values = read_config(Path(path).expanduser())
+    fields = decoder_fields(values, path)
+    given = {name: value for name, value in model.items() if value is not None}
+    check_agrees(given, fields, path)
+    window, longest = window_of(values), given.get("max_seq_len")
+    if window is not None and isinstance(longest, int) and longest > window:
+        raise ConfigError(
+            f"model.max_seq_len={longest}, but the layers of model.path={path} attend to the last {window} tokens only, and "
+            "our decoder's to all",
+            hint=f"model.max_seq_len={window} at most, within which that is the same",
+        )
+    return {**fields, **given}
+
+
+def check_agrees(model: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if the config group `model` says otherwise than `fields`, those of the folder `where`."""
+    for name, value in fields.items():
+        if name in FREE or model.get(name) is None:
+            continue
+        if model[name] != value:
+            raise ConfigError(
+                f"model.{name}={model[name]}, but the weights in model.path={where} are of a model with {value}",
+                hint=f"leave model.{name} out: model=hf takes it from there",
+            )
+
+
+def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of the decoder that computes what the model of a config.json computes.
+
+    Args:
+        values: what is in config.json.
+        where: its folder, for messages.
+
+    Raises:
+        ConfigError: the decoder does not; the message says what it does.
+    """
+    kind = values.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise _refusal(where, f"its model_type is {kind!r}", f"one of {', '.join(FAMILIES)}")
+    for name, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("partial_rotary_factor", 1.0),
+        ("quantization_config", None),
+    ):
+        found = values.get(name, wanted)
+        if found != wanted and not (name == "attention_bias" and found is None):
+            if isinstance(found, Mapping):
+                raise ConfigError(
+                    f"model.path={where}: its {name} is set: quantised weights cannot be read",
+                    hint="name a folder of the weights before that, in bfloat16 or the like",
+                )
+            raise _refusal(where, f"its {name} is {found}", f"{name}={json.dumps(wanted)}")
+    try:
+        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
+        kv_heads = values.get("num_key_value_heads", family.n_kv_heads if "num_key_value_heads" not in values else None)
+        fields: dict[str, Any] = {
+            "vocab_size": int(values["vocab_size"]),
+            "dim": dim,
+            "n_layers": int(values["num_hidden_layers"]),
+            "n_heads": heads,
+            "n_kv_heads": int(kv_heads if kv_heads is not None else heads),
+            "head_dim": int(values.get("head_dim", family.head_dim) or dim // heads),
+            "hidden_dim": int(values["intermediate_size"]),
+            "max_seq_len": _longest(values, family),
+            **_rope(values, where),
+            "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
+            "qkv_bias": family.qkv_bias,
+            "qk_norm": family.qk_norm,
+            "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
+        }
+    except KeyError as error:
+        raise ConfigError(f"model.path={where}: its {CONFIG} does not say {error.args[0]}") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"model.path={where}: its {CONFIG} has a value that is no number: {error}") from None
+    return fields
+
+
+def window_of(values: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens that some layer of a config.json's model attends to at most; None: to all."""
+    family = FAMILIES[str(values.get("model_type"))]
+    used = bool(values.get("use_sliding_window", False)) if family.window_is_optional else family.window is not None
+    if not used or "sliding_attention" not in (values.get("layer_types") or ["sliding_attention"]):
+        return None
+    window = values.get("sliding_window", family.window or 4096)
+    return int(window) if window is not None else None
+
+
+def _longest(values: Mapping[str, Any], family: Family) -> int:
+    """Return the longest sequence: within a sliding window, every token attends to all before it, as the decoder's do."""
+    longest, window = int(values["max_position_embeddings"]), window_of(values)
+    return longest if window is None else min(longest, window)
+
+
+def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling, which transformers 5 writes as one entry, rope_parameters."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise _refusal(where, f"its rope_type is {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refusal(where, f"its partial_rotary_factor is {rope['partial_rotary_factor']}", "1.0")
+    theta = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    scaling = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    original = rope.get("original_max_position_embeddings")
+    original = values["max_position_embeddings"] if original is None else original
+    return {"rope_theta": theta, "rope_scaling": {**scaling, "original_seq_len": int(original)}}
+
+
+def _refusal(where: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"model.path={where}: {what}; our decoder computes {expected}", hint=ANY_FAMILY)
+
+
+# To a folder.
+
+
+def config_json(
+    model: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: str,
+    base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the config.json of a decoder. It has the keys of transformers 4, which later ones read, too.
+
+    Args:
+        model: the config group `model` that the decoder was built from.
+        shapes: shapes of all its parameters, by the decoder's names.
+        dtype: of the weights, as "bfloat16".
+        base: the config.json of the folder that its weights came from, whose other entries are kept; None: none.
+
+    Raises:
+        ConfigError: no family computes what this decoder computes.
+    """
+    (vocab_size, dim), query = shapes["embedding.weight"], shapes["blocks.0.attention.query.weight"]
+    heads = int(model["n_heads"])
+    head_dim = query[0] // heads
+    layers = 1 + max(int(found[1]) for name in shapes if (found := _BLOCK.fullmatch(name)))
+    bias, norm = "blocks.0.attention.query.bias" in shapes, "blocks.0.attention.query_norm.weight" in shapes
+    if bias and norm:
+        raise ConfigError(
+            "model.qkv_bias=true with model.qk_norm=true: no family of Hugging Face's models has both",
+            hint="export to a file: --format safetensors",
+        )
+    kind = "qwen3" if norm else "qwen2" if bias else "llama"
+    theta, scaling = float(model.get("rope_theta", 10000.0)), model.get("rope_scaling")
+    values: dict[str, Any] = {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        "vocab_size": vocab_size,
+        "hidden_size": dim,
+        "intermediate_size": shapes["blocks.0.feed_forward.gate.weight"][0],
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shapes["blocks.0.attention.key.weight"][0] // head_dim,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": int(model["max_seq_len"]),
+        "rms_norm_eps": float(model.get("norm_eps", 1e-5)),
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else _scaling_json(scaling),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind == "qwen2":
+        values |= {"use_sliding_window": False}
+        if head_dim * heads == dim:
+            del values["head_dim"]  # which readers of Qwen2 derive
+    if kind == "qwen3":
+        values |= {"attention_bias": False, "use_sliding_window": False}
+    if kind == "llama":
+        values |= {"attention_bias": False, "mlp_bias": False}
+    if base is None:
+        return values
+    return _on_base(values, base)
+
+
+def _on_base(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base`, of which only what training has changed is replaced: the element type, and longer sequences."""
+    longest = max(int(base["max_position_embeddings"]), values["max_position_embeddings"])
+    found = {**base, "torch_dtype": values["torch_dtype"], "max_position_embeddings": longest}
+    found.pop("dtype", None)
+    return found
+
+
+def _scaling_json(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    return {
+        "rope_type": "llama3",
+        **{name: float(scaling[name]) for name in names},
+        "original_max_position_embeddings": int(scaling["original_seq_len"]),
+    }

@@ -1,0 +1,123 @@
+"""What the files of a drill's runs say: the evidence for `judge`, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.tensor_difference import TensorDifference
+from slurmtrain.control.drill.sameness import HASH, Log, Sameness, compare_logs
+from slurmtrain.errors import CheckpointError, UnreadableRecordError
+from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.program_checkpoints import ProgramCheckpoint
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import read_json
+from slurmtrain.system.records import finite, is_number, printable
+
+Differences = Callable[[Path, Path], tuple[list[TensorDifference], list[str]]]
+
+
+def attempts_of(run_dir: RunDir) -> list[Attempt]:
+    """Return the attempts of a run; none if its files cannot be used."""
+    try:
+        return attempts.all_attempts(run_dir)
+    except UnreadableRecordError:
+        return []
+
+
+def from_interruption_on(run_dir: RunDir, tries: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Return the attempt in which the drill has interrupted a run, and those after it.
+
+    Before it there may be others: a job of a drill can be preempted in earnest, too.
+    """
+    time = (read_json(run_dir.interrupted_file) or {}).get("time")
+    if not is_number(time):
+        return tries
+    assert isinstance(time, int | float)
+    before = [index for index, each in enumerate(tries) if each.started and each.started <= time]
+    return tries[before[-1] :] if before else tries
+
+
+def save_seconds(run_dir: RunDir, step: int | None) -> float | None:
+    """Return the seconds of the save of a step; None if it is not on record."""
+    try:
+        found = [
+            event for event in run_dir.events() if event["event"] == Event.CHECKPOINT and event.get("step") == step
+        ]
+    except UnreadableRecordError:
+        return None
+    return finite(found[0].get("seconds")) if found else None
+
+
+def log_of(run_dir: RunDir) -> Log:
+    """Return the numbers that a run has logged, and the digest of its samples, by step and name; the latest of a step.
+
+    Raises:
+        UnreadableRecordError: the log cannot be read.
+    """
+    steps: dict[int, dict[str, float | str]] = {}
+    for record in read_metrics(run_dir.metrics_file):
+        values = {name: float(value) for name, value in record.items() if name != "step" and is_number_or_nan(value)}
+        digest = record.get(HASH)
+        steps.setdefault(record["step"], {}).update(
+            values | ({HASH: printable(digest)} if isinstance(digest, str) else {})
+        )
+    return steps
+
+
+def is_number_or_nan(value: object) -> bool:
+    """Return whether a value of a log is a number; NaN and infinity, which broken training logs, are."""
+    return is_number(value) or (isinstance(value, float) and not isinstance(value, bool))
+
+
+def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = None) -> Sameness:
+    """Compare what two runs have logged, and every tensor of the newest checkpoint that both have.
+
+    Args:
+        up_to: the last step to compare; None: all.
+    """
+    try:
+        logs = [log_of(run) for run in (undisturbed, resumed)]
+    except UnreadableRecordError as error:
+        return Sameness(left=error.message)
+    if up_to is not None:
+        logs = [{step: values for step, values in log.items() if step <= up_to} for log in logs]
+    found = compare_logs(*logs)
+    saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in (undisturbed, resumed)]
+    common = sorted(saved[0].keys() & saved[1].keys())
+    if not common:
+        return found
+    from slurmtrain.checkpoint.difference import differences  # with numpy
+
+    return with_checkpoint(found, common[-1], saved[0][common[-1]], saved[1][common[-1]], differences)
+
+
+def with_checkpoint(found: Sameness, step: int, a: Path, b: Path, differences: Differences) -> Sameness:
+    """Return a comparison with that of two checkpoints of the same step."""
+    try:
+        tensors, state = differences(a, b)
+    except CheckpointError as error:
+        return dataclasses.replace(found, left=error.message)
+    return dataclasses.replace(found, checkpoint=step, tensors=tuple(tensors), state=tuple(state))
+
+
+def with_own_checkpoints(
+    found: Sameness, undisturbed: Sequence[ProgramCheckpoint], resumed: Sequence[ProgramCheckpoint]
+) -> Sameness:
+    """Return a comparison with that of the newest complete checkpoints of the same step, of a program's own."""
+    saved = [
+        {each.step: each.path for each in its if each.problem is None and each.step is not None}
+        for its in (undisturbed, resumed)
+    ]
+    common = sorted(saved[0].keys() & saved[1].keys())
+    if not common:
+        seen = " and ".join(str(max(each, default="none")) for each in saved)
+        return dataclasses.replace(found, left=f"no checkpoint of the same step (the newest: {seen})")
+    from slurmtrain.checkpoint.program_tensors import differences  # with torch
+
+    return with_checkpoint(found, common[-1], saved[0][common[-1]], saved[1][common[-1]], differences)

@@ -1,0 +1,430 @@
+"""Call a function with many arguments as the tasks of one array job: `slurmtrain.map`, as submitit's map_array.
+
+    results = slurmtrain.map(evaluate, paths, cluster="a100x4", max_parallel=8).results()
+
+On disk it is a sweep like any other whose points are calls: `status`, `logs` and `sweep` take it, its runs are requeued
+when they are preempted, and `open_map` finds it again from another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pickle
+import reprlib
+import secrets as random_words
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from slurmtrain.choices import Backend
+from slurmtrain.config import secrets
+from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.control import background, stop
+from slurmtrain.control.runs import Run, Status, config_of, folder_of, refuse_unfinished, runs_of, submitting
+from slurmtrain.control.submitting import client_of
+from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
+from slurmtrain.launch.named_paths import check_named_paths
+from slurmtrain.launch.submit_once import RefusedError
+from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.waiting import as_they_end
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_file, python_version
+from slurmtrain.sweep import folder as sweeps
+from slurmtrain.sweep.create import create_sweep
+from slurmtrain.sweep.jobs import cancel, submit_arrays
+from slurmtrain.sweep.plan import SweepPlan
+from slurmtrain.system.file_claims import holder_here
+from slurmtrain.system.files import replace_file
+from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import is_mine, open_regular
+from slurmtrain.system.redaction import redact
+
+log = logging.getLogger(__name__)
+
+SUBMIT_EVERY_S = 60.0  # tries to submit what a limit on jobs has kept out of the queue
+PROGRAM = "slurmtrain.runtime.jobs.map_task"
+
+
+class RemoteTraceback(Exception):  # noqa: N818 (it is the cause of an error, and is never raised)
+    """The traceback of an exception where it was raised, in the job, as text."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class MapTask:
+    """One call of a map.
+
+    Attributes:
+        index: the place of its arguments, from 0 on.
+        run: the run that makes the call, for its logs and attempts.
+    """
+
+    def __init__(self, owner: MapRun, index: int, run_dir: RunDir):
+        self._map, self.index, self._run_dir = owner, index, run_dir
+        self.run = Run(run_dir.path)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the call, and return what it returned.
+
+        Raises:
+            the exception that the function raised, with the traceback of the job as its cause
+            RunFailedError: the call was killed, or its exception cannot be read here.
+            RunStoppedError: it was cancelled.
+            WaitTimeoutError: it has not ended by then, and goes on.
+            UsageError: it belongs to another user, whose pickles could run anything.
+        """
+        ((_, now),) = self._map._as_they_end([self._run_dir], timeout_s)
+        return self._result_of(now)
+
+    def _result_of(self, now: RunState) -> Any:
+        left = _read_result(self._run_dir)
+        if left is not None and "value" in left and now.status == RunStatus.FINISHED:
+            return _unpickled(left["value"], f"the result of item {self.index}")
+        if left is None or "value" in left:
+            refuse_unfinished(self._run_dir, now)
+            raise RunFailedError(
+                f"run {self._run_dir.id} has finished, and its result is gone", hint=str(self._run_dir.path)
+            )
+        error: object = None
+        with contextlib.suppress(UsageError):
+            error = _unpickled(left["error"], "the exception") if left["error"] is not None else None
+        if not isinstance(error, BaseException):
+            error = RunFailedError(f"item {self.index} raised {left['said']}", hint=f"logs {self._run_dir.id}")
+        raise error from RemoteTraceback(str(left["traceback"]))
+
+    def __repr__(self) -> str:
+        return f"<MapTask {self.index}, run {self.run.id}>"
+
+
+class MapRun(Sequence[MapTask]):
+    """The calls of one map, seen through the folder of its sweep.
+
+    It is a sequence of `MapTask`, in the order of the arguments.
+
+    Attributes:
+        path: the folder, for `open_map`.
+    """
+
+    def __init__(self, path: Path | str):
+        self._sweep = Sweep(Path(path))
+        self.path = self._sweep.path
+        runs = [self._sweep.run_dir(point.run_id) for point in self._sweep.points()]
+        self._tasks = [MapTask(self, index, run_dir) for index, run_dir in enumerate(runs)]
+        self._tried = -SUBMIT_EVERY_S
+
+    @property
+    def id(self) -> str:
+        """The name that `sweep status`, `sweep cancel` and `sweep retry` take."""
+        return self._sweep.id
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all calls, and return their results in the order of the arguments.
+
+        Raises:
+            as `MapTask.result`, as soon as one call is known to have failed; the others go on
+        """
+        found = {task.index: task._result_of(now) for task, now in self._ended(timeout_s)}
+        return [found[index] for index in range(len(self))]
+
+    def as_completed(self, timeout_s: float | None = None) -> Iterator[MapTask]:
+        """Yield each call when it has ended, in whatever way; its `result` then returns or raises at once.
+
+        Raises:
+            WaitTimeoutError: not all have ended by then; they go on.
+        """
+        for task, _ in self._ended(timeout_s):
+            yield task
+
+    def states(self) -> list[Status]:
+        """Return the state of every call now, in the order of the arguments; one squeue call for all."""
+        now = sweeps.states_of(self._sweep)
+        return [Status.of(now[task.run.id]) for task in self._tasks]
+
+    def cancel(self) -> None:
+        """End all calls that have not ended.
+
+        Raises:
+            UsageError: they belong to somebody else.
+            ClusterError: SLURM refuses or does not answer.
+        """
+        sweeps.require_own(self._sweep)
+        if self._sweep.info()["backend"] != Backend.LOCAL:
+            cancel(self._sweep, sweeps.client_of(self._sweep))
+            return
+        self._sweep.cancelled_file.touch()
+        pid = holder_here(self.path)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)  # it passes it on, and starts no others
+        for task in self._tasks:
+            with contextlib.suppress(ClusterError):  # it has not begun, and never will
+                stop.cancel(task._run_dir)
+
+    @overload
+    def __getitem__(self, index: int) -> MapTask: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MapTask]: ...
+    def __getitem__(self, index: int | slice) -> MapTask | list[MapTask]:
+        return self._tasks[index]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _ended(self, timeout_s: float | None) -> Iterator[tuple[MapTask, RunState]]:
+        by_run = {task._run_dir: task for task in self._tasks}
+        for run_dir, now in self._as_they_end(list(by_run), timeout_s):
+            yield by_run[run_dir], now
+
+    def _as_they_end(self, run_dirs: list[RunDir], timeout_s: float | None) -> Iterator[tuple[RunDir, RunState]]:
+        return as_they_end(run_dirs, timeout_s=timeout_s, is_to_come=self._is_to_come)
+
+    def _is_to_come(self, now: RunState) -> bool:
+        """Return whether a run that nobody has is one that its launcher, or this process, will still start."""
+        if now.status != RunStatus.PREPARED or self._sweep.cancelled_file.exists():
+            return False
+        if self._sweep.info()["backend"] == Backend.LOCAL:
+            return holder_here(self.path) is not None
+        if is_mine(self.path) and time.monotonic() - self._tried > SUBMIT_EVERY_S:
+            try:
+                self._submit()
+            except RefusedError:
+                raise
+            except ClusterError as error:  # no answer; or somebody cancels the map at this moment, which is seen next
+                self._tried = time.monotonic()
+                log.warning("calls that wait are not submitted yet, and will be tried again: %s", error.message)
+        return True
+
+    def _submit(self) -> None:
+        """Submit the arrays that are not submitted, as far as the limit on jobs allows."""
+        with submitting:
+            submission = submit_arrays(self._sweep, sweeps.client_of(self._sweep))
+        self._tried = time.monotonic()
+        if submission.limit is not None:
+            log.warning(
+                "%d of %d calls wait for the limit on jobs (%s); they are submitted while somebody waits for results",
+                submission.waiting,
+                len(self),
+                submission.limit.message,
+            )
+
+    def __repr__(self) -> str:
+        return f"<MapRun {self.id} of {len(self)} calls>"
+
+
+def map(
+    function: Callable[..., Any],
+    *iterables: Iterable[Any],
+    cluster: str | None = None,
+    overrides: Sequence[str] = (),
+    max_parallel: int | None = None,
+    name: str = "map",
+    project: str | os.PathLike[str] = ".",
+    config_dir: str | os.PathLike[str] | None = None,
+) -> MapRun:
+    """Call a function with the items of the iterables, each call a task of one array job, and return at once.
+
+    A call that is preempted is requeued, and begins anew in a later attempt. One that is killed is started again as
+    often as `requeue` of the config says; one that raises has failed.
+
+    Args:
+        function: what to call; functions of notebooks, lambdas and closures are sent along, those of modules by name.
+        iterables: as for Python's own `map`, but all of the same length.
+        cluster: a config of the group `cluster`, such as "a100x4"; None: as `overrides` say, else this machine.
+        overrides: as on the command line. A call has one rank on one node unless they say otherwise.
+        max_parallel: number of calls at the same time; None: as many as there is room for, or one on this machine.
+        name: job.name.
+        project, config_dir: as for `submit`.
+
+    Raises:
+        UsageError: the function cannot be called, it or an item cannot be pickled, or there are no items.
+        ConfigError, ClusterError: as for `submit`.
+    """
+    cwd = folder_of(project)
+    if not callable(function):
+        raise UsageError(
+            f"slurmtrain.map was given {_shown((function,))}, which cannot be called, where a function was expected",
+            hint="slurmtrain.map(function, items)",
+        )
+    calls = _calls_of(iterables)
+    if max_parallel is not None and max_parallel < 1:
+        raise UsageError(f"max_parallel={max_parallel}: a number of calls, at least 1, was expected")
+    with submitting:
+        config = _config_of_calls(cwd, cluster, overrides, name, config_dir)
+        payload = _pickled_calls(function, calls, cwd, config)
+        for warning in check_named_paths(config, cwd):
+            log.warning(warning)
+        client = client_of(config) if config.cluster.backend != Backend.LOCAL else None
+        plan = SweepPlan(config, search=random_words.token_hex(16))
+        plan.add_copies(config, len(calls))
+        sweep = create_sweep(
+            plan,
+            lambda number: {"item": _shown(calls[number])},
+            overrides,
+            cwd,
+            max_array_size=client.max_array_size() if client is not None else None,
+            parallelism=max_parallel,
+        )
+        _write(sweep, *payload)
+        found = MapRun(sweep.path)
+        if client is not None:
+            found._submit()
+            return found
+    background.start(["sweep", "retry", str(sweep.path)], sweep.path, lambda: holder_here(sweep.path) is not None)
+    return found
+
+
+def open_map(path: str | os.PathLike[str], *, project: str | os.PathLike[str] = ".") -> MapRun:
+    """Return a map that exists, for instance after the notebook that made it was killed.
+
+    Args:
+        path: its path, its name or a part of it, or "last".
+        project: the folder from which it was submitted.
+
+    Raises:
+        UsageError: there is none, or it is a sweep of another kind.
+    """
+    inside = folder_of(project) / os.fspath(path)
+    sweep = sweeps.find(str(inside) if lookup.is_sweep(inside) else os.fspath(path), runs_of(project))
+    if not function_file(sweep).exists():
+        raise UsageError(
+            f"{sweep.path} is not made by slurmtrain.map: it has no {function_file(sweep).name}", hint="open_run(RUN)"
+        )
+    return MapRun(sweep.path)
+
+
+def _calls_of(iterables: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
+    if not iterables:
+        raise UsageError("there are no items", hint="slurmtrain.map(function, items)")
+    for each in iterables:
+        if not isinstance(each, Iterable):
+            raise UsageError(
+                f"the items are {_shown((each,))}, and a list or another iterable was expected",
+                hint="slurmtrain.map(function, items)",
+            )
+    lists = [list(each) for each in iterables]
+    if len({len(each) for each in lists}) > 1:
+        raise UsageError(
+            f"the iterables have {', '.join(str(len(each)) for each in lists)} items", hint="give as many of each"
+        )
+    if not lists[0]:
+        raise UsageError("there are no items", hint="slurmtrain.map(function, items)")
+    return list(zip(*lists, strict=True))
+
+
+def _shown(call: tuple[Any, ...]) -> str:
+    """Return the arguments of a call in one short line, for tables."""
+    return " ".join(redact(reprlib.repr(call[0] if len(call) == 1 else call)).split())
+
+
+def _config_of_calls(
+    cwd: Path,
+    cluster: str | None,
+    overrides: Sequence[str],
+    name: str,
+    config_dir: str | os.PathLike[str] | None,
+) -> Config:
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides={overrides!r} is one text, and a list was expected", hint=f"[{overrides!r}]")
+    first = [] if cluster is None else [f"cluster={cluster}"]
+    own = [f"job.name={name}", "cluster.nodes=1", "cluster.tasks_per_node=1", f"job.finished_when={RESULT}"]
+    config, _, _ = config_of([*first, *own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
+    command = shlex.join([_interpreter(config.cluster), "-m", PROGRAM])  # known when all else is composed
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, command=command))
+
+
+def _interpreter(cluster: ClusterConfig) -> str:
+    """Return the interpreter of the calls, which is that of the ranks."""
+    if cluster.python:
+        return cluster.python
+    return "python" if cluster.container.kind or cluster.venv or cluster.conda_env else sys.executable
+
+
+def _pickled_calls(
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], cwd: Path, config: Config
+) -> tuple[bytes, list[bytes]]:
+    """Return the contents of the files of the function and of the arguments of each call.
+
+    Raises:
+        UsageError: something cannot be pickled.
+        ConfigError: it holds the value of a secret.
+    """
+    values = secrets.read(config.secrets)
+    path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
+    pickled = _pickled(function, "the function")
+    arguments = [_pickled(call, f"item {number}") for number, call in enumerate(calls)]
+    secrets.refuse_pickled(values, pickled, "the function")
+    for number, each in enumerate(arguments):
+        secrets.refuse_pickled(values, each, f"item {number}")
+    shared = {"path": list(dict.fromkeys(path)), "function": pickled, "python": python_version()}
+    return pickle.dumps(shared), arguments
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception as problem:
+        raise UsageError(
+            f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
+            hint="jobs get it as a pickle: make locks, open files and connections inside of the function",
+        ) from None
+    return pickled
+
+
+def _write(sweep: Sweep, function: bytes, arguments: Sequence[bytes]) -> None:
+    """Write what the calls need, the function last: without it the sweep is none of `map`'s."""
+    sweep.tasks.mkdir(mode=folder_mode(sweep.path))
+    for number, each in enumerate(arguments):
+        replace_file(arguments_file(sweep, number), each, durable=False)
+    replace_file(function_file(sweep), function)
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} belongs to user {found.st_uid}: a result is a pickle, which could run anything as you",
+            hint="`status` and `logs` show the run; its owner can write the result in another format",
+        )
+
+
+def _read_result(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return what a call has left; None if it has left nothing.
+
+    Raises:
+        UsageError: it belongs to another user: reading a pickle runs whatever is in it.
+        UnreadableRecordError: it cannot be read.
+    """
+    path = run_dir.path / RESULT
+    for each in (run_dir.path.parent, run_dir.path, path):
+        if os.path.lexists(each):
+            _require_own(each, os.lstat(each))
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            _require_own(path, os.fstat(file.fileno()))  # of what is read, whoever renames folders meanwhile
+            left = pickle.loads(file.read())
+    except FileNotFoundError:
+        return None
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise UnreadableRecordError(f"{path} is damaged: {error}") from None
+    return left if isinstance(left, dict) else None
+
+
+def _unpickled(pickled: bytes, what: str) -> Any:
+    try:
+        return pickle.loads(pickled)
+    except Exception as problem:
+        raise UsageError(
+            f"{what} cannot be read here: {type(problem).__name__}: {problem}",
+            hint="are the modules of its class importable in this process, too?",
+        ) from None

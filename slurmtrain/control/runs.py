@@ -1,0 +1,341 @@
+"""A run as an object: `submit` returns one, and `open_run` finds one again, from any process that sees its directory.
+
+run = slurmtrain.submit(["+cluster=a100x4", "model=small", "optim.lr=3e-4"])
+run.wait()
+run.metrics()[-1]["loss"]
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurmtrain.choices import Backend
+from slurmtrain.config.compose import compose, from_program
+from slurmtrain.config.hydra_state import apart
+from slurmtrain.config.overrides import normalise, program_override
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.control import background, stop
+from slurmtrain.control.submitting import check, submit_run, warn_of_memory
+from slurmtrain.errors import RunFailedError, RunStoppedError, SlurmtrainError, UnreadableRecordError, UsageError
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.submit import preparing
+from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
+from slurmtrain.report.collect import metrics_of
+from slurmtrain.report.rank_logs import Tail, attempt_number, last_lines, log_file
+from slurmtrain.report.status import RunState, RunStatus, state
+from slurmtrain.report.waiting import as_they_end
+from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.paths import absolute
+from slurmtrain.system.redaction import redact
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SHOWN_FOR_S = 5.0  # how old the state that `repr` shows may be: a notebook shows an object again and again
+submitting = threading.RLock()  # composing and sbatch change what belongs to the whole process, for a moment
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run at one moment. The names are those of `status RUN --json`.
+
+    Attributes:
+        state: one word, such as "running" or "finished".
+        sentence: why, and what comes next.
+        alive: SLURM or a local launcher has the run, or may have it.
+        step, steps: steps done, and steps of the whole run; None if not known.
+        loss, valid_loss: values logged last, in nats per token.
+        tokens_per_s, step_time_s, eta_s: speed, and seconds left, while it runs.
+        job_id: its latest job; None outside of SLURM.
+        attempts: its attempts, oldest first, each with the reason why it ended.
+        doubt: why SLURM could not be asked; None if it could.
+    """
+
+    state: RunStatus
+    sentence: str
+    alive: bool
+    step: int | None
+    steps: int | None
+    loss: float | None
+    valid_loss: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    eta_s: float | None
+    job_id: str | None
+    attempts: tuple[Attempt, ...]
+    doubt: str | None
+
+    @classmethod
+    def of(cls, now: RunState) -> Status:
+        """Return what `report.status` knows of a run."""
+        progress = now.progress
+        return cls(
+            now.status,
+            now.explanation,
+            now.alive,
+            now.step,
+            progress.steps,
+            progress.loss,
+            progress.valid_loss,
+            progress.tokens_per_s,
+            progress.step_time_s,
+            progress.eta_s,
+            now.job_id,
+            tuple(now.attempts),
+            now.slurm_error,
+        )
+
+    def __str__(self) -> str:
+        of = f" of {self.steps}" if self.steps is not None else ""
+        step = f", step {self.step}{of}" if self.step is not None else ""
+        return f"{self.state}{step}" + (f": {self.sentence}" if self.sentence != self.state else "")
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+class Run:
+    """One run, seen through its run directory. It holds nothing else, so any number of these may exist for a run.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._shown: tuple[float, str] | None = None
+
+    @property
+    def id(self) -> str:
+        """The run's id, which the command line takes as RUN."""
+        return self._run_dir.id
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is job.name of its config."""
+        return str(self._run_dir.info()["name"])
+
+    @property
+    def job_ids(self) -> list[str]:
+        """The ids of all jobs that the run was submitted as, the latest last; none with cluster=local."""
+        return list(self._run_dir.info()["job_ids"])
+
+    def status(self) -> Status:
+        """Return the state of the run now, from its files and one squeue call.
+
+        Raises:
+            UnreadableRecordError: its files cannot be used.
+        """
+        return Status.of(state(self._run_dir))
+
+    def wait(self, timeout_s: float | None = None) -> Status:
+        """Wait until the run has finished, through all its attempts.
+
+        The run's own files are looked at twice a second, and SLURM is asked every 20 s.
+
+        Args:
+            timeout_s: seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            RunFailedError: it has failed, with the reason of its last attempt.
+            RunStoppedError: it was cancelled, or ended before it had finished; `resume` continues it.
+            WaitTimeoutError: it has not ended by then, and goes on.
+        """
+        ((_, now),) = as_they_end([self._run_dir], timeout_s=timeout_s)
+        refuse_unfinished(self._run_dir, now)
+        return Status.of(now)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return what the run has logged, a dict with "step" for each line, by step.
+
+        Steps that a resumed attempt did again are there once. The metrics of evaluation jobs are among them.
+
+        Raises:
+            UnreadableRecordError: the file cannot be used.
+        """
+        return metrics_of(self._run_dir)
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """Return the complete checkpoints, oldest first."""
+        return complete_checkpoints(self._run_dir.checkpoints)
+
+    def logs(self, rank: int = 0, *, tail: int | None = None, attempt: int | None = None) -> str:
+        """Return the output of a rank.
+
+        Args:
+            tail: number of lines from its end; None: all of it.
+            attempt: number of the attempt; None: the latest.
+
+        Raises:
+            UsageError: the run has not started yet, or has no such rank or attempt.
+        """
+        log = log_file(self._run_dir, rank, attempt_number(self._run_dir, attempt))
+        if tail is not None:
+            return last_lines(log, tail)
+        whole = Tail(log, None)
+        return "".join(whole.pieces()) + whole.rest()
+
+    def cancel(self) -> str:
+        """End the run for good; it saves if time allows. Return what was done, in words.
+
+        Raises:
+            UsageError: it belongs to somebody else.
+            ClusterError: SLURM refuses or does not answer, or a local run is still setting up.
+        """
+        ownership.require_own(self._run_dir)
+        return stop.cancel(self._run_dir)
+
+    @property
+    def _run_dir(self) -> RunDir:
+        return RunDir(self.path)
+
+    def __repr__(self) -> str:
+        if self._shown is None or time.monotonic() - self._shown[0] > SHOWN_FOR_S:
+            try:
+                self._shown = time.monotonic(), f"{self.name}): {self.status()}"
+            except SlurmtrainError as error:
+                self._shown = time.monotonic(), f"unreadable): {error.message}"
+        return f"<Run {self.id} ({self._shown[1]}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+def submit(
+    config: Sequence[str] | Config | DictConfig,
+    *,
+    command: Sequence[str] | None = None,
+    project: str | os.PathLike[str] = ".",
+    config_dir: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Submit a run as `submit` on the command line does, and return it at once.
+
+    With cluster=local it runs on this machine, in the background.
+
+    Args:
+        config: overrides as on the command line, such as ["+cluster=a100x4", "optim.lr=3e-4"]; or a config that the
+            program has composed or built.
+        command: with overrides: the words of a program of your own, which every rank runs.
+        project: the folder that relative paths mean, and of whose code the job gets a snapshot.
+        config_dir: a folder of your own configs, beside the shipped ones.
+
+    Raises:
+        UsageError: an unknown key, group or option, or an override that cannot be read.
+        ConfigError: the config cannot work.
+        ClusterError: SLURM is not there, refuses, or does not answer.
+    """
+    cwd = folder_of(project)
+    with submitting:
+        found, dims, overrides = config_of(config, cwd, command=command, config_dir=config_dir)
+        check(found, dims, cwd)
+        if found.cluster.backend != Backend.LOCAL:
+            run_dir, _ = submit_run(found, dims, overrides, cwd)
+            return Run(run_dir.path)
+        warn_of_memory(found, dims)
+        with preparing(found, overrides, cwd) as run_dir:
+            pass
+    background.start(["resume", str(run_dir.path)], run_dir.path, lambda: bool(run_dir.attempt_numbers()))
+    return Run(run_dir.path)
+
+
+def open_run(run: str | os.PathLike[str], *, project: str | os.PathLike[str] = ".") -> Run:
+    """Return a run that exists.
+
+    Args:
+        run: its id, a unique beginning of one, its path, or "last".
+        project: the folder from which it was submitted: runs are looked for in its `runs`, or in SLURMTRAIN_RUNS.
+
+    Raises:
+        UsageError: none or several match.
+    """
+    reference = os.fspath(run)
+    inside = folder_of(project) / reference
+    is_path = os.sep in reference and (inside / "run.json").is_file()
+    return Run(lookup.find(str(inside) if is_path else reference, runs_of(project)).path)
+
+
+def config_of(
+    given: Sequence[str] | Config | DictConfig,
+    cwd: Path,
+    *,
+    command: Sequence[str] | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+) -> tuple[Config, ParallelDims, list[str]]:
+    """Return the validated config that overrides or an object stand for, its parallel dims, and the overrides.
+
+    Paths in it are absolute.
+
+    Raises:
+        UsageError, ConfigError: as `submit`.
+    """
+    if isinstance(given, str):
+        raise UsageError(f"{given!r} is one text, and a list of overrides was expected", hint=f"write [{given!r}]")
+    if not isinstance(given, Sequence):
+        if command is not None or config_dir is not None:
+            raise UsageError("command and config_dir go with overrides, and this is a config", hint="set job.command")
+        config = with_absolute_paths(from_program(given), cwd)
+        return config, validate(config), []
+    for each in given:
+        if not isinstance(each, str):
+            raise UsageError(f"{each!r} is no override", hint='texts such as "optim.lr=3e-4" were expected')
+    overrides = [normalise(each) for each in given]
+    if command is not None:
+        if isinstance(command, str) or not command:
+            raise UsageError(f"command={command!r}: a list of words was expected", hint='["python", "my_train.py"]')
+        kind = [] if "job=command" in overrides else ["job=command"]
+        overrides += [*kind, program_override(command)]
+    with apart():
+        config = compose(
+            overrides, config_dir=str(absolute(os.fspath(config_dir), cwd)) if config_dir is not None else None
+        )
+    config = with_absolute_paths(config, cwd)
+    return config, validate(config), overrides
+
+
+def refuse_unfinished(run_dir: RunDir, now: RunState) -> None:
+    """Raise the error for a run that has ended, unless it has finished.
+
+    Raises:
+        RunFailedError, RunStoppedError: it has not.
+        UnreadableRecordError: its files cannot be used.
+    """
+    if now.status == RunStatus.FINISHED:
+        return
+    if now.status == RunStatus.UNREADABLE:
+        raise UnreadableRecordError(now.explanation)
+    kind = (
+        RunStoppedError if now.status in (RunStatus.STOPPED, RunStatus.PRUNED, RunStatus.PREPARED) else RunFailedError
+    )
+    raise kind(
+        redact(f"run {run_dir.id} {now.status}: {now.explanation}"), hint=f"logs {run_dir.id}, or {run_dir.path}"
+    )
+
+
+def folder_of(project: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a project's folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folder = absolute(os.fspath(project))
+    if not folder.is_dir():
+        raise UsageError(f"project={os.fspath(project)!r}: there is no folder {folder}")
+    return folder
+
+
+def runs_of(project: str | os.PathLike[str]) -> Path:
+    """Return the folder of the runs that were submitted from a project's folder."""
+    return absolute(lookup.runs_root(), folder_of(project))

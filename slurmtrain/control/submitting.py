@@ -1,0 +1,202 @@
+"""Check a config and submit it as one run: what `submit` on the command line and `slurmtrain.submit` have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import Config
+from slurmtrain.data.sources.config_check import check_prepared
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.logger_check import check_loggers
+from slurmtrain.launch.memory_check import check_memory
+from slurmtrain.launch.named_paths import check_named_paths
+from slurmtrain.launch.queue_check import check_request, raise_fatal, with_choices_of_the_shell
+from slurmtrain.launch.resubmit import submit_links
+from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.launch.submit import check_slurm_is_here, interrupted, preparing, slurm_conf_of, submit
+from slurmtrain.launch.submit_once import RefusedError
+from slurmtrain.launch.submit_once import check as ask_slurm
+from slurmtrain.launch.time_limit_check import look_ahead
+from slurmtrain.planner.fit import check_fits
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.read_facts import own_groups, read_facts
+
+log = logging.getLogger(__name__)
+
+
+def check(config: Config, dims: ParallelDims, cwd: Path, *, later: bool = False, look_at_files: bool = True) -> None:
+    """Check what a validated config needs of the GPUs, of prepared data and of this machine's files.
+
+    Args:
+        cwd: the folder to which paths in the config are relative.
+        later: the job waits for other jobs, which may still make files.
+        look_at_files: check that the files that the config names exist, and loggers of one's own.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    check_fits(config, dims)
+    check_prepared(config, later=later)
+    if look_at_files:
+        for warning in check_named_paths(config, cwd, later=later):
+            log.warning(warning)
+        check_loggers(config, cwd)
+
+
+def warn_of_memory(config: Config, dims: ParallelDims) -> None:
+    """Log a warning if the model will hardly fit. That takes seconds for a large one."""
+    for warning in check_memory(config, dims):
+        log.warning(warning)
+
+
+def submit_run(
+    config: Config,
+    dims: ParallelDims,
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    after: str | None = None,
+    source: CodeSource | None = None,
+) -> tuple[RunDir, str]:
+    """Prepare a run and submit its job, or all jobs of its chain; log warnings of likely problems before.
+
+    Args:
+        config: a config of a cluster of SLURM's, after all checks.
+        dims: its parallel dims.
+        overrides: for the record.
+        cwd: the folder to which paths are relative, and of whose code a snapshot is taken.
+        after: runs that have to finish first, as a person names them, separated by commas.
+        source: the code, out of a bundle; None: that of `cwd`.
+
+    Returns:
+        The run, and its jobs in words.
+
+    Raises:
+        ConfigError: the run directory cannot be made, or the snapshot is refused.
+        ClusterError: SLURM is not there, refuses, or does not answer.
+        UsageError: the runs to wait for do not exist, or cannot finish any more.
+    """
+    plan = starting_after(config, after) if after is not None else config
+    warn_of_memory(plan, dims)
+    if after is None:
+        return _submit(plan, overrides, cwd, None, source)
+    try:
+        return _submit(plan, overrides, cwd, after, source)
+    except RefusedError:  # one of the runs may have ended since, and SLURM may have forgotten its job
+        later = starting_after(config, after)
+        if later == plan:
+            raise
+        return _submit(later, overrides, cwd, after, source)
+
+
+def submit_to_choices(
+    configs: Mapping[str, tuple[Config, ParallelDims]], overrides: Sequence[str], cwd: Path
+) -> tuple[RunDir, dict[str, str]]:
+    """Prepare one run and submit it to each of several clusters or partitions, of which the first to start takes it.
+
+    Args:
+        configs: config and parallel dims of the run on each, after all checks, by the name of the choice.
+        overrides, cwd: as for `submit_run`.
+
+    Returns:
+        The run, and its jobs by the name of the choice.
+
+    Raises:
+        ConfigError, ClusterError: as `submit_run`; or what is chosen does not go together.
+    """
+    from slurmtrain.launch import submit_first
+
+    plain = {name: config for name, (config, _) in configs.items()}
+    confs = submit_first.check_choices(plain, cwd)
+    for config, dims in configs.values():
+        client_of(config)
+        warn_of_memory(config, dims)
+    with preparing(next(iter(plain.values())), overrides, cwd) as run_dir:
+        submit_first.write_choices(run_dir, plain, confs, cwd)
+        try:
+            jobs = submit_first.submit_to_each(run_dir)
+        except KeyboardInterrupt:
+            log.info(
+                "run %s may be in some of the queues: `status %s`, `cancel %s`", run_dir.id, run_dir.id, run_dir.id
+            )
+            raise
+    return run_dir, jobs
+
+
+def starting_after(config: Config, runs: str) -> Config:
+    """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
+    from slurmtrain.launch import dependencies
+
+    if config.cluster.backend == Backend.LOCAL:
+        raise UsageError(
+            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
+        )
+    return dependencies.starting_after(config, runs, lookup.runs_root())
+
+
+def client_of(config: Config) -> SlurmClient:
+    """Check that SLURM is there, and has what the config asks for, before anything is created, and return its client.
+
+    Warnings of likely problems are logged.
+
+    Raises:
+        ConfigError: SLURM would refuse the job, or never start it.
+        ClusterError: SLURM is not there.
+    """
+    client = SlurmClient(slurm_conf_of(config))
+    check_slurm_is_here(client.slurm_conf)
+    for warning in _compare_with_cluster(config, client):
+        log.warning(warning)
+    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
+        log.warning(warning)
+    return client
+
+
+def _compare_with_cluster(config: Config, client: SlurmClient) -> list[str]:
+    """Compare what the config asks for with what SLURM says of the cluster, and return warnings.
+
+    Raises:
+        ConfigError: SLURM would refuse the job, or never start it.
+    """
+    facts = read_facts(client.glance, whole=False)
+    cluster = with_choices_of_the_shell(config.cluster, os.environ)
+    return raise_fatal(check_request(facts, cluster, groups=own_groups(), user_id=os.getuid()))
+
+
+def _submit(
+    config: Config, overrides: Sequence[str], cwd: Path, after: str | None, source: CodeSource | None
+) -> tuple[RunDir, str]:
+    client = client_of(config)
+    with preparing(config, overrides, cwd, source) as run_dir:
+        ask_slurm(run_dir.script, client)
+        try:
+            job_id = submit([run_dir], config)
+        except KeyboardInterrupt:
+            log.info(interrupted(run_dir, client))
+            raise
+        if config.requeue.mode == RequeueMode.CHAIN:
+            links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
+            job_id = f"{job_id}, followed by {', '.join(links[1:])}"
+    if after is not None:
+        _check_not_in_vain(run_dir, after, client)
+    return run_dir, job_id
+
+
+def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
+    from slurmtrain.launch.dependencies import check_again
+
+    try:
+        check_again(runs, lookup.runs_root(), client)
+    except UsageError:
+        write_request(run_dir, RunAction.CANCEL)
+        client.cancel(*reversed(run_dir.info()["job_ids"]))
+        raise

@@ -1,0 +1,369 @@
+"""Chat templates: a conversation -> the text that the model reads, and which parts of it the model has to learn to write.
+
+A chat template is the Jinja program that comes with a tokenizer (`chat_template.jinja`, or the entry of that name in
+`tokenizer_config.json`); https://huggingface.co/docs/transformers/chat_templating describes what it is given. It is run
+in Jinja's sandbox. It is not given `strftime_now`: what is prepared must not depend on the day on which that is done.
+
+An answer is what the model writes after the generation prompt: the assistant's content, what the template puts in front
+of it after the generation prompt, and the special token that ends the turn. Where that lies in the text is found by
+rendering the conversation a second time with another content in its place, so that templates need no
+`{% generation %}` marks, and may trim or rearrange what they are given.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slurmtrain.choices import LossOn
+from slurmtrain.data.format.manifest import ChatFacts
+from slurmtrain.data.format.tokenizers import NO_TOKEN, Spans, TokenizerChoice
+from slurmtrain.data.prepare.bad_record import BadRecord
+from slurmtrain.data.prepare.conversation import ASSISTANT, Conversation
+from slurmtrain.errors import ConfigError
+
+CHATML = "chatml"
+# https://github.com/openai/openai-python/blob/v0.28.1/chatml.md
+CHATML_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PLACEHOLDER = "\ue000slurmtrain\ue001"  # private characters, which no text that people write has
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """A text, and the parts of it that count as targets; None for all of a text that is no conversation."""
+
+    text: str
+    spans: Spans | None
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with all that it is given, as plain values, so that processes can be handed it.
+
+    Attributes:
+        source: the Jinja program; None: questions and answers are put end to end.
+        tokens: name and text of each of NAMED_TOKENS that the tokenizer has.
+        special_tokens: texts of all special tokens of the tokenizer, one of which ends a turn.
+        loss_on: which parts count.
+    """
+
+    source: str | None
+    tokens: tuple[tuple[str, str], ...]
+    special_tokens: tuple[str, ...]
+    loss_on: LossOn
+
+    @property
+    def facts(self) -> ChatFacts:
+        """What identifies the template in a manifest."""
+        digest = None if self.source is None else hashlib.sha256(self.source.encode()).hexdigest()
+        return ChatFacts(digest, str(self.loss_on))
+
+    def render(self, conversation: Conversation) -> RenderedText | BadRecord:
+        """Return the text of a conversation and the parts that count, or why the template refuses it."""
+        if self.source == CHATML_TEMPLATE and (reason := _beyond_chatml(conversation)):
+            return BadRecord(reason)
+        try:
+            chat = self._end_to_end(conversation) if self.source is None else self._rendered(conversation)
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            return BadRecord(f"the chat template refuses it: {str(error) or type(error).__name__}")
+        if isinstance(chat, BadRecord):
+            return chat
+        try:
+            chat.text.encode()
+        except UnicodeEncodeError:
+            return BadRecord("invalid Unicode (half of a surrogate pair)")
+        return chat if chat.spans else BadRecord("the chat template leaves nothing of the answer")
+
+    def _end_to_end(self, conversation: Conversation) -> RenderedText | BadRecord:
+        if any(message.get("tool_calls") for message in conversation.messages):
+            return BadRecord("the assistant calls tools, which needs a chat template")
+        parts = [message["content"] for message in conversation.messages]
+        if not all(isinstance(part, str) for part in parts):
+            return BadRecord("a content is a list, which needs a chat template")
+        ends = [0]
+        for part in parts:
+            ends.append(ends[-1] + len(part))
+        spans = [(ends[index], ends[index + 1]) for index in self._counted(conversation)]
+        text = "".join(parts)
+        return RenderedText(text, _non_empty([(0, len(text))] if self.loss_on == LossOn.ALL else spans))
+
+    def _rendered(self, conversation: Conversation) -> RenderedText:
+        text = self._run(conversation.messages, conversation.tools)
+        if self.loss_on == LossOn.ALL:
+            return RenderedText(text, _non_empty([(0, len(text))]))
+        spans: list[tuple[int, int]] = []
+        marks = _marks(self.special_tokens, text)
+        for index in self._counted(conversation):
+            floor = spans[-1][1] if spans else 0
+            content = self._content_span(conversation, index, text)
+            if content is None:
+                spans.append(self._turn_span(conversation, index, text, floor))
+            else:
+                end = self._end_of_calls(conversation, index, text, content[1])
+                if end is None:
+                    end = self._end_of_turn(conversation, index, text, content[1], marks)
+                spans.append((self._after_generation_prompt(text, floor, content[0]), end))
+        return RenderedText(text, _non_empty(spans))
+
+    def _counted(self, conversation: Conversation) -> Sequence[int]:
+        answers = conversation.answers()
+        return answers[-1:] if self.loss_on == LossOn.LAST_ANSWER else answers
+
+    def _content_span(self, conversation: Conversation, index: int, text: str) -> tuple[int, int] | None:
+        """Return where the content of message `index` lies in the rendered text; None: the template leaves it out."""
+        messages = list(conversation.messages)
+        messages[index] = {**messages[index], "content": PLACEHOLDER}
+        other = self._run(messages, conversation.tools)
+        if other == text:
+            return None
+        begin = _shared_length(text, other)
+        return begin, len(text) - _shared_length(text[begin:][::-1], other[begin:][::-1])
+
+    def _turn_span(self, conversation: Conversation, index: int, text: str, floor: int) -> tuple[int, int]:
+        """Return where message `index`, whose content the template leaves out, lies in the rendered text after `floor`.
+
+        Llama 3.1 and Mistral write calls of tools so. Where the message begins is found by rendering another in its place.
+        """
+        before = list(conversation.messages[:index])
+        with_turn = self._run([*before, conversation.messages[index]], conversation.tools)
+        other = self._run([*before, {"role": ASSISTANT, "content": PLACEHOLDER}], conversation.tools)
+        turn = with_turn[_shared_length(with_turn, other) :].rstrip()
+        begin = text.find(turn, floor)
+        if begin < 0:
+            raise ValueError(f"what it makes of messages[{index}] depends on those after it")
+        return begin, begin + len(turn)
+
+    def _after_generation_prompt(self, text: str, floor: int, begin: int) -> int:
+        """Return where the model begins to write: after the last generation prompt before `begin`, if there is one."""
+        prompt = _generation_prompt(self)
+        place = text.rfind(prompt, floor, begin) if prompt else -1
+        if place >= 0:
+            return place + len(prompt)
+        # Without one, as in Mistral's, the model writes the space before its answer, too, which its first token has.
+        return max(floor, len(text[:begin].rstrip(" ")))
+
+    def _end_of_calls(self, conversation: Conversation, index: int, text: str, end: int) -> int | None:
+        """Return the end of a turn with calls of tools after its content, which ends at `end`.
+
+        It is found by rendering the conversation up to that turn, so that it needs no special token, and one that begins
+        the calls is not taken for the end. None: there are no calls, or what the template makes of the turn then is not
+        in the text.
+        """
+        if not conversation.messages[index].get("tool_calls"):
+            return None
+        until = Conversation(conversation.messages[: index + 1], conversation.tools)
+        try:
+            with_turn = self._run(until.messages, until.tools)
+            content = self._content_span(until, index, with_turn)
+        except jinja2.TemplateError:  # some refuse a conversation that ends so
+            return None
+        calls = with_turn[content[1] :].rstrip() if content is not None else ""
+        return end + len(calls) if calls and text.startswith(calls, end) else None
+
+    def _end_of_turn(
+        self, conversation: Conversation, index: int, text: str, end: int, marks: Sequence[tuple[int, int]]
+    ) -> int:
+        """Return the end of the special token that ends the turn, whose content ends at `end`; `end` if there is none.
+
+        Args:
+            marks: where the special tokens begin and end in the text.
+        """
+        following_mark = bisect.bisect_left(marks, (end, 0))
+        if following_mark == len(marks):
+            return end
+        place, end_of_mark = marks[following_mark]
+        # Between the two may be calls of tools, but not the next turn, as in templates whose turns have no such token.
+        if text[end:place].strip() and index + 1 < len(conversation.messages):
+            following = self._content_span(conversation, index + 1, text)
+            if following is not None and place > following[0]:
+                return end
+        return end_of_mark
+
+    def _run(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **more: Any) -> str:
+        assert self.source is not None
+        return _compiled(self.source).render(
+            messages=list(messages),
+            tools=tools,
+            documents=None,
+            **{"add_generation_prompt": False, **dict(self.tokens), **more},
+        )
+
+
+def _beyond_chatml(conversation: Conversation) -> str | None:
+    """Return what of a conversation ChatML has no form for: its template would leave that out."""
+    messages = conversation.messages
+    if conversation.tools or any(message.get("tool_calls") for message in messages):
+        return "it has tools, or calls them, and ChatML has no form for that: use the chat template of a model"
+    if not all(isinstance(message["content"], str) for message in messages):
+        return "a content is no text, which ChatML has no form for"
+    return None
+
+
+def load_chat_template(
+    choice: TokenizerChoice, given: str | None, loss_on: LossOn, special_tokens: Sequence[str]
+) -> ChatTemplate:
+    """Return the chat template that the user has given, or the tokenizer's own.
+
+    Args:
+        choice: the tokenizer, beside whose file its own template lies.
+        given: path of a Jinja file, "chatml", or "none"; None: the tokenizer's own.
+        special_tokens: texts of the tokenizer's special tokens.
+
+    Raises:
+        ConfigError: there is no such file, the tokenizer has no template, or it is no Jinja program.
+    """
+    folder = Path(choice.name).parent
+    settings = _settings_beside(folder)
+    tokens = tuple((name, text) for name in NAMED_TOKENS if (text := _text_of(settings.get(name))) is not None)
+    source = _source(choice, given, folder, settings)
+    marks = {*special_tokens, *(text for name, text in tokens if name == "eos_token")}
+    if source == CHATML_TEMPLATE:
+        marks.add("<|im_end|>")
+    template = ChatTemplate(source, tokens, tuple(sorted(marks)), loss_on)
+    if source is not None:
+        try:
+            _compiled(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template of {choice.name} is no Jinja program: {error}") from None
+    return template
+
+
+def files_beside(choice: TokenizerChoice) -> dict[str, bytes]:
+    """Return the settings that lie beside a tokenizer.json, by file name: those that others need to load the tokenizer."""
+    folder = Path(choice.name).parent
+    names = (TOKENIZER_CONFIG, "special_tokens_map.json") if choice.name.endswith(".json") else ()
+    return {name: content for name in names if (content := _read(folder / name)) is not None}
+
+
+def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if given == NO_TOKEN:
+        return None
+    if given == CHATML:
+        return CHATML_TEMPLATE
+    if given is not None:
+        content = _read(Path(given))
+        if content is None:
+            raise ConfigError(
+                f"prepare.chat_template={given} cannot be read",
+                hint=f"the path of a Jinja file, {CHATML}, or {NO_TOKEN}: questions and answers end to end",
+            )
+        return content.decode()
+    content = _read(folder / TEMPLATE_FILE) if choice.name.endswith(".json") else None
+    if content is not None:
+        return content.decode()
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
+    if isinstance(found, str):
+        return found
+    raise ConfigError(
+        f"the tokenizer {choice.name} has no chat template: there is no {TEMPLATE_FILE} and no entry chat_template in "
+        f"{TOKENIZER_CONFIG} beside it",
+        hint=f"prepare.chat_template= the path of one, {CHATML}, or {NO_TOKEN}: questions and answers end to end",
+    )
+
+
+def _settings_beside(folder: Path) -> Mapping[str, Any]:
+    content = _read(folder / TOKENIZER_CONFIG)
+    try:
+        settings = json.loads(content or b"{}")
+    except ValueError as error:
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG} is no JSON: {error}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _text_of(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+
+
+def _marks(special_tokens: tuple[str, ...], text: str) -> list[tuple[int, int]]:
+    """Return where special tokens begin and end in a text, in their order: one pass for all of them and all turns."""
+    pattern = _pattern_of(special_tokens)
+    return [match.span() for match in pattern.finditer(text)] if pattern is not None else []
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern_of(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, special_tokens), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _non_empty(spans: Sequence[tuple[int, int]]) -> Spans:
+    return tuple((begin, end) for begin, end in spans if begin < end)
+
+
+@functools.lru_cache(maxsize=8)
+def _generation_prompt(template: ChatTemplate) -> str:
+    """Return what the template puts before an answer that is to be written."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        with_prompt, without = template._run(question, None, add_generation_prompt=True), template._run(question, None)
+    except jinja2.TemplateError:
+        return ""
+    return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+
+class _GenerationTag(Extension):
+    """The tag `{% generation %}`, by which some templates mark what the assistant says: its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares it so
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,1 @@
+"""Training scripts of other libraries: a thin module for each, imported only by the scripts that use it."""

@@ -1,0 +1,581 @@
+"""Lightning's Trainer under slurmtrain: a callback that stops, saves and resumes, and an environment that knows the ranks.
+
+    from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment, resume_from
+
+    trainer = Trainer(..., callbacks=[SlurmtrainCallback()], plugins=[SlurmtrainEnvironment()])
+    trainer.fit(model, loader, ckpt_path=resume_from())
+
+or, saved by all ranks in the background, and restored without a path:
+
+    trainer = Trainer(..., callbacks=[SlurmtrainCallback(checkpointer=True)], plugins=[...])
+    trainer.fit(model, loader)
+
+It fits `import lightning` and `import pytorch_lightning`: the one that the script has imported before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from slurmtrain.checkpoint.state import RandomState
+from slurmtrain.errors import EXIT_REQUEUE, ConfigError
+from slurmtrain.integrations.commit import commit, damage_of_zip, flush, keep_newest, remove, set_aside, temporary_name
+from slurmtrain.integrations.gather import gather_states
+from slurmtrain.integrations.reporting import ProgressReport
+from slurmtrain.parallel.ddp import warm_up_ddp_buckets
+from slurmtrain.runtime.api import init, session, should_stop
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.own_checkpointer import Checkpointer
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.signals import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+NOT_SHOWN = {"v_num", "step", "step_time_s"}  # of Lightning's progress bar in metrics.jsonl
+OWN = "step_*.ckpt"  # what SlurmtrainCallback writes
+
+
+def _of_the_script() -> Any:
+    """Return the package that the script uses: `lightning.pytorch`, or its twin `pytorch_lightning`."""
+    names = ["lightning", "pytorch_lightning"]
+    if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+        names.reverse()
+    found = [name for name in names if importlib.util.find_spec(name) is not None]
+    if not found:
+        raise ModuleNotFoundError(
+            "slurmtrain.integrations.lightning needs Lightning: pip install 'slurmtrain[lightning]'"
+        )
+    return importlib.import_module("lightning.pytorch" if found[0] == "lightning" else found[0])
+
+
+_pytorch = _of_the_script()
+_Callback: Any = _pytorch.Callback
+_ClusterEnvironment: Any = importlib.import_module(f"{_pytorch.__name__}.plugins.environments").ClusterEnvironment
+_AsyncCheckpointIO: Any = importlib.import_module(f"{_pytorch.__name__}.plugins.io").AsyncCheckpointIO
+_exceptions = importlib.import_module(f"{_pytorch.__name__}.utilities.exceptions")
+_SIGTERMException: Any = _exceptions.SIGTERMException
+_MisconfigurationException: type[Exception] = _exceptions.MisconfigurationException
+
+# What a Lightning checkpoint holds that the Checkpointer saves itself, or that only loading without a script needs.
+_SAVED_ELSEWHERE = ("state_dict", "optimizer_states")
+_FOR_LOADING_ALONE = (
+    *("hyper_parameters", "hparams_name", "hparams_type"),
+    *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
+)
+
+
+def _joined() -> DistributedContext:
+    """Return this rank's groups; call `slurmtrain.init` if the script has not."""
+    if session.distributed is None:
+        init()
+    return session.initialised()[0]
+
+
+class SlurmtrainEnvironment(_ClusterEnvironment):  # type: ignore[misc]
+    """The ranks as slurmtrain has found them: Lightning starts no processes, and neither requeues nor catches signals.
+
+    Raises:
+        ConfigError: of `fit`, when Trainer's devices and num_nodes are not the ranks that there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._environment = _joined().environment
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # not used: the process group exists already
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return Environment.detect().source != "single"
+
+    def world_size(self) -> int:
+        return self._environment.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the number of ranks is given."""
+
+    def global_rank(self) -> int:
+        return self._environment.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the rank is given."""
+
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    def node_rank(self) -> int:
+        return self._environment.node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Check that Trainer was given the ranks that there are.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        nodes, each = len(self._environment.nodes), self._environment.local_world_size
+        if (num_devices, num_nodes) != (each, nodes):
+            raise ConfigError(
+                f"Trainer has devices={num_devices} and num_nodes={num_nodes}, and the job has {each} ranks on each of "
+                f"{nodes} nodes",
+                hint=f"Trainer(devices={each}, num_nodes={nodes}), or change cluster.tasks_per_node and cluster.nodes",
+            )
+
+
+class SlurmtrainCallback(_Callback):  # type: ignore[misc]
+    """Stops all ranks after the same step when the job has to leave, saves, and ends with exit code 75: start me again.
+
+    It also reports the steps, and lets a resumed run go on with the next batch: Lightning by itself begins the epoch's
+    batches again, and has no random state in its checkpoints. Use one for one call of `fit`.
+
+    Args:
+        checkpointer: saves by this, asynchronously and by all ranks, and restores from it when `fit` begins. True: by
+            slurmtrain.Checkpointer(). False: saves through `Trainer.save_checkpoint`, in whatever form the strategy
+            has; pass `resume_from()` to `fit`.
+        save_every: also save after every so many steps (`Trainer.global_step`); 0: only when the job has to leave, and
+            at the end.
+        folder: without a checkpointer: where checkpoints go; None: `lightning` in the run directory, or ./lightning.
+        keep: without a checkpointer: how many checkpoints stay.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | bool = False,
+        *,
+        save_every: int = 0,
+        folder: Path | str | None = None,
+        keep: int = 2,
+    ):
+        self._distributed = _joined()
+        self._checkpointer = (
+            (Checkpointer() if checkpointer else None) if isinstance(checkpointer, bool) else checkpointer
+        )
+        self._save_every, self._keep = save_every, keep
+        self._folder = own_folder() if folder is None else Path(folder)
+        self._report: ProgressReport | None = None
+        self._logged = 0.0  # when, by the monotonic clock
+        self._position = _Position()
+        self._of_all_ranks: list[dict[str, Any]] | None = None  # positions, while Trainer writes a checkpoint for us
+        self._resumed = False  # `_position` is that of a checkpoint
+        self._saved: int | None = None
+        self._first_step = 0
+        self._waited = False  # for a validation
+        self._begun = False
+        self._handlers: dict[int, Any] = {}
+
+    # In the order in which Trainer calls them.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and self._begun:
+            raise ConfigError(
+                "SlurmtrainCallback was used by an earlier fit() already, whose checkpoints would be mixed up with these",
+                hint="make a Trainer with one of its own for each fit(), with another folder or Checkpointer directory",
+            )
+        self._begun = self._begun or stage == "fit"
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        _leave_groups_at_exit()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        of_all_ranks = state_dict.get("ranks", [])
+        if of_all_ranks:
+            rank = self._distributed.environment.rank
+            same = len(of_all_ranks) == self._distributed.environment.world_size
+            self._position.load_state_dict(of_all_ranks[rank] if same else {"batches": of_all_ranks[0]["batches"]})
+            self._resumed = True
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._checkpointer is None:
+            if isinstance(trainer.strategy.checkpoint_io, _AsyncCheckpointIO):
+                raise ConfigError(
+                    "AsyncCheckpointIO saves in the background, and does not say when a checkpoint is complete",
+                    hint="leave it out; SlurmtrainCallback(checkpointer=True) saves in the background, too",
+                )
+            return
+        if trainer.strategy.restore_checkpoint_after_setup:
+            raise ConfigError(
+                f"{type(trainer.strategy).__name__} keeps its state in a way of its own, which a Checkpointer cannot restore",
+                hint="SlurmtrainCallback() without one saves through Trainer; then fit(..., ckpt_path=resume_from())",
+            )
+        rest = _Rest(trainer)
+        restored = self._checkpointer.restore(per_rank={"position": self._position}, **self._objects(trainer, rest))
+        if restored is not None:
+            self._resumed, self._saved = True, restored.step
+            rest.hand_to_trainer()
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._take_signals_back()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._take_signals_back()
+        warm_up_ddp_buckets(trainer.strategy.model)
+        self._position.go_there(trainer, resumed=self._resumed)
+        self._first_step = trainer.global_step
+        folder = self._folder if self._checkpointer is None else self._checkpointer.directory
+        self._report = ProgressReport(trainer.global_step, _total_steps(trainer), folder)
+        if self._resumed and self._distributed.environment.rank == 0:
+            log.info(
+                "resuming at step %d: epoch %d, batch %d",
+                *(trainer.global_step, trainer.current_epoch, self._position.batches),
+            )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._position.note_order(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._position.batch_done(0 if trainer.is_last_batch else batch_idx + 1)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return  # gradients that no step has used yet would be lost
+        # From a checkpoint between a batch and its validation, or at the end of an epoch, Lightning goes on with a wrong
+        # count of batches or epochs. The next batch will do, unless each is validated.
+        if trainer.is_last_batch:
+            return
+        due = self._validation_is_due(trainer)
+        if not due or self._waited:
+            self._after_step(trainer)
+        self._waited = due
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.num_training_batches <= trainer.accumulate_grad_batches:  # one step: there is no other place
+            self._after_step(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log(trainer)
+        self._save(trainer)
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if self._report is not None:
+            self._report.close()
+
+    def _after_step(self, trainer: Any) -> None:
+        """Stop if a rank was told to, or save if it is time."""
+        step = trainer.global_step
+        if time.monotonic() >= self._logged + LOG_EVERY_S:
+            self._log(trainer)
+        if should_stop():
+            self._save(trainer)
+            self._leave(step)
+        if self._save_every and step // self._save_every > (self._saved or self._first_step) // self._save_every:
+            self._save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._of_all_ranks is None else {"ranks": self._of_all_ranks}
+
+    def _log(self, trainer: Any) -> None:
+        """Report the step, and the metrics that are shown in Lightning's progress bar."""
+        self._logged = time.monotonic()
+        if self._report is not None:
+            shown = trainer.progress_bar_metrics.items()
+            numbers = {name: float(value) for name, value in shown if isinstance(value, int | float)}
+            self._report.log(trainer.global_step, **{name: numbers[name] for name in numbers.keys() - NOT_SHOWN})
+
+    def _objects(self, trainer: Any, rest: _Rest) -> dict[str, Any]:
+        optimizers = {f"optimizer_{index}": optimizer for index, optimizer in enumerate(trainer.optimizers)}
+        return {"module": trainer.strategy.model, **optimizers, "trainer": rest}
+
+    def _save(self, trainer: Any) -> None:
+        """Save the state after `trainer.global_step` steps, unless that is done."""
+        step = trainer.global_step
+        if step == self._saved:
+            return
+        self._position.note()
+        if self._checkpointer is not None:
+            self._checkpointer.save(
+                step, per_rank={"position": self._position}, **self._objects(trainer, _Rest(trainer))
+            )
+        else:
+            self._save_through(trainer, step)
+            if self._report is not None:
+                self._report.saved(step)
+        self._saved = step
+
+    def _save_through(self, trainer: Any, step: int) -> None:
+        final = self._folder / f"step_{step:09d}.ckpt"
+        temporary, first = temporary_name(final), self._distributed.environment.rank == 0
+        if first:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+        self._of_all_ranks = gather_states(self._distributed, self._position.state_dict())
+        try:
+            trainer.save_checkpoint(temporary)  # returns when all ranks have written
+        finally:
+            self._of_all_ranks = None
+        if self._distributed.environment.local_rank == 0:
+            flush(temporary)
+        self._distributed.leave_together()  # all is on the disk
+        if first:
+            commit(temporary, final)
+            keep_newest(self._folder, OWN, self._keep)
+        self._distributed.leave_together()  # nobody leaves before the commit
+
+    def _leave(self, step: int) -> NoReturn:
+        """Leave by Lightning's own way out of a SIGTERM, so that loggers and callbacks come to their end."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        self._distributed.leave_together()
+        log.info("told to stop: leaving after step %d", step)
+        raise _SIGTERMException(EXIT_REQUEUE)
+
+    def _validation_is_due(self, trainer: Any) -> bool:
+        """Return whether Trainer validates after this batch, on any rank: clocks differ (val_check_interval in time)."""
+        due = bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+        by_the_clock = getattr(trainer, "_val_check_time_interval", None) is not None
+        return self._on_any_rank(due) if by_the_clock else due
+
+    def _on_any_rank(self, value: bool) -> bool:
+        """Return whether `value` is true on a rank. All ranks call it together."""
+        if self._distributed.control_group is None:
+            return value
+        found = torch.tensor([int(value)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._distributed.control_group)
+        return bool(found.item())
+
+    def _take_signals_back(self) -> None:
+        """Let Lightning's own handling of signals stand back, which begins a broadcast wherever a rank happens to be."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def _total_steps(trainer: Any) -> int | None:
+    """Return the step at which training ends; None: it is not known."""
+    with suppress(_MisconfigurationException):  # accumulation changes on the way
+        total = trainer.estimated_stepping_batches
+        return int(total) if 0 < total < float("inf") else None
+    return None
+
+
+class _Rest:
+    """What a Lightning checkpoint holds beside module and optimisers: loops, schedules, callbacks, data module, scaler."""
+
+    def __init__(self, trainer: Any):
+        self._trainer, self._connector = trainer, trainer._checkpoint_connector
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        checkpoint = self._connector.dump_checkpoint(False)
+        left_out = {*_SAVED_ELSEWHERE, *_FOR_LOADING_ALONE}
+        return {key: value for key, value in checkpoint.items() if key not in left_out}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = dict(state)
+
+    def hand_to_trainer(self) -> None:
+        """Restore data module and callbacks, and leave the rest for Trainer, which restores it next."""
+        checkpoint = {**self._loaded, "state_dict": {}, "optimizer_states": []}
+        self._trainer.lightning_module.on_load_checkpoint(checkpoint)
+        self._connector._loaded_checkpoint = checkpoint
+        self._connector.restore_datamodule()
+        self._connector.restore_callbacks()
+
+
+class _Position:
+    """Where this rank is in its epoch: batches done, and the random state now and when the epoch's order was drawn."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self._now: dict[str, Any] | None = None
+        self._order: dict[str, Any] | None = None
+        self._begun = False  # the epoch that begins next has drawn its order
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "now": self._now, "order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches, self._now, self._order = state["batches"], state.get("now"), state.get("order")
+
+    def note(self) -> None:
+        """Note the random state as it is."""
+        self._now = RandomState().state_dict()
+
+    def batch_done(self, batches: int) -> None:
+        """Note that so many batches of the epoch are done; 0: it is at its end."""
+        self.batches, self._begun = batches, False
+
+    def note_order(self, trainer: Any) -> None:
+        """Note the random state from which the order of the epoch's batches is drawn next, unless it was drawn already."""
+        if self._begun:
+            return
+        generators = [generator.get_state() for generator in _generators(trainer)]
+        self._order = {"random": RandomState().state_dict(), "generators": generators}
+
+    def go_there(self, trainer: Any, *, resumed: bool) -> None:
+        """Begin the epoch's batches; of a resumed run after those that were done, in the same order.
+
+        A loader that saves its own position is left to Lightning.
+        """
+        fetcher, loaders = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader.flattened
+        keeps_position = any(hasattr(loader, "load_state_dict") for loader in loaders)
+        if resumed and self.batches and self._order is not None:
+            RandomState().load_state_dict(self._order["random"])
+            for generator, state in zip(_generators(trainer), self._order["generators"], strict=False):
+                generator.set_state(state)
+        elif resumed and self._now is not None:
+            RandomState().load_state_dict(self._now)
+        if not keeps_position and (resumed or fetcher.length is not None):  # otherwise a batch was fetched already
+            if not (resumed and self.batches):
+                self.note_order(trainer)
+            for loader in loaders:
+                _set_epoch(loader, trainer.current_epoch)
+            _begin_batches(fetcher, loaders, self.batches if resumed else 0)
+            self._begun = True
+        if resumed and self.batches and self._now is not None:
+            RandomState().load_state_dict(self._now)
+
+
+class _Later:
+    """A sampler whose first round begins after `skip` entries. Only one round of it is under way at a time."""
+
+    def __init__(self, sampler: Any, skip: int):
+        self._sampler, self._skip = sampler, skip
+        self._entries: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._entries = iter(self._sampler)
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._entries)
+
+    def skip(self) -> None:
+        """Skip the entries now, if that was not done: it draws the order, if it is random."""
+        left, self._skip = self._skip, 0
+        for _ in range(left):
+            next(self._entries, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _begin_batches(fetcher: Any, loaders: list[Any], skip: int) -> None:
+    """Begin the batches of an epoch anew, after the first `skip`.
+
+    Of one map-style loader they are not even read; of others they are read, and thrown away.
+    """
+    loader = loaders[0]
+    if (
+        skip
+        and len(loaders) == 1
+        and isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+    ):
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        # Past DataLoader.__setattr__, which refuses it because an iterator that exists would not see it.
+        later = _Later(getattr(loader, name), skip)
+        object.__setattr__(loader, name, later)
+        iter(fetcher)
+        later.skip()
+        return
+    iter(fetcher)
+    for _ in range(skip):
+        next(fetcher)
+    fetcher.fetched -= skip  # Trainer adds them
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    for sampler in _samplers(loader):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def _generators(trainer: Any) -> list[torch.Generator]:
+    """Return the generators that the loaders were given, each once."""
+    found: list[torch.Generator] = []
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        for owner in (loader, *_samplers(loader)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                found.append(generator)
+    return found
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in found if sampler is not None]
+
+
+def _leave_groups_at_exit() -> None:
+    """End torch's process group while the interpreter still works, as Lightning would if it had made it."""
+
+    def end() -> None:
+        with suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    atexit.register(end)
+
+
+def own_folder() -> Path:
+    """Return where SlurmtrainCallback saves through Trainer: `lightning` in the run directory, or here."""
+    _joined()
+    return session.context.run_dir.path / "lightning" if session.context is not None else Path("lightning")
+
+
+def resume_from(*folders: Path | str) -> str | None:
+    """Return the newest sound checkpoint, for `fit(..., ckpt_path=resume_from())`. All ranks call it together.
+
+    Rank 0 looks and tells the others. A file that is torn or damaged is left out, with a warning;
+    one of SlurmtrainCallback gets a hidden name, so that it does not stand in the way of the next one of that step.
+
+    Args:
+        folders: where to look for *.ckpt; none: where SlurmtrainCallback saves.
+
+    Returns:
+        None: there is no checkpoint, so that this is a fresh start.
+    """
+    distributed = _joined()
+    found: Path | None = None
+    damaged: list[Path] = []
+    if distributed.environment.rank == 0:
+        for path in _newest_first([Path(folder) for folder in folders] or [own_folder()]):
+            reason = _damage(path)
+            if reason is None:
+                found = path
+                break
+            log.warning("%s is not whole, and is left out: %s", path, reason)
+            damaged += [path] if path.match(OWN) and not path.is_dir() else []
+        for path in damaged if found is not None else ():
+            set_aside(path)
+    return distributed.broadcast_text(str(found or "")) or None
+
+
+def _newest_first(folders: list[Path]) -> list[Path]:
+    found = []
+    for folder in folders:
+        for path in folder.glob("*.ckpt"):
+            with suppress(FileNotFoundError):  # another job of the same folder removes it
+                found.append((path.stat().st_mtime, path.name, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint; None if it is whole."""
+    if path.is_dir():  # sharded: one of ours has got its name when it was complete
+        return None if path.match(OWN) else "of a folder that SlurmtrainCallback has not written it cannot be told"
+    return damage_of_zip(path)

@@ -1,0 +1,390 @@
+"""`submit --from BUNDLE`: open a bundle that anybody may have made, and make of it what is submitted.
+
+Its code is run as whoever submits it. So only a file of the user's own is opened: whoever copies one has had it in hand. All
+that is in it must be in its list, with the same size and digest, and nothing is written outside of a folder made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.migrations import SCHEMA_VERSION
+from slurmtrain.config.overrides import normalise
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import Config, JobConfig
+from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.launch.bundle import (
+    CONFIG,
+    ENVIRONMENT,
+    FORMAT,
+    MANIFEST,
+    MOST_BYTES,
+    is_inside,
+    leads_inside,
+    with_digest,
+)
+from slurmtrain.launch.changes import changed, schema_version_of
+from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.runs.code_record import CodeRecord
+from slurmtrain.system import records
+from slurmtrain.system.process_facts import ProcessFacts, gather_facts
+from slurmtrain.system.records import COUNT, FLAG, NOTHING, OBJECT, TEXT, TEXTS, printable
+
+log = logging.getLogger(__name__)
+
+LIST_BYTES = 32 << 20  # of bundle.json
+MOST_AT_ONCE = 64 << 20  # bytes that a header of tar may make a reader read at once
+ASK_S = 60
+SHOWN = 8  # packages that differ
+QUESTION = """
+import importlib.metadata as m, json, platform, re
+found = {}
+for each in m.distributions():
+    name = re.sub(r"[-_.]+", "-", each.metadata["Name"] or "").lower()
+    found.setdefault(name, each.version)
+print(json.dumps({"packages": found, "python": platform.python_version()}))
+"""
+_FIELDS = {
+    "format": COUNT,
+    "run": TEXT,
+    "name": TEXT,
+    "workdir": TEXT | NOTHING,
+    "import_roots": TEXTS,
+    "overrides": TEXTS,
+    "git": OBJECT,
+    "untracked": TEXTS,
+    "links": OBJECT,
+    "links_out": OBJECT,
+    "files": OBJECT,
+}
+_GIT = {"revision": TEXT | NOTHING, "dirty": FLAG, "branch": TEXT | NOTHING, "remote": TEXT | NOTHING}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that has been unpacked.
+
+    Attributes:
+        path: the file.
+        digest: its sha256.
+        manifest: its list, with fields of the right types.
+        folder: where it is unpacked.
+    """
+
+    path: Path
+    digest: str
+    manifest: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def code(self) -> CodeSource | None:
+        """What the new run's snapshot is made of; None for a run that ran in place."""
+        workdir = self.manifest["workdir"]
+        if workdir is None:
+            return None
+        git = self.manifest["git"]
+        patch = self.folder / "changes.patch"
+        diff = patch.read_text(errors="surrogateescape") if patch.is_file() else None if git["dirty"] else ""
+        record = CodeRecord(
+            **{name: git[name] for name in _GIT}, diff=diff, untracked=tuple(self.manifest["untracked"])
+        )
+        return CodeSource(
+            self.folder / "code", workdir, roots=tuple(self.manifest["import_roots"]), record=record, bundle=self.facts
+        )
+
+    @property
+    def workdir(self) -> Path | None:
+        """The folder in which the program runs, as unpacked; None for a run that ran in place."""
+        return None if self.manifest["workdir"] is None else self.folder / self.manifest["workdir"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of the bundle that a run was made from."""
+        return {"file": str(self.path), "sha256": self.digest, "run": self.manifest["run"]}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Bundle]:
+    """Unpack a bundle into a folder that is removed after the block.
+
+    Raises:
+        UsageError: there is no such file, or it may be somebody else's work.
+        ConfigError: it is torn, is no bundle, or holds what its list does not name.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-bundle-"))
+    try:
+        with _own_file(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            manifest = _unpack(path, file, folder)
+        yield Bundle(path, digest, manifest, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_file(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file that only this user and root can have written."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint="`runs bundle RUN` makes a bundle") from None
+    with file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{path} is not a regular file", hint="`runs bundle RUN` makes a bundle")
+        copy = f"look into it (tar -tvf {path}), and if you trust it, make a copy of your own"
+        if found.st_uid not in (os.geteuid(), 0):
+            raise UsageError(f"{path} belongs to user {found.st_uid}, and its code would be run as you", hint=copy)
+        if records.others_may_write(found):
+            raise UsageError(
+                f"others may change {path} (mode {stat.S_IMODE(found.st_mode):04o}), and its code would be run as you",
+                hint=copy,
+            )
+        if found.st_size > MOST_BYTES:
+            raise ConfigError(f"{path} has {found.st_size} bytes, and {MOST_BYTES} is the most that a bundle has")
+        yield file
+
+
+class _Limited(io.RawIOBase):
+    """What is unpacked of a file, up to a limit: a few bytes can stand for terabytes."""
+
+    def __init__(self, file: io.BufferedReader | gzip.GzipFile):
+        self._file, self._read = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0 or size > MOST_AT_ONCE:
+            raise tarfile.ReadError("a header that is too long")
+        data = self._file.read(size)
+        self._read += len(data)
+        if self._read > MOST_BYTES + LIST_BYTES:
+            raise tarfile.ReadError(f"more than {MOST_BYTES} bytes")
+        return data
+
+
+def _unpack(path: Path, file: io.BufferedReader, folder: Path) -> Mapping[str, Any]:
+    """Unpack the files of a bundle, and return its list."""
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    try:
+        stream = _Limited(gzip.GzipFile(fileobj=file) if packed else file)
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            first = tar.next()
+            if first is None or not first.isreg() or not first.name.endswith(f"/{MANIFEST}") or first.size > LIST_BYTES:
+                raise ConfigError(f"{path} is no bundle: it does not begin with {MANIFEST}", hint="see `runs bundle`")
+            manifest = _checked(path, json.loads(_content(tar, first)))
+            _unpack_files(path, tar, first.name.removesuffix(MANIFEST), manifest, folder)
+        while stream.read(1 << 16):  # up to the checksum at the end
+            pass
+        for name, target in manifest["links"].items():  # after the files, so that none is written through one
+            link = folder / "code" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(target)
+        if manifest["workdir"] is not None:
+            (folder / manifest["workdir"]).mkdir(parents=True, exist_ok=True)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is torn, or no bundle: {printable(str(error))[:200] or type(error).__name__}",
+            hint="copy it again, and compare its sha256 with the one that `runs bundle` has printed",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be unpacked into {folder}: {error.strerror}", hint="TMPDIR names another folder for it"
+        ) from None
+    return manifest
+
+
+def _unpack_files(path: Path, tar: tarfile.TarFile, prefix: str, manifest: Mapping[str, Any], folder: Path) -> None:
+    files, seen = manifest["files"], set()
+    while (entry := tar.next()) is not None:
+        name = entry.name.removeprefix(prefix)
+        listed = files.get(name)
+        if not entry.name.startswith(prefix) or not entry.isreg() or listed is None or name in seen:
+            raise ConfigError(f"{path} holds {printable(entry.name)[:200]!r}, which its list does not name as a file")
+        tarfile.data_filter(entry, str(folder))
+        content = _content(tar, entry) if entry.size == listed["size"] else b""
+        if hashlib.sha256(content).hexdigest() != listed["sha256"] or len(content) != entry.size:
+            raise ConfigError(
+                f"{path}: {printable(name)} is not what the bundle's list says it is",
+                hint="copy the bundle again: a part of it was damaged or replaced",
+            )
+        seen.add(name)
+        target = folder / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as out:
+            out.write(content)
+        if listed["executable"]:
+            target.chmod(0o700)
+    if len(seen) < len(files):
+        missing = next(name for name in files if name not in seen)
+        raise ConfigError(f"{path} is torn: it has {len(seen)} of {len(files)} files; {printable(missing)} is missing")
+
+
+def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
+    """Read a file of the archive, in pieces, so that what is claimed and what is there cannot differ unseen."""
+    source, pieces = tar.extractfile(entry), []
+    assert source is not None
+    while piece := source.read(1 << 20):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _checked(path: Path, manifest: Any) -> Mapping[str, Any]:
+    """Check the types of a bundle's list, and that no path in it leads out of the bundle's folder.
+
+    Raises:
+        ConfigError: one does, or the list is of another kind.
+    """
+    wrong = ConfigError(f"{path}: its {MANIFEST} is not one of `runs bundle`")
+    if not isinstance(manifest, dict) or any(name not in manifest for name in _FIELDS):
+        raise wrong
+    if not all(kind.holds(manifest[name]) for name, kind in _FIELDS.items()):
+        raise wrong
+    if with_digest(manifest)["digest"] != manifest.get("digest"):
+        raise ConfigError(f"{path} is torn: its {MANIFEST} is not as it was written", hint="copy it again")
+    if manifest["format"] != FORMAT:
+        raise ConfigError(
+            f"{path} is of format {manifest['format']}, and {FORMAT} is the one that is known here",
+            hint="install the slurmtrain that has packed it",
+        )
+    git = manifest["git"]
+    if any(name not in git or not kind.holds(git[name]) for name, kind in _GIT.items()):
+        raise wrong
+    for name, listed in manifest["files"].items():
+        whole = isinstance(listed, dict) and TEXT.holds(listed.get("sha256")) and COUNT.holds(listed.get("size"))
+        if not whole or not FLAG.holds(listed.get("executable")) or listed["size"] < 0 or not is_inside(name):
+            raise wrong
+    if sum(listed["size"] for listed in manifest["files"].values()) > MOST_BYTES:
+        raise ConfigError(f"{path} unpacks to more than {MOST_BYTES} bytes, the most that a bundle has")
+    workdir, roots = manifest["workdir"], manifest["import_roots"]
+    places = [*([] if workdir is None else [workdir]), *(f"code/{root}" for root in roots)]
+    if any(not is_inside(place) or not f"{place}/".startswith("code/") for place in places):
+        raise wrong
+    for name, target in manifest["links"].items():
+        if not is_inside(name) or not isinstance(target, str) or not leads_inside(name, target, manifest["links"]):
+            raise wrong
+    return manifest
+
+
+# The config, and what differs here.
+
+
+def config_of(
+    bundle: Bundle, overrides: Sequence[str], cwd: Path, *, config_dir: str | None = None
+) -> tuple[Config, ParallelDims]:
+    """Return the config of a bundle with overrides, after all checks of its fields.
+
+    With `+cluster=NAME` all of the group `cluster` is that of the other cluster. The folder of runs is this shell's.
+
+    Raises:
+        UsageError: an override that cannot be read, or chooses another group.
+        ConfigError: a value that cannot work.
+    """
+    config = load_frozen(bundle.folder / CONFIG, with_secrets=False)
+    config = dataclasses.replace(config, job=dataclasses.replace(config.job, runs_dir=JobConfig().runs_dir))
+    chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
+    others = [word for word in overrides if word not in chosen]
+    if chosen:
+        of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
+        others = [word for word in others if word not in of_cluster]
+        composed = compose([*map(normalise, chosen), *of_cluster], config_dir=config_dir)
+        config = dataclasses.replace(config, cluster=composed.cluster)
+    for word in others:
+        key = word.lstrip("+~").partition("=")[0]
+        if "." not in key:
+            raise UsageError(
+                f"{word}: with --from single fields can be set, and the group cluster can be chosen",
+                hint="such as optim.lr=1e-4, or +cluster=NAME",
+            )
+    return changed(config, others, cwd, fixed=())
+
+
+def source_of(bundle: Bundle) -> CodeSource | None:
+    """Return what the new run's snapshot is made of; the bundle's own slurmtrain only if it reads configs of this one."""
+    source = bundle.code
+    if source is None:
+        return None
+    assert source.root is not None
+    own = schema_version_of(source.root)
+    if own is not None and own != SCHEMA_VERSION:
+        log.warning("the bundle's own slurmtrain reads other configs than this one, which is used instead")
+        shutil.rmtree(source.root / "slurmtrain")
+    return source
+
+
+def tell_differences(bundle: Bundle, config: Config) -> None:
+    """Log what this machine has not as the run had it: packages, links of the code, the image."""
+    recorded = records.parse(records.read_bytes(bundle.folder / ENVIRONMENT))
+    facts = ProcessFacts.from_json(recorded)
+    interpreter = interpreter_of(config.cluster)
+    if facts.packages and interpreter is not None:
+        here = _packages_of(interpreter)
+        if here is not None:
+            said = package_sentence(facts, here)
+            if said:
+                log.warning("%s: %s", interpreter, said)
+    elif facts.packages:
+        log.warning("the packages of the run and of the container %s are not compared", config.cluster.container.image)
+    for name, target in bundle.manifest["links_out"].items():
+        log.warning("code/%s was a link to %s, and is not in the bundle", printable(name), printable(str(target)))
+    image = bundle.manifest.get("image")
+    was = image.get("image") if isinstance(image, dict) else None
+    if was and was != config.cluster.container.image:
+        log.warning("the run was in the container %s, and this one is not", printable(str(was)))
+
+
+def package_sentence(then: ProcessFacts, here: ProcessFacts) -> str:
+    """Return in a sentence which packages differ here; an empty text if none does."""
+    other = [
+        f"{name} {here.packages[name]} (was {version})"
+        for name, version in then.packages.items()
+        if name in here.packages and here.packages[name] != version
+    ]
+    missing = [name for name in then.packages if name not in here.packages and name != "slurmtrain"]
+    if then.system.get("python") not in (None, here.system.get("python")):
+        other.insert(0, f"python {here.system.get('python')} (was {then.system['python']})")
+    parts = [f"other versions: {_some(other)}"] if other else []
+    parts += [f"not installed: {_some(missing)}"] if missing else []
+    return printable("; ".join(parts))
+
+
+def _some(words: Sequence[str]) -> str:
+    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+
+
+def _packages_of(interpreter: str) -> ProcessFacts | None:
+    """Return the packages of an interpreter; None if it does not answer."""
+    if os.path.realpath(interpreter) == os.path.realpath(sys.executable) and interpreter == sys.executable:
+        return gather_facts()
+    try:
+        answer = subprocess.run(
+            [interpreter, "-c", QUESTION], cwd="/", capture_output=True, text=True, timeout=ASK_S, check=True
+        )
+        found = json.loads(answer.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return ProcessFacts(system={"python": found["python"]}, packages=found["packages"])

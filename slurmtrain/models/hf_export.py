@@ -1,0 +1,329 @@
+"""A checkpoint -> a folder that transformers, and what reads its folders, loads: names, config.json, tokenizer.
+
+The bytes go from the rank files to the folder block by block, see `checkpoint.export` and `checkpoint.hf_folder`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmtrain.checkpoint.export import Entry, Exported, opened
+from slurmtrain.checkpoint.format.dtypes import dtype_name
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, write_hf_folder
+from slurmtrain.config import families
+from slurmtrain.data.format import manifest as prepared
+from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.data.sources.config_check import PREPARED
+from slurmtrain.earlier_names import is_our_decoder, with_names_of_today
+from slurmtrain.errors import CheckpointError, ConfigError, DataError
+from slurmtrain.models import byte_tokenizer
+from slurmtrain.models.huggingface import HuggingFace, stored_names
+from slurmtrain.models.lora_export import (
+    export_adapters,
+    is_of_adapters,
+    merged_entries,
+    read_adapters,
+    write_merged,
+)
+
+MODEL = "model"  # the object of a checkpoint that is exported
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+# What is taken over from the folder that the weights came from.
+TOKENIZER_FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", TEMPLATE, "chat_template.json"),
+)
+LOOKED_AT = 1 << 16  # tokens of chat data that show how its answers end
+TO_FILE = "export to a file: --format safetensors"
+
+
+@dataclass(frozen=True)
+class ExportedFolder:
+    """The folder that was written, and what a person should know of it, one sentence each."""
+
+    exported: Exported
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of the model, besides its weights.
+
+    Attributes:
+        config: the contents of config.json.
+        names: name in the folder by name in the checkpoint; a name that is not there is left out.
+        files: further files by name.
+        notes: what a person should know.
+    """
+
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+    files: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+
+def export_hf(
+    path: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], None] = lambda count: None,
+) -> ExportedFolder:
+    """Write the model of the checkpoint `path` to the folder `out`, which is there completely or not at all.
+
+    Args:
+        dtype: element type of the weights, as "bfloat16"; None: as saved.
+        force: replace `out` if it exists.
+        shard_bytes: greatest size of a file of tensors.
+        progress: called with the number of bytes of every block read, from any thread.
+
+    Raises:
+        UsageError: `out` is not valid.
+        CheckpointError: the checkpoint is damaged, does not say what model it holds, or holds one that Hugging Face has no
+            family for; or `out` cannot be written.
+    """
+    check_folder(out, force=force)
+    if is_of_adapters(read_manifest(path).config):
+        return _export_merged(path, out, dtype=dtype, force=force, shard_bytes=shard_bytes, progress=progress)
+    with opened(path, MODEL, dtype) as checkpoint:
+        entries = checkpoint.entries
+        try:
+            described = describe(checkpoint.manifest.config, list(entries.values()))
+        except ConfigError as error:
+            raise CheckpointError(f"{path.name}: {error.message}", hint=error.hint) from None
+        ours = {entry.name: name for name, entry in entries.items()}
+        chosen = {
+            ours[name]: dataclasses.replace(entries[ours[name]], name=theirs)
+            for name, theirs in described.names.items()
+        }
+        in_file = {entry.name: entry for entry in chosen.values()}
+        exported = write_hf_folder(
+            out,
+            [in_file[name] for name in in_order(list(in_file))],
+            lambda output: checkpoint.copy(output, progress, chosen),
+            described.config,
+            files=described.files,
+            about=checkpoint.about,
+            shard_bytes=shard_bytes,
+            force=force,
+        )
+    return ExportedFolder(exported, described.notes)
+
+
+def _export_merged(
+    path: Path, out: Path, *, dtype: str | None, force: bool, shard_bytes: int, progress: Callable[[int], None]
+) -> ExportedFolder:
+    """Write the weights with the adapters of the checkpoint `path` merged into them. Arguments and errors as of `export_hf`."""
+    adapters = read_adapters(path, progress)
+    entries = merged_entries(adapters, dtype)
+    files, special, notes = companions(adapters.config, adapters.base)
+    dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
+    config = {**families.read_config(adapters.base), **{name: id for name, id in special.items() if id is not None}}
+    config.pop("dtype", None)
+    config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+    files[GENERATION] = _generation(config, files.get(GENERATION), _ends_of_answers(adapters.config))
+    exported = write_hf_folder(
+        out,
+        list(entries),
+        lambda output: write_merged(adapters, entries, output),
+        config,
+        files=files,
+        about={"step": str(adapters.step), "run_id": adapters.run_id},
+        shard_bytes=shard_bytes,
+        force=force,
+    )
+    return ExportedFolder(exported, notes)
+
+
+def export_peft(
+    path: Path, out: Path, *, force: bool = False, progress: Callable[[int], None] = lambda count: None
+) -> ExportedFolder:
+    """Write the adapters of the checkpoint `path` to the folder `out`, for PeftModel.from_pretrained of peft.
+
+    Raises:
+        UsageError: `out` is not valid.
+        CheckpointError: the checkpoint is damaged or holds no adapters, or `out` cannot be written.
+    """
+    check_folder(out, force=force)
+    if not is_of_adapters(read_manifest(path).config):
+        raise CheckpointError(f"{path.name} holds a whole model, and no adapters", hint="--format hf")
+    adapters = read_adapters(path, progress)
+    files, _, notes = companions(adapters.config, adapters.base)
+    files.pop(GENERATION, None)
+    return ExportedFolder(export_adapters(adapters, out, files, force=force), notes)
+
+
+def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description:
+    """Return what a folder says of a model, from the config that its checkpoint is bound to and its tensors.
+
+    Raises:
+        ConfigError: the config does not say what model it is, or Hugging Face has no family for it.
+    """
+    model = with_names_of_today(config).get("model")
+    if not isinstance(model, Mapping) or not model.get("_target_"):
+        raise ConfigError("it does not say what model it holds, as one of a program of your own", hint=TO_FILE)
+    dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    base_folder = Path(model["path"]) if isinstance(model.get("path"), str) else None
+    base, notes = None, []
+    if base_folder is not None:
+        try:
+            base = families.read_config(base_folder)
+        except ConfigError:
+            notes.append(
+                f"{base_folder}, whose weights it began with, is not there any more: config.json is written anew"
+            )
+    if is_our_decoder(model):
+        names = {entry.name: families.hugging_face_name(entry.name) for entry in entries}
+        described = families.config_json(model, {entry.name: entry.shape for entry in entries}, dtype=dtype, base=base)
+    elif model.get("_target_") == families.HUGGING_FACE:
+        described, names = _of_transformers(model, base, entries, dtype)
+    else:
+        raise ConfigError(f"it holds a {model['_target_']}, which transformers does not know", hint=TO_FILE)
+    files, special, more = companions(config, base_folder if base is not None else None)
+    for name, value in special.items():
+        if value is not None:
+            described[name] = value
+    files[GENERATION] = _generation(described, files.get(GENERATION), _ends_of_answers(config))
+    return Description(described, {ours: name for ours, name in names.items() if name}, files, (*notes, *more))
+
+
+def _of_transformers(
+    model: Mapping[str, Any], base: Mapping[str, Any] | None, entries: Sequence[Entry], dtype: str
+) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """Return config.json and the names of tensors of a model of transformers."""
+    values = base if base is not None else model.get("config")
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"model.path={model.get('path')} is not there any more, which has its config.json", hint=TO_FILE
+        )
+    stored = stored_names(values)
+    if stored.renamed:
+        raise ConfigError(
+            f"transformers writes {min(stored.renamed)} and others under other names, or joined otherwise, than it trains them",
+            hint=f"{TO_FILE}, and load that into the model, whose save_pretrained writes the folder",
+        )
+    names: dict[str, str | None] = {}
+    for entry in entries:
+        name = HuggingFace.stored_name(entry.name)
+        names[entry.name] = name if name in stored.names else None  # a tied one has another name, too
+    missing = stored.names - set(names.values())
+    if missing:
+        raise ConfigError(f"it lacks {sorted(missing)[0]}, which its model has", hint=TO_FILE)
+    described = {**(base if base is not None else stored.config), "torch_dtype": dtype}
+    described.pop("dtype", None)
+    return described, names
+
+
+def _generation(config: Mapping[str, Any], given: bytes | None, ends: Sequence[int]) -> bytes:
+    """Return generation_config.json: `given`, or a new one; generation stops at the ends of answers, too."""
+    ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    new = {"_from_model_config": True, **{name: value for name, value in ids.items() if value is not None}}
+    values = new if given is None else json.loads(given)
+    known = values.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    more = [end for end in ends if end not in known]
+    if not more:
+        return _json(new) if given is None else given
+    return _json({**values, "_from_model_config": False, "eos_token_id": [*known, *more]})
+
+
+# The tokenizer.
+
+
+def companions(
+    config: Mapping[str, Any], base: Path | None
+) -> tuple[dict[str, bytes], dict[str, int | None], tuple[str, ...]]:
+    """Return the files of the tokenizer that made the training's data, the ids of its special tokens, and notes.
+
+    Args:
+        config: what the checkpoint is bound to, with `data`.
+        base: the folder that the weights came from; its files are taken unless the data was made by another tokenizer.
+    """
+    known = (*TOKENIZER_FILES, GENERATION)
+    files = {name: (base / name).read_bytes() for name in known if (base / name).is_file()} if base else {}
+    found = next(iter(_tokenizers(config.get("data"))), None)
+    if found is None:
+        none = () if TOKENIZER in files else ("no tokenizer is written: the run's data does not say which one made it",)
+        return files, {}, none
+    folder, facts = found
+    # Chat data has its own template, which the weights' folder need not have.
+    beside = {name: (folder / name).read_bytes() for name in (TEMPLATE, TOKENIZER_CONFIG) if (folder / name).is_file()}
+    template = {TEMPLATE: beside[TEMPLATE]} if TEMPLATE in beside else {}
+    if facts.sha256 is not None and TOKENIZER in files and hashlib.sha256(files[TOKENIZER]).hexdigest() == facts.sha256:
+        return {**files, **template}, {}, ()
+    special = {"bos_token_id": facts.bos, "eos_token_id": facts.eos}
+    if facts.kind == "bytes":
+        return {**byte_tokenizer.files(facts.bos, facts.eos), **template}, special, ()
+    if facts.kind != "tokenizers" or facts.file is None:
+        return {}, special, (f"no tokenizer is written: transformers does not read the {facts.kind} file of {folder}",)
+    content = (folder / facts.file).read_bytes()
+    return {TOKENIZER: content, TOKENIZER_CONFIG: _tokenizer_config(content, facts), **beside}, special, ()
+
+
+def _tokenizers(data: Any) -> Iterator[tuple[Path, prepared.TokenizerFacts]]:
+    """Yield folder and tokenizer of each prepared data set that a config names, at any depth, and that is there."""
+    if not isinstance(data, Mapping):
+        return
+    if data.get("_target_") == PREPARED and isinstance(data.get("path"), str):
+        folder = Path(data["path"])
+        try:
+            yield folder, prepared.read_manifest(folder).tokenizer
+        except ConfigError:
+            return
+    for value in data.values():
+        yield from _tokenizers(value)
+
+
+def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
+    """Return the special tokens with which the answers of the training's conversations end, which base models do not know."""
+    folder, facts = next(iter(_tokenizers(config.get("data"))), (Path(), None))
+    if facts is None or facts.kind != "tokenizers" or facts.file is None:
+        return []
+    try:
+        manifest = prepared.read_manifest(folder)
+        if manifest.chat is None:
+            return []
+        stream = TokenStream(folder, manifest, "train", verify="opened")
+        tokens = np.empty(min(stream.tokens, LOOKED_AT), stream.dtype)
+        counts = np.empty(len(tokens), np.uint8)
+        stream.read_into(tokens, 0)
+        stream.read_loss_mask(counts, 0)
+        known = json.loads((folder / facts.file).read_bytes()).get("added_tokens") or []
+    except (ConfigError, DataError, OSError):
+        return []
+    special = {token["id"] for token in known if token.get("special")}
+    return sorted(special & set(tokens[:-1][counts[:-1] > counts[1:]].tolist()))
+
+
+def _tokenizer_config(content: bytes, facts: prepared.TokenizerFacts) -> bytes:
+    values = json.loads(content)
+    vocabulary = values.get("model", {}).get("vocab")
+    texts = {id: text for text, id in vocabulary.items()} if isinstance(vocabulary, dict) else {}
+    texts |= {token["id"]: token["content"] for token in values.get("added_tokens") or []}
+    special = {"bos_token": texts.get(facts.bos), "eos_token": texts.get(facts.eos)}
+    return _json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{name: text for name, text in special.items() if text is not None},
+        }
+    )
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -1,0 +1,170 @@
+"""A checkpoint of adapters -> a folder that others load: merged into the weights that they stand beside, or by themselves.
+
+Merged, each weight W beside adapters becomes W + alpha / r * B A (Hu et al. 2021, arXiv:2106.09685, section 4.1), computed in
+float32 and written in the element type of W. One weight is in memory at a time. By themselves the adapters are a folder as
+`PeftModel.from_pretrained` of peft reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint.export import Entry, Exported, InMemory, Output, opened
+from slurmtrain.checkpoint.format.dtypes import dtype_of
+from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder, write_tensor
+from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.config import families
+from slurmtrain.errors import CheckpointError
+from slurmtrain.models.huggingface import HuggingFace
+
+MODEL = "model"
+WEIGHTS = "adapter_model.safetensors"  # the names that peft gives
+CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a checkpoint.
+
+    Attributes:
+        config: the config that the checkpoint is bound to.
+        base: the folder of the weights beside which they stand.
+        layers: A [r, in] and B [out, r] of each layer, by its name in a folder of Hugging Face, without ".weight".
+        step, run_id: of the checkpoint.
+    """
+
+    config: Mapping[str, Any]
+    base: Path
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+    step: int
+    run_id: str
+
+    @property
+    def scale(self) -> float:
+        lora = self.config["lora"]
+        return float(lora["alpha"]) / float(lora["r"])
+
+
+def is_of_adapters(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint that is bound to this config holds adapters, and no other weights."""
+    lora = config.get("lora")
+    return isinstance(lora, Mapping) and bool(lora.get("r"))
+
+
+def read_adapters(path: Path, progress: Callable[[int], None] = lambda count: None) -> Adapters:
+    """Read the adapters of the checkpoint `path` into memory.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the weights beside its adapters are in no folder of Hugging Face.
+    """
+    with opened(path, MODEL, None) as checkpoint:
+        manifest, memory = checkpoint.manifest, InMemory(list(checkpoint.entries.values()))
+        checkpoint.copy(memory, progress)
+    model = manifest.config.get("model")
+    base = model.get("path") if isinstance(model, Mapping) else None
+    if not isinstance(base, str):
+        raise CheckpointError(
+            f"{path.name} holds adapters of a model whose weights were drawn at random, not read from model.path",
+            hint="--format safetensors writes the adapters by themselves",
+        )
+    if not (Path(base) / "config.json").is_file():
+        raise CheckpointError(f"{path.name} holds adapters beside the weights of {base}, which is not there any more")
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in memory.tensors.items():
+        layer, _, rest = name.partition(".lora_")
+        found.setdefault(_name_in_folder(layer, model or {}), {})[rest[:1]] = tensor
+    layers = {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
+    return Adapters(manifest.config, Path(base), layers, manifest.step, str(manifest.run_id))
+
+
+def merged_entries(adapters: Adapters, dtype: str | None) -> dict[Entry, StoredTensor]:
+    """Return the tensors of the merged model, in their order, and where the weights lie that they begin with.
+
+    Args:
+        dtype: element type of the result; None: that of the weights.
+
+    Raises:
+        CheckpointError: the folder of the weights cannot be read, or lacks a layer that has adapters.
+    """
+    stored = tensors_of(adapters.base)
+    missing = [name for name in adapters.layers if f"{name}.weight" not in stored]
+    if missing:
+        raise CheckpointError(f"{adapters.base} lacks {missing[0]}.weight, which has adapters")
+    target = None if dtype is None else dtype_of(dtype)
+    return {
+        Entry(name, stored[name].shape, stored[name].dtype, _dtype(stored[name].dtype, target)): stored[name]
+        for name in in_order(list(stored))
+    }
+
+
+def write_merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor], output: Output) -> None:
+    """Write all tensors of the merged model to `output`. Raises CheckpointError when the weights cannot be read."""
+    for entry, stored in entries.items():
+        weight = torch.empty(stored.shape, dtype=stored.dtype)
+        read([Wanted(stored, Box.whole(stored.shape), weight)])
+        pair = adapters.layers.get(entry.name.removesuffix(".weight"))
+        if pair is not None:
+            a, b = (part.float() for part in pair)
+            weight = weight.float().addmm_(b, a, alpha=adapters.scale)
+        write_tensor(output, entry, weight)
+
+
+def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *, force: bool = False) -> Exported:
+    """Write a folder of adapters as peft reads it, with the tokenizer's files. Raises as `write_hf_folder`."""
+    tensors = {
+        f"base_model.model.{layer}.lora_{which}.weight": tensor
+        for layer, pair in adapters.layers.items()
+        for which, tensor in zip("AB", pair, strict=True)
+    }
+    entries = [Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype) for name, tensor in tensors.items()]
+
+    def write(output: Output) -> None:
+        for entry in entries:
+            write_tensor(output, entry, tensors[entry.name])
+
+    lora = adapters.config["lora"]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(adapters.base),
+        "r": lora["r"],
+        "lora_alpha": lora["alpha"],
+        "lora_dropout": lora["dropout"],
+        "target_modules": list(adapters.layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    about = {"step": str(adapters.step), "run_id": adapters.run_id}
+    return write_hf_folder(
+        out,
+        entries,
+        write,
+        config,
+        files=files,
+        about=about,
+        shard_bytes=1 << 62,
+        force=force,
+        weights_name=WEIGHTS,
+        config_name=CONFIG,
+    )
+
+
+def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:
+    if model.get("_target_") == families.HUGGING_FACE:
+        return HuggingFace.stored_name(layer)
+    name = families.hugging_face_name(f"{layer}.weight")
+    if name is None:
+        raise CheckpointError(f"{layer} has no name in a folder of Hugging Face", hint="--format safetensors")
+    return name.removesuffix(".weight")
+
+
+def _dtype(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    return target if target is not None and stored.is_floating_point else stored

@@ -1,0 +1,143 @@
+"""Weights of a folder of Hugging Face into a model in any layout: each rank reads the parts that it holds, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurmtrain.checkpoint import state_checks
+from slurmtrain.checkpoint.format.dtypes import dtype_name
+from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.local_tensors import box_of, local
+from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.config import families
+from slurmtrain.earlier_names import is_our_decoder
+from slurmtrain.errors import ConfigError
+from slurmtrain.models.decoder import Decoder
+from slurmtrain.models.huggingface import HuggingFace, read_whole
+from slurmtrain.models.lora import has_adapters, name_without_adapters, without_adapters
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What this rank has loaded: the folder, the number of tensors, and their bytes in its memory."""
+
+    folder: Path
+    tensors: int
+    size: int
+
+
+def weights_path(model: Mapping[str, Any]) -> Path | None:
+    """Return the folder that the config group `model` begins with the weights of; None: it names none."""
+    path = model.get("path")
+    known = is_our_decoder(model) or model.get("_target_") == families.HUGGING_FACE
+    return Path(path) if known and isinstance(path, str) else None
+
+
+def check_config(model: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if the config group `model` is of another model than that in `folder`."""
+    if is_our_decoder(model):
+        fields = families.decoder_fields(families.read_config(folder), str(folder))
+        families.check_agrees(model, fields, str(folder))
+
+
+def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
+    """Fill the parameters of `model` that this rank holds (whole, DTensors, or a stage of a pipeline) from `folder`.
+
+    Args:
+        model: a Decoder, or a HuggingFace; wrapped by DDP, or by torch.compile, or not.
+
+    Raises:
+        ConfigError: the folder lacks a tensor, or has one of another shape, or one that the model has no place for.
+        CheckpointError: a file cannot be read.
+    """
+    stored = tensors_of(folder)
+    inner = state_checks.unwrap(model)
+    entries = without_adapters(inner) if has_adapters(inner) else state_checks.entries(model)
+    held = {name: tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
+    if isinstance(inner, HuggingFace):
+        names = [name_without_adapters(name) for name, _ in inner.named_parameters()]  # of a tied one the first
+        if not all(HuggingFace.stored_name(name) in stored for name in names if name in held):
+            return _load_converted(held, folder)
+        wanted = _wanted(held, stored, HuggingFace.stored_name, folder)
+    elif isinstance(inner, Decoder):
+        wanted = _wanted(held, stored, families.hugging_face_name, folder)
+        # A tied output is in some folders all the same; it equals the embedding.
+        unknown = [name for name in stored if _has_no_place(name, held)]
+        if unknown:
+            raise ConfigError(
+                f"model.path={folder} has tensors that our decoder has no place for: {_shown(unknown)}",
+                hint=families.ANY_FAMILY,
+            )
+    else:
+        raise ConfigError(f"{type(inner).__name__} has no weights in folders of Hugging Face", hint=families.ANY_FAMILY)
+    read(wanted)
+    return Loaded(folder, len(wanted), sum(each.into.nbytes for each in wanted))
+
+
+def _load_converted(held: Mapping[str, Tensor], folder: Path) -> Loaded:
+    """Fill `held` from a model whose tensors transformers names or joins otherwise than the files do (experts of an MoE).
+
+    Each rank then has the whole model in memory for a while, in the element type of the files.
+    """
+    whole = read_whole(folder).state_dict()
+    with torch.no_grad():
+        for name, tensor in held.items():
+            box = box_of(name, tensor)
+            part = whole[HuggingFace.stored_name(name)][box.within(Box.whole(tensor.shape))]
+            if part.numel():
+                local(tensor.detach()).copy_(part)
+    return Loaded(folder, len(held), sum(local(tensor).nbytes for tensor in held.values()))
+
+
+def _wanted(
+    held: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    name_of: Callable[[str], str | None],
+    folder: Path,
+) -> list[Wanted]:
+    """Return where to read each tensor that this rank holds from."""
+    wanted, missing, wrong = [], {}, []
+    filled: set[int] = set()
+    for name, tensor in held.items():
+        source = stored.get(name_of(name) or "")
+        part = local(tensor.detach())
+        if source is None:
+            missing[name_of(name) or name] = part
+        elif source.shape != tuple(tensor.shape):
+            wrong.append(f"{name_of(name)} is {list(source.shape)} there, and {list(tensor.shape)} in the model")
+        elif tensor.is_floating_point() and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
+            wrong.append(f"{name_of(name)} is {dtype_name(source.dtype)} there: quantised weights cannot be read")
+        else:
+            wanted.append(Wanted(source, box_of(name, tensor), part))
+            filled.add(part.data_ptr())
+    # A tied matrix has two names, and one of them is in the folder.
+    absent = [name for name, part in missing.items() if part.numel() and part.data_ptr() not in filled]
+    if absent:
+        raise ConfigError(
+            f"model.path={folder} lacks tensors that the model has: {_shown(absent)}",
+            hint="was it copied completely, and does it hold a causal language model?",
+        )
+    if wrong:
+        raise ConfigError(f"model.path={folder} is of another model: {_shown(wrong)}")
+    return wanted
+
+
+def _has_no_place(name: str, held: Mapping[str, Tensor]) -> bool:
+    """Return whether a tensor of a folder has no place in the decoder, some blocks of which this rank holds."""
+    ours = families.decoder_name(name)
+    if ours is None:
+        return not families.is_superfluous(name)
+    block = ".".join(ours.split(".")[:2]) + "."
+    return ours.startswith("blocks.") and ours not in held and any(other.startswith(block) for other in held)
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

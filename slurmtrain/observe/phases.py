@@ -1,0 +1,255 @@
+"""How long each part of a step takes on this rank, without waiting for its device.
+
+A step is a line of marks: each says which part begins there, so that the parts add up to the step without gaps. On a CPU a
+mark is a reading of the clock. On a GPU it is an event in the stream that computes, which is read when the GPU has passed it:
+what lies between two events is the time that passed on the GPU, so that waiting that the GPU's work hides takes no time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+STEPS_KEPT = 1000  # of those whose times nobody has taken
+
+
+class Phase(StrEnum):
+    """A part of a step."""
+
+    DATA = "data"  # waiting for the next batch
+    FORWARD_BACKWARD = "forward_backward"
+    COMMUNICATION = "communication"  # with other ranks, and waiting for them, as far as nothing else goes on meanwhile
+    OPTIMIZER = "optimizer"  # with clipping the gradients
+    CHECKPOINT = "checkpoint"  # as long as training waits for a save
+    EVALUATION = "evaluation"
+    OTHER = "other"  # logging, hooks, and all else
+
+
+PHASES = tuple(Phase)
+PAUSES = (Phase.CHECKPOINT, Phase.EVALUATION)  # in which training does not go on
+
+
+class Timer(Protocol):
+    """What makes and reads marks."""
+
+    def mark(self) -> Any:
+        """Return a mark of this moment, and return at once."""
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether a mark can be read without waiting."""
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Return the seconds between two marks that have passed; the first is not needed any more."""
+
+
+class HostTimer:
+    """Marks of this process's own work: readings of the clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+
+    def mark(self) -> float:
+        return self._clock()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+
+class CudaTimer:
+    """Marks in the stream of a GPU that is current when they are made."""
+
+    def __init__(self) -> None:
+        import torch  # this module is also read on login nodes, where torch takes seconds to import
+
+        self._new: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+        self._unused: list[Any] = []
+
+    def mark(self) -> Any:
+        event = self._unused.pop() if self._unused else self._new()
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        done: bool = mark.query()
+        return done
+
+    def seconds(self, first: Any, second: Any) -> float:
+        milliseconds: float = first.elapsed_time(second)
+        self._unused.append(first)
+        return milliseconds / 1e3
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """The seconds that each part has taken, over several steps.
+
+    Attributes:
+        steps: number of steps.
+        total_s: seconds from beginning to end, by the clock of this process.
+        seconds: by part; they add up to `total_s`, on a GPU up to what lies between the clock and the GPU's events.
+    """
+
+    steps: int
+    total_s: float
+    seconds: Mapping[Phase, float]
+
+    def per_step(self, phase: Phase) -> float:
+        """Return the mean seconds of a part per step."""
+        return self.seconds[phase] / max(1, self.steps)
+
+    @property
+    def communication_share(self) -> float:
+        """The share of the time in which the rank communicates and does nothing else; saves and evaluations left out."""
+        pauses = self.seconds[Phase.CHECKPOINT] + self.seconds[Phase.EVALUATION]
+        stepping = sum(self.seconds.values()) - pauses
+        return self.seconds[Phase.COMMUNICATION] / stepping if stepping > 0 else 0.0
+
+
+class Window(NamedTuple):
+    """Several steps, from one `PhaseClock.cut` to the next.
+
+    Attributes:
+        steps: number of steps that have ended in it.
+        total_s: its seconds by the clock of this process.
+    """
+
+    number: int
+    steps: int
+    total_s: float
+
+
+class _Mark(NamedTuple):
+    """A mark: from here on, `phase` counts, in window number `window`; `ends_step` if a step ends here."""
+
+    phase: int
+    window: int
+    at: Any
+    ends_step: bool = False
+
+
+class PhaseClock:
+    """The times of the parts of each step on this rank.
+
+    Every method returns at once. It is not for several threads, except that the backward pass may run in another one while
+    its own waits for it.
+
+    Args:
+        timer: makes the marks; None: nothing is measured, and every method does nothing.
+        communication_known: whether all communication that nothing hides is marked as such. Otherwise the rest of it counts
+            to the part in which it happens.
+    """
+
+    def __init__(self, timer: Timer | None, *, communication_known: bool = True):
+        self._timer = timer
+        self.communication_known = communication_known
+        self._marks: deque[_Mark] = deque()
+        self._phase, self._window = PHASES.index(Phase.OTHER), 0
+        self._windows: dict[int, list[float]] = {}
+        self._step = [0.0] * len(PHASES)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
+        self._done, self._cut_at = 0, (0, 0.0)  # steps ended; and what they and the clock were at the last cut
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is measured."""
+        return self._timer is not None
+
+    def start(self) -> None:
+        """Begin to count, before the first step; what was counted before is dropped."""
+        if self._timer is None:
+            return
+        self._marks.clear()
+        self._windows.clear()
+        self._window += 1
+        self._step = [0.0] * len(PHASES)
+        self._steps.clear()
+        self._done, self._cut_at = 0, (0, time.perf_counter())
+        self._phase = PHASES.index(Phase.OTHER)
+        self._add()
+
+    def end_step(self) -> None:
+        """Mark the end of a step. What follows, such as a save after it, counts to the next one."""
+        if self._timer is None:
+            return
+        self._done += 1
+        self._phase = PHASES.index(Phase.OTHER)
+        self._add(ends_step=True)
+        self._read()
+
+    def enter(self, phase: Phase) -> Phase:
+        """Mark the beginning of a part, and return the part that has ended there."""
+        before = PHASES[self._phase]
+        if self._timer is not None and phase is not before:
+            self._phase = PHASES.index(phase)
+            self._add()
+        return before
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Mark what happens in the block as this part; before and after it is the part that it is within."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for communication that nothing hides; that of a save or an evaluation counts to these."""
+        if self._timer is None or PHASES[self._phase] in PAUSES:
+            return nullcontext()
+        return self.within(Phase.COMMUNICATION)
+
+    def cut(self) -> Window:
+        """End a window here, begin the next one, and return the one that ends, for `read`."""
+        now = time.perf_counter()
+        (done, began), self._cut_at = self._cut_at, (self._done, now)
+        self._window += 1
+        if self._timer is not None:
+            self._add()
+        return Window(self._window - 1, self._done - done, now - began)
+
+    def read(self, window: Window) -> PhaseTimes | None:
+        """Return the times of a window, once: all of its marks have to have passed. None: there is nothing to tell."""
+        if self._timer is None:
+            return None
+        self._read()
+        found = self._windows.pop(window.number, None)
+        for earlier in [each for each in self._windows if each < window.number]:
+            del self._windows[earlier]
+        if found is None or window.steps == 0:
+            return None
+        return PhaseTimes(window.steps, window.total_s, dict(zip(PHASES, found, strict=True)))
+
+    def take_steps(self) -> list[dict[Phase, float]]:
+        """Return the times of the steps that have ended since the last call, as far as the device has passed their marks."""
+        self._read()
+        taken = [dict(zip(PHASES, step, strict=True)) for step in self._steps]
+        self._steps.clear()
+        return taken
+
+    def _add(self, *, ends_step: bool = False) -> None:
+        assert self._timer is not None
+        self._marks.append(_Mark(self._phase, self._window, self._timer.mark(), ends_step))
+
+    def _read(self) -> None:
+        """Add up what lies between marks that have passed."""
+        if self._timer is None:
+            return
+        marks = self._marks
+        while len(marks) > 1 and self._timer.passed(marks[1].at):
+            first = marks.popleft()
+            seconds = self._timer.seconds(first.at, marks[0].at)
+            self._windows.setdefault(first.window, [0.0] * len(PHASES))[first.phase] += seconds
+            self._step[first.phase] += seconds
+            if marks[0].ends_step:
+                self._steps.append(tuple(self._step))
+                self._step = [0.0] * len(PHASES)

@@ -1,0 +1,148 @@
+"""The file RUN/profile, by which a person asks a running job for a profile: `touch RUN/profile`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from slurmtrain.config.profile_steps import ProfileRequest, parse_request
+from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+from slurmtrain.system.files import write_new
+from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import printable
+
+log = logging.getLogger(__name__)
+
+LONGEST_BYTES = 4096
+LOOK_EVERY_S = 2.0  # seconds between looks of a loop that has no other thread for it
+
+
+class ProfileSwitch:
+    """Looks for the file, reads it, and takes it away when the profile begins, so that it happens once. On rank 0.
+
+    `look` may be called by another thread than the others.
+
+    Args:
+        default: what an empty file asks for.
+    """
+
+    def __init__(self, run_dir: RunDir, default: ProfileRequest):
+        self._run_dir, self._default = run_dir, default
+        self._seen: tuple[int, int, int] | None = None  # when it was looked at last
+        self._left: tuple[int, int, int] | None = None  # a file that cannot be taken away: it is not looked at again
+        self._request: ProfileRequest | None = None
+        self._taken: bytes | None = None  # content of the file that was taken away last
+        self._look_at = 0.0  # when to look next, by the monotonic clock
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Look for the file. It counts when it has not changed since the last look, so that it is not read half written."""
+        with self._lock:
+            try:
+                found = os.stat(self._run_dir.profile_switch, follow_symlinks=False)
+            except OSError:
+                self._seen = self._request = None
+                return
+            now = found.st_ino, found.st_mtime_ns, found.st_size
+            if now == self._left:
+                return
+            settled, self._seen = now == self._seen, now
+            if not settled:
+                self._request = None
+            elif self._request is None:
+                self._read()
+
+    def look_now_and_then(self) -> None:
+        """Look if the last look was some seconds ago, for a loop that has no other thread for it."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            self.look()
+
+    def _read(self) -> None:
+        try:
+            text = records.read_text(self._run_dir.profile_switch, at_most=LONGEST_BYTES)
+            self._request = parse_request(text, self._default)
+        except FileNotFoundError:
+            self._seen = None
+        except SlurmtrainError as error:
+            self._set_aside(error)
+
+    def asked(self) -> ProfileRequest | None:
+        """Return what is asked for, as long as nobody has taken it."""
+        return self._request
+
+    def refuse(self, error: SlurmtrainError) -> None:
+        """Say why there will be no profile, and set the file aside as profile.refused."""
+        with self._lock:
+            self._set_aside(error)
+
+    def _set_aside(self, error: SlurmtrainError) -> None:
+        self._request, switch = None, self._run_dir.profile_switch
+        try:
+            switch.replace(switch.with_name("profile.refused"))
+        except OSError:
+            self._left = self._seen
+        log.warning("no profile: %s", printable(str(error)))
+        with contextlib.suppress(OSError):
+            self._run_dir.event(Event.PROFILE_REFUSED, sentence=error.message, hint=error.hint)
+
+    def take(self) -> None:
+        """Take the file away.
+
+        Raises:
+            OSError: it cannot be taken away; it is not looked at again.
+        """
+        with self._lock:
+            self._request, switch = None, self._run_dir.profile_switch
+            try:
+                self._taken = records.read_bytes(switch, at_most=LONGEST_BYTES)
+                switch.unlink()
+            except FileNotFoundError:  # somebody has removed it just now; the ranks have agreed all the same
+                self._taken = None
+            except (OSError, SlurmtrainError) as error:
+                self._left = self._seen
+                raise OSError(f"{switch} cannot be taken away: {error}") from None
+
+    def done(self) -> None:
+        """Note that the profile that was asked for is there."""
+        self._taken = None
+
+    def give_back(self) -> None:
+        """Put the file back, for the next attempt: this one ends before its profile is done."""
+        content, self._taken = self._taken, None
+        if content is not None:
+            with contextlib.suppress(OSError):  # FileExistsError: somebody has asked again
+                write_new(self._run_dir.profile_switch, content, durable=False)
+
+
+def new_folder(run_dir: RunDir, first: int) -> Path:
+    """Make the folder of a profile that begins with step `first`: profiles/step_0000100; of a second one with .2 behind.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    run_dir.profiles.mkdir(mode=folder_mode(run_dir.path), exist_ok=True)
+    number = 1
+    while True:
+        folder = run_dir.profile(first, number)
+        try:
+            folder.mkdir(mode=folder_mode(run_dir.profiles))
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def nobody_there(request: ProfileRequest, size: int) -> ConfigError | None:
+    """Return the error for a request that names none of the ranks that there are; None if it names one."""
+    if request.ranks is None or any(rank < size for rank in request.ranks):
+        return None
+    named = ", ".join(map(str, request.ranks[:5])) + (", ..." if len(request.ranks) > 5 else "")
+    return ConfigError(f"this attempt has ranks 0 to {size - 1}, and none of {named}", hint="ranks=0, or ranks=all")

@@ -1,0 +1,197 @@
+"""Which rank is slower than its peers, in which part of a step: a decision from the times that all ranks have measured.
+
+In synchronous training every rank's step takes as long as that of the slowest, since the others wait for it. So what counts
+is the time that a rank needs for its own work, without waiting for others: there the slow one stands out.
+
+A rank is named when it has been slow in most of the last windows of several steps each, so that noise names nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slurmtrain.observe.phases import Phase
+
+WATCHED = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.OTHER)  # the others wait for all ranks
+LOOKS, NEEDED, LEFT = 6, 5, 1  # slow in 5 of the last 6 windows: named; in 1 of them at most: not slow any more
+WORDS = {
+    Phase.DATA: "waiting for data",
+    Phase.FORWARD_BACKWARD: "forward and backward",
+    Phase.OPTIMIZER: "the optimiser",
+    Phase.OTHER: "hooks and all else",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is slow, by one quantile of the times of the steps of a window.
+
+    Attributes:
+        quantile: which of the steps' times counts.
+        ratio: at least so many times as long as the median of its peers.
+        share: at least so much longer, as a share of what a rank needs for a step.
+        deviations: at least so many robust standard deviations of its peers longer, if there are enough to tell.
+    """
+
+    quantile: float
+    ratio: float
+    share: float
+    deviations: float
+
+
+# Slow in most steps; and much slower in one of ten at least.
+LIMITS = (Limits(0.5, 1.25, 0.03, 3.0), Limits(0.9, 1.6, 0.15, 6.0))
+PEERS_FOR_DEVIATION = 4  # among more ranks than this, their deviation can be told
+NUMBERS = len(WATCHED) * len(LIMITS) + 1  # that a rank tells the others
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than its peers.
+
+    Attributes:
+        phase: the part of the step in which it is.
+        ratio: its time in this part over the median of its peers'.
+        excess_s: seconds that it takes longer.
+        step_s: median seconds of a step.
+        sporadic: only in some of the steps.
+    """
+
+    rank: int
+    phase: Phase
+    ratio: float
+    excess_s: float
+    step_s: float
+    sporadic: bool = False
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that has taken longest for its own work in the last window.
+
+    Attributes:
+        ratio: its time over the median of all ranks.
+    """
+
+    rank: int
+    ratio: float
+
+
+def summary(steps: Sequence[Mapping[Phase, float]]) -> list[float]:
+    """Return what a rank tells the others of some steps: the quantiles of each watched part, and the median of a whole step.
+
+    NaN if there are no steps.
+    """
+    if not steps:
+        return [math.nan] * NUMBERS
+    columns = [sorted(step[phase] for step in steps) for phase in WATCHED]
+    found = [_quantile(column, limits.quantile) for limits in LIMITS for column in columns]
+    return [*found, statistics.median(sum(step.values()) for step in steps)]
+
+
+class StragglerDetector:
+    """Finds slow ranks, window by window. Every rank that is given the same numbers finds the same.
+
+    Args:
+        groups: for each rank, the number of its group of peers, which do the same work.
+        unwatched: parts, for each rank, in which it cannot be compared with its peers.
+    """
+
+    def __init__(self, groups: Sequence[int], unwatched: Mapping[int, Sequence[Phase]] | None = None):
+        self._unwatched = unwatched or {}
+        self._peers: dict[int, list[int]] = {}
+        for rank, group in enumerate(groups):
+            self._peers.setdefault(group, []).append(rank)
+        self._looks: dict[tuple[int, Phase], deque[Straggler | None]] = {}
+        self._windows = 0
+        self.named: dict[tuple[int, Phase], Straggler] = {}
+        self.slowest: Slowest | None = None
+
+    def look(self, told: Sequence[Sequence[float]]) -> tuple[list[Straggler], list[Straggler]]:
+        """Look at a window.
+
+        Args:
+            told: what each rank has told by `summary`; a window in which one could tell nothing does not count.
+
+        Returns:
+            Those that are named from now on, and those that are not slow any more.
+        """
+        if not all(math.isfinite(number) for numbers in told for number in numbers):
+            return [], []
+        self._windows += 1
+        self.slowest = _slowest(told)
+        found = self._found(told)
+        new, over = [], []
+        for key in list(self._looks.keys() | found.keys()):
+            looks = self._looks.setdefault(key, deque(maxlen=LOOKS))
+            looks.append(found.get(key))
+            slow = [each for each in looks if each is not None]
+            if key not in self.named and len(slow) >= NEEDED:
+                self.named[key] = slow[-1]
+                new.append(slow[-1])
+            elif key in self.named and len(looks) == LOOKS and len(slow) <= LEFT:
+                over.append(self.named.pop(key))
+            if not slow:
+                del self._looks[key]
+        return sorted(new, key=_order), sorted(over, key=_order)
+
+    def _found(self, told: Sequence[Sequence[float]]) -> dict[tuple[int, Phase], Straggler]:
+        """Return the ranks that are slow in this window."""
+        found: dict[tuple[int, Phase], Straggler] = {}
+        step_s = statistics.median(numbers[-1] for numbers in told)
+        work_s = statistics.median(sum(numbers[: len(WATCHED)]) for numbers in told)
+        for column in range(NUMBERS - 1):
+            limits, phase = LIMITS[column // len(WATCHED)], WATCHED[column % len(WATCHED)]
+            for peers in self._peers.values():
+                times = {rank: told[rank][column] for rank in peers if phase not in self._unwatched.get(rank, ())}
+                for rank, straggler in _slow(times, limits, phase, work_s).items():
+                    # The first limits are those of most steps.
+                    found.setdefault((rank, phase), replace(straggler, step_s=step_s))
+        return found
+
+
+def _slow(times: Mapping[int, float], limits: Limits, phase: Phase, work_s: float) -> dict[int, Straggler]:
+    """Return the ranks that are slow, by their times in one part.
+
+    Args:
+        work_s: what a rank usually needs for all of its own work in a step.
+    """
+    if len(times) < 2:
+        return {}
+    many = len(times) > PEERS_FOR_DEVIATION
+    median, deviation = statistics.median(times.values()), 0.0
+    if many:  # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution
+        deviation = 1.4826 * statistics.median(abs(seconds - median) for seconds in times.values())
+    found = {}
+    for rank, seconds in times.items():
+        # Among few, the rank itself would move the median far.
+        usual = median if many else statistics.median(other for peer, other in times.items() if peer != rank)
+        excess = seconds - usual
+        least = max(limits.share * work_s, limits.deviations * deviation)
+        if excess < least or seconds < limits.ratio * usual:
+            continue
+        ratio = seconds / usual if usual > 0 else math.inf
+        found[rank] = Straggler(rank, phase, ratio, excess, work_s, sporadic=limits is not LIMITS[0])
+    return found
+
+
+def _slowest(told: Sequence[Sequence[float]]) -> Slowest:
+    own = [sum(numbers[: len(WATCHED)]) for numbers in told]
+    usual, most = statistics.median(own), max(own)
+    return Slowest(own.index(most), most / usual if usual > 0 else 1.0)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the quantile of sorted values, interpolated between neighbours."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _order(straggler: Straggler) -> tuple[int, int]:
+    return straggler.rank, WATCHED.index(straggler.phase)

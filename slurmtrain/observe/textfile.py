@@ -1,0 +1,159 @@
+"""A text file per node for the node exporter of Prometheus: the numbers of the last logged step, labelled by run, job and user.
+
+The node exporter reads *.prom in the folder that its --collector.textfile.directory names. A thread writes the file, since
+the folder is not ours: one that hangs or is full must not hold up training. The file is replaced in one step, at most every
+10 s and at least every minute, so that `slurmtrain_updated_timestamp_seconds` tells what is stale; it is removed at the end.
+A kill leaves it behind: the user's next run on that node removes it.
+
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import replace_file
+from slurmtrain.system.redaction import redact
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 10.0
+AT_LEAST_EVERY_S = 60.0
+STALE_S = 600.0  # a file that was not written for so long is left over
+CLOSE_S = 2.0
+MODE = 0o644  # the node exporter is another user
+PREFIX = "slurmtrain_"
+
+
+def text_file_of(run_dir: RunDir, rank: int, node: str) -> tuple[str, dict[str, str]]:
+    """Return the name of the text file of this node for a run, and the labels of its numbers."""
+    info = run_dir.info()
+    labels = {
+        "run": run_dir.id,
+        "job": str(info["name"]),
+        "user": str(info["user"]),
+        "node": node,
+        "rank": str(rank),
+    }
+    return f"{run_dir.id}-{rank}", labels
+
+
+def render(values: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    """Return the text for numbers by their names, each a gauge with these labels."""
+    shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    lines = []
+    for name, value in sorted(values.items()):
+        metric = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        # The same help in every file, or the node exporter reports them as inconsistent.
+        lines += [f"# HELP {metric} {HELP.get(name, 'As in metrics.jsonl of the run.')}", f"# TYPE {metric} gauge"]
+        lines.append(f"{metric}{{{shown}}} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+HELP = {
+    "step": "Steps of training that are done, at the last logged one.",
+    "steps": "Steps of training that the run is to do.",
+    "attempt": "Number of the attempt, from 1.",
+    "logged_timestamp_seconds": "When a step was last logged, in unix seconds.",
+    "updated_timestamp_seconds": "When this file was written, in unix seconds.",
+}
+
+
+def _escaped(value: str) -> str:
+    return redact(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return ("+Inf" if value > 0 else "-Inf") if math.isinf(value) else repr(float(value))
+
+
+class TextFile:
+    """The text file of this node.
+
+    Args:
+        folder: of the node exporter.
+        name: of the file, without `slurmtrain_` and `.prom`.
+        labels: of every number.
+        source: called by the thread for further numbers before it writes; None: there are none.
+        every_s, at_least_every_s: seconds between two writes, with and without a change.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        labels: Mapping[str, str],
+        *,
+        source: Callable[[], Mapping[str, float]] | None = None,
+        every_s: float = EVERY_S,
+        at_least_every_s: float = AT_LEAST_EVERY_S,
+    ):
+        self._folder, self.path = folder, folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.prom"
+        self._labels, self._source = dict(labels), source
+        self._every_s, self._at_least_every_s = every_s, at_least_every_s
+        self._values: dict[str, float] = {}
+        self._condition = threading.Condition()
+        self._changed = self._ended = self._warned = False
+        self._thread = threading.Thread(target=self._work, name="textfile", daemon=True)
+        self._thread.start()
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Show these numbers, and those before under other names. Returns at once."""
+        with self._condition:
+            self._values |= values
+            self._changed = True
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Remove the file. A folder that hangs is not waited for."""
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
+        self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        self._remove_stale()
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._changed or self._ended, self._at_least_every_s)
+                if self._ended:
+                    break
+                values, self._changed = dict(self._values), False
+            self._write(values)
+            with self._condition:
+                self._condition.wait_for(lambda: self._ended, self._every_s)
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, values: dict[str, float]) -> None:
+        try:
+            more = self._source() if self._source is not None else {}
+            text = render({**values, **more, "updated_timestamp_seconds": round(time.time(), 3)}, self._labels)
+            replace_file(self.path, text.encode(), mode=MODE, durable=False)
+            self._warned = False
+        except Exception as error:  # of a folder that is not ours
+            if not self._warned:
+                self._warned = True
+                log.warning("cannot write %s for Prometheus: %s", self.path, getattr(error, "strerror", None) or error)
+
+    def _remove_stale(self) -> None:
+        """Remove the files that runs of this user have left behind on this node."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.glob(f"{PREFIX}*.prom"):
+                with contextlib.suppress(OSError):
+                    found = os.lstat(path)
+                    old = time.time() - found.st_mtime > STALE_S
+                    if old and found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+                        path.unlink()

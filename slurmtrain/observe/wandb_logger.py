@@ -1,0 +1,286 @@
+"""Weights & Biases: one run, whose id is that of the run directory, over all attempts; online, or in files for `wandb sync`.
+
+No step is logged twice. Online, the server says at which step the run is (resume="allow"). Offline, each attempt writes a
+folder of its own in RUN/wandb, which `wandb sync` joins by the run's id; it begins after the last step of the folders before. A
+folder that was not closed, since a kill took its writer, may lack some of its last rows: it is moved aside, and its rows are
+written again from metrics.jsonl.
+
+A row's `_step` is the step of training. An evaluation that comes later than the row of its step is in the row that follows,
+with its own step in `evaluated_step`, over which W&B draws the metrics of evaluations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import netrc
+import os
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slurmtrain.choices import WandbMode
+from slurmtrain.config.schema import WandbConfig
+from slurmtrain.errors import ConfigError
+from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger, NewProcessNeededError
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.modes import folder_mode
+
+log = logging.getLogger(__name__)
+
+KEY = "WANDB_API_KEY"
+KEYS = (KEY, "WANDB_IDENTITY_TOKEN_FILE")
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of W&B's own service, by its version
+CONNECT_S = 3.0
+OPEN_S = 60.0  # to begin a run with the server
+FINISH_S = 25.0  # to upload what is left when training has finished
+STEP_OF_EVALUATION = "evaluated_step"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Whether W&B is given the numbers now, or files for later.
+
+    Attributes:
+        why: of what is offline, half a sentence; "" for online.
+    """
+
+    online: bool
+    why: str = ""
+
+
+def mode_of(wanted: WandbMode, variables: Mapping[str, str], *, key_is_known: bool, answers: bool) -> Mode:
+    """Decide between online and offline.
+
+    Args:
+        variables: the environment, of which WANDB_MODE decides where the config says "auto".
+        key_is_known: an API key was found.
+        answers: the server can be reached.
+    """
+    if wanted == WandbMode.AUTO and variables.get("WANDB_MODE") in ("online", "offline", "dryrun"):
+        wanted = WandbMode.ONLINE if variables["WANDB_MODE"] == "online" else WandbMode.OFFLINE
+    if wanted == WandbMode.ONLINE:
+        return Mode(True)
+    if wanted == WandbMode.OFFLINE:
+        return Mode(False, "observe.wandb.mode or WANDB_MODE says so")
+    if not key_is_known:
+        return Mode(False, f"no API key is known here ({KEY}, or a netrc file)")
+    return Mode(True) if answers else Mode(False, "its server cannot be reached from this node")
+
+
+def find_mode(wanted: WandbMode, variables: Mapping[str, str]) -> Mode:
+    """Decide between online and offline, by what is known on this machine; this may take a few seconds."""
+    hosts = _hosts(variables)
+    known = any(variables.get(name) for name in KEYS) or _is_in_netrc(hosts, variables)
+    asks = wanted == WandbMode.AUTO and "WANDB_MODE" not in variables and known
+    return mode_of(wanted, variables, key_is_known=known, answers=not asks or _answers(hosts, variables))
+
+
+def _hosts(variables: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return the servers that the numbers may go to, with their ports."""
+    url = variables.get("WANDB_BASE_URL")
+    if not url:
+        return [(host, 443) for host in HOSTS]
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.hostname:
+            return [(parts.hostname, parts.port or (80 if parts.scheme == "http" else 443))]
+    return []
+
+
+def _is_in_netrc(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
+    path = variables.get("NETRC") or os.path.expanduser("~/.netrc")
+    with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        found = netrc.netrc(path).hosts
+        return any(host in found or f"{host}:{port}" in found for host, port in hosts)
+    return False
+
+
+def _answers(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
+    """Return whether a server takes connections. Behind a proxy only the proxy knows, so that counts as yes."""
+    if any(variables.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    for address in hosts:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=CONNECT_S):
+            return True
+    return False
+
+
+def variables_of(config: WandbConfig, run: LoggedRun, mode: Mode) -> dict[str, str]:
+    """Return the variables by which any program that uses wandb goes on in the run of this id. None is a secret."""
+    variables = {
+        "WANDB_RUN_ID": run.id,
+        "WANDB_RESUME": "allow",
+        "WANDB_DIR": str(run.directory),
+        "WANDB_PROJECT": config.project or run.name,
+        "WANDB_NAME": f"{run.name} {run.id}",
+        "WANDB_MODE": "online" if mode.online else "offline",
+    }
+    if config.entity:
+        variables["WANDB_ENTITY"] = config.entity
+    if group := config.group or run.sweep:
+        variables["WANDB_RUN_GROUP"] = group
+    if config.tags:
+        variables["WANDB_TAGS"] = ",".join(config.tags)
+    return variables
+
+
+def offline_sentence(directory: Path, mode: Mode) -> str:
+    """Say that a run is offline, why, and how its files are sent later, from a machine with internet."""
+    return (
+        f"Weights & Biases is offline, since {mode.why}; to send the run later: "
+        f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
+    )
+
+
+class WandbLogger(Logger):
+    """Logs to W&B. Sends numbers, config and tags; no code, no console output, no media.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    _opened = False  # in this process
+
+    def __init__(self, config: WandbConfig):
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "observe.wandb.enabled=true, but wandb is not installed where the job runs",
+                hint="pip install 'slurmtrain[wandb]'",
+            )
+        self._config = config
+        self._run: Any = None
+        self._online = False
+        self._held, self._row = Held(), -1
+        self._defined: set[str] = set()
+        self._folders: _Folders | None = None
+        self.said = ""  # where the numbers go
+
+    def open(self, run: LoggedRun) -> Held:
+        if WandbLogger._opened:  # wandb never gets over the end of its wandb-core, of SLURM's SIGTERM for instance
+            raise NewProcessNeededError
+        WandbLogger._opened = True
+        import wandb
+
+        mode = find_mode(self._config.mode, os.environ)
+        self._online = mode.online
+        variables = variables_of(self._config, run, mode)
+        (run.directory / "wandb").mkdir(mode=folder_mode(run.directory), exist_ok=True)
+        self._folders = _Folders(run)
+        held = Held() if mode.online else self._folders.begin_offline()
+        self._run = wandb.init(
+            project=variables["WANDB_PROJECT"],
+            entity=variables.get("WANDB_ENTITY"),
+            id=run.id,
+            name=variables["WANDB_NAME"],
+            resume="allow",
+            dir=str(run.directory),
+            mode="online" if mode.online else "offline",
+            group=variables.get("WANDB_RUN_GROUP"),
+            tags=list(self._config.tags) or None,
+            config={name: value for name, value in run.config.items() if name != "secrets"},
+            allow_val_change=True,
+            save_code=False,
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                init_timeout=OPEN_S,
+                finish_timeout=FINISH_S,
+            ),
+        )
+        if mode.online:
+            # What the server has counts, also where an attempt before was offline or was killed.
+            if self._run.resumed:
+                held = Held(self._run.step - 1, int(self._run.summary.get(STEP_OF_EVALUATION, -1)))
+            self._folders.opened_online(held)
+            self.said = f"Weights & Biases: {self._run.url}"
+        else:
+            self._folders.opened_offline(Path(self._run.dir).parent)
+            self.said = offline_sentence(run.directory, mode)
+        log.info("%s", self.said)
+        self._held, self._row = held, held.step + 1
+        self._run.define_metric(STEP_OF_EVALUATION, hidden=True)
+        return held
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._row = max(self._row, step)
+        self._run.log(dict(values), step=self._row)
+        self._held = Held(step, self._held.evaluated)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        for name in values.keys() - self._defined:
+            self._run.define_metric(name, step_metric=STEP_OF_EVALUATION)
+            self._defined.add(name)
+        self._row = max(self._row, step)
+        self._run.log({**values, STEP_OF_EVALUATION: step}, step=self._row)
+        self._held = Held(self._held.step, max(step, self._held.evaluated))
+
+    def close(self, ending: Ending) -> str | None:
+        if self._run is None:
+            return None
+        if ending == Ending.STOPPED:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if ending == Ending.FINISHED else 1)
+        if self._folders is not None:
+            self._folders.closed(self._held)
+        return self.said
+
+
+class _Folders:
+    """The folders of a run's attempts in RUN/wandb, and which steps are in them: RUN/loggers/wandb-folders.json."""
+
+    def __init__(self, run: LoggedRun):
+        self._note_file = run.directory / "loggers" / "wandb-folders.json"
+        self._parent = run.directory / "wandb"
+        self._handed_over = run.held
+        note = read_json(self._note_file) or {}
+        complete = note.get("complete")
+        self._complete = [name for name in complete if isinstance(name, str)] if isinstance(complete, list) else []
+        self._held, self._online = Held(), note.get("online") is True
+        match note.get("held"):
+            case [int(step), int(evaluated)]:
+                self._held = Held(step, evaluated)
+        self._folder: str | None = None  # None: online
+
+    def begin_offline(self) -> Held:
+        """Move folders aside that were not closed, and return the last steps that the others, or the server, have."""
+        for path in sorted(self._parent.glob("offline-run-*")):
+            if path.name not in self._complete:
+                self._move_aside(path, "incomplete")
+        if self._online:  # and killed: what was handed over is the best that is known
+            self._held = max(self._held, self._handed_over)
+        return self._held
+
+    def opened_offline(self, folder: Path) -> None:
+        """Note that this attempt is offline."""
+        self._folder, self._online = folder.name, False
+        self._write()
+
+    def opened_online(self, held: Held) -> None:
+        """Move the folders of offline attempts aside: what the server lacks of them, it now gets from metrics.jsonl."""
+        for path in sorted(self._parent.glob("offline-run-*")):
+            self._move_aside(path, "replaced")
+        self._complete, self._held, self._online = [], held, True
+        self._write()
+
+    def closed(self, held: Held) -> None:
+        """Note that this attempt's part is complete."""
+        self._held, self._online = held, False
+        if self._folder is not None:
+            self._complete.append(self._folder)
+        self._write()
+
+    def _move_aside(self, path: Path, why: str) -> None:
+        with contextlib.suppress(OSError):  # a shared file system's hiccup
+            path.rename(path.with_name(f"{why}-{path.name}"))
+
+    def _write(self) -> None:
+        held = [self._held.step, self._held.evaluated]
+        write_json(self._note_file, {"complete": self._complete, "held": held, "online": self._online})

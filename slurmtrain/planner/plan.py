@@ -1,0 +1,292 @@
+"""A run before it is submitted: memory, time, checkpoints and cost of a config, and whether another layout or more nodes help.
+
+All of it is arithmetic on the config, so that it answers at once on a machine without GPUs and without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from slurmtrain.choices import ActivationCheckpointing, JobKind
+from slurmtrain.config.parallel_dims import (
+    AXES,
+    ParallelDims,
+    as_overrides,
+    is_possible,
+    nearest_layouts,
+    parallel_dims_of,
+)
+from slurmtrain.config.schema import Config
+from slurmtrain.earlier_names import is_our_decoder
+from slurmtrain.errors import ConfigError
+from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of
+from slurmtrain.planner.gpus import gpu_of
+from slurmtrain.planner.hardware import Hardware, hardware_of
+from slurmtrain.planner.saving import Saving, saving_of
+from slurmtrain.planner.scaling import Doubling, Size, doublings
+from slurmtrain.planner.step_time import Measured, StepTime, at_nodes, sequence_length, step_time
+
+ALIKE = 1.01  # the arithmetic does not tell steps apart whose times differ by less than this factor
+DOUBLINGS = 5  # of the nodes that are looked at
+# Tokens of a sequence that a rank keeps at least before `search` divides sequences: context parallelism is for long ones, as
+# in Llama 3, which used it for those of 131,072 tokens only, over 16 ranks (arXiv:2407.21783, table 4).
+LONG_SEQUENCE = 8192
+CHINCHILLA = 20  # tokens for each parameter that use a given amount of computation best (arXiv:2203.15556)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config will need and do.
+
+    Attributes:
+        memory: bytes on a GPU, by pipeline stage.
+        memory_limit: bytes that a GPU has; None: not known.
+        step: None: no peak is known, and nothing was measured.
+        tokens: tokens to train on, for the cost.
+        more_nodes: what becomes of the step on twice the nodes, and twice those, with the same global batch.
+        no_further: why no larger size was looked at; None: it was.
+    """
+
+    config: Config
+    dims: ParallelDims
+    hardware: Hardware
+    memory: list[StageMemory]
+    memory_limit: float | None
+    step: StepTime | None
+    saving: Saving
+    tokens: int
+    more_nodes: list[Doubling]
+    no_further: str | None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * sequence_length(self.config)
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def interval_s(self) -> float:
+        """The best time between two saves: Daly's, but no shorter than it takes to write one."""
+        return max(self.saving.daly_s, self.saving.write_s)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that brings steps which are kept, with the interval of the config, or the best one."""
+        return self.saving.goodput(self.saving.interval_s or self.interval_s)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Rank-hours to train on `tokens`, with what failures and saves cost; None: the step's time is not known."""
+        if self.step is None or not self.goodput:
+            return None
+        return self.tokens / self.step.tokens_per_s / self.goodput * self.step.ranks / 3600
+
+
+def check_plannable(config: Config) -> None:
+    """Raise ConfigError unless the config trains a model whose sizes are known."""
+    if config.job.kind != JobKind.TRAIN:
+        raise ConfigError(f"plan is for the trainer's runs, and job.kind is {config.job.kind}", hint="job=train")
+    if not is_our_decoder(config.model) or config.model.get("vocab_size") is None:
+        raise ConfigError(
+            f"the arithmetic of plan is that of our own decoder, and the model is {config.model.get('_target_')}",
+            hint="choose a preset of about its size, such as model=llama3_8b; or measure a few steps: submit train.steps=20",
+        )
+
+
+def memory_limit_of(config: Config) -> float | None:
+    """Return the bytes of a GPU: as configured, else of its data sheet; None: neither says so."""
+    cluster = config.cluster
+    if cluster.gpu_memory_gb is not None:
+        return cluster.gpu_memory_gb * GIB
+    gpu = gpu_of(cluster.gpu_type) if cluster.gpu_type and cluster.gpus_per_node else None
+    return None if gpu is None else gpu.memory_gb * 1e9
+
+
+def plan_of(
+    config: Config,
+    dims: ParallelDims,
+    *,
+    tokens: int | None = None,
+    measured: Measured | None = None,
+    stall_s: float | None = None,
+    write_s: float | None = None,
+) -> Plan:
+    """Return the plan of a validated config.
+
+    Args:
+        tokens: to train on; None: those of train.steps.
+        measured, stall_s, write_s: what an earlier run has measured.
+
+    Raises:
+        ConfigError: the arithmetic does not know its model.
+    """
+    check_plannable(config)
+    hardware = hardware_of(config)
+    memory = memory_of(config, dims)
+    if memory is None:
+        raise ConfigError("the sizes of the model are not numbers", hint="model=llama3_8b has all of them")
+    step = step_time(config, dims, hardware, measured)
+    saving = saving_of(config, step.expected_s if step else None, hardware, stall_s=stall_s, write_s=write_s)
+    sizes, no_further = ([], None) if step is None else _sizes(config, measured)
+    return Plan(
+        config=config,
+        dims=dims,
+        hardware=hardware,
+        memory=memory,
+        memory_limit=memory_limit_of(config),
+        step=step,
+        saving=saving,
+        tokens=tokens or config.train.steps * config.train.global_batch_size * sequence_length(config),
+        more_nodes=doublings(sizes),
+        no_further=no_further,
+    )
+
+
+def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:
+    """Return the time of a step on 1, 2, 4, ... times the nodes, and why there is no further one."""
+    nodes = config.cluster.node_range.most
+    found: list[Size] = []
+    for doubling in range(DOUBLINGS + 1):
+        sized = on_nodes(config, nodes * 2**doubling)
+        if isinstance(sized, str):
+            return found, f"{nodes * 2**doubling} nodes: {sized}"
+        size = size_of(sized, measured)
+        if size is not None:
+            found.append(size)
+    return found, None
+
+
+def on_nodes(config: Config, nodes: int) -> Config | str:
+    """Return the config on another number of nodes, with smaller micro batches if need be; or why that cannot be."""
+    sized = at_nodes(config, nodes)
+    while True:
+        if is_possible(sized):
+            return sized
+        size = sized.train.micro_batch_size
+        if size is None or size == 1:
+            break
+        train = dataclasses.replace(sized.train, micro_batch_size=size // 2 if size % 2 == 0 else 1)
+        sized = dataclasses.replace(sized, train=train)
+    try:
+        parallel_dims_of(sized)
+    except ConfigError as error:
+        return error.message
+    raise AssertionError("unreachable")
+
+
+def size_of(config: Config, measured: Measured | None = None) -> Size | None:
+    """Return a config's number of ranks and the time of its step; None: it is not known."""
+    found = step_time(config, parallel_dims_of(config), hardware_of(config), measured)
+    if found is None:
+        return None
+    return Size(config.cluster.node_range.most, found.ranks, found.tokens, found.expected_s, found.seconds)
+
+
+# The search for a layout.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits.
+
+    Attributes:
+        overrides: what to type to have it.
+    """
+
+    config: Config
+    dims: ParallelDims
+    overrides: list[str]
+    memory: int
+    step: StepTime
+
+
+def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
+    """Return the layouts of a config's ranks that fit into a GPU's memory, the fastest first: of each layout its fastest form.
+
+    Layouts, micro batches and activation checkpointing differ; the results of training do not.
+
+    Raises:
+        ConfigError: no peak is known, so that no layout is faster than another.
+    """
+    check_plannable(config)
+    hardware, limit = hardware_of(config), memory_limit_of(config)
+    if measured is None and hardware.flops is None:
+        raise ConfigError(hardware.notes[0], hint="cluster.peak_tflops=312, for example")
+    most = math.inf if limit is None else ROOM * limit
+    free = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=None))
+    found = []
+    longest = max(config.parallel.cp, sequence_length(config) // LONG_SEQUENCE)
+    for dims in nearest_layouts(free):
+        if dims.cp > longest or (config.lora.r and dims.tp * dims.pp > 1):  # which adapters do not go with
+            continue
+        forms = [form for form in _forms(free, dims, most, hardware, measured) if form is not None]
+        if forms:
+            found.append(min(forms, key=lambda form: form.step.expected_s))
+    return sorted(found, key=_rank)
+
+
+def _rank(each: Candidate) -> tuple[int, int, int]:
+    """Return the sort key by which the faster comes first, and of those as fast the simpler, and that with more room."""
+    alike = round(math.log(each.step.expected_s) / math.log(ALIKE))
+    return alike, sum(size > 1 for size in each.dims.shape), each.memory
+
+
+def _forms(
+    config: Config, dims: ParallelDims, most: float, hardware: Hardware, measured: Measured | None
+) -> Iterator[Candidate | None]:
+    """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
+    laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
+    for kind in ActivationCheckpointing:
+        parallel = dataclasses.replace(laid, activation_checkpointing=kind)
+        for size in _micro_batch_sizes(config, dims):
+            train = dataclasses.replace(config.train, micro_batch_size=size)
+            form = dataclasses.replace(config, parallel=parallel, train=train)
+            memory = max(stage.total for stage in memory_of(form, dims) or [])
+            if memory > most:
+                continue
+            if dims.pp > 1 and not is_possible(form):
+                continue
+            step = step_time(form, dims, hardware, measured)
+            if step is not None:
+                yield Candidate(form, dims, _overrides(form, dims, config), memory, step)
+            if dims.pp == 1:  # smaller micro batches only gather more often
+                break
+
+
+def _micro_batch_sizes(config: Config, dims: ParallelDims) -> list[int]:
+    """Return the micro batch sizes that divide a rank's share of the global batch, by halves, largest first."""
+    share = config.train.global_batch_size // dims.dp
+    sizes = [share // dims.pp] if dims.pp > 1 else [share]
+    while sizes[-1] > 1:
+        half = sizes[-1] // 2
+        while share % half:
+            half -= 1
+        sizes.append(half)
+    return [size for size in sizes if size and share % size == 0]
+
+
+def _overrides(form: Config, dims: ParallelDims, config: Config) -> list[str]:
+    words = as_overrides(dims, config).split()
+    if form.train.micro_batch_size != dims.micro_batch_size(config.train):
+        words.append(f"train.micro_batch_size={form.train.micro_batch_size}")
+    if form.parallel.activation_checkpointing != config.parallel.activation_checkpointing:
+        words.append(f"parallel.activation_checkpointing={form.parallel.activation_checkpointing}")
+    return words
+
+
+# Advice on the learning rate.
+
+
+def scaled_learning_rate(rate: float, batch: int, other: int) -> Mapping[str, float]:
+    """Return the learning rate for another batch size, by the two rules that are usual.
+
+    sqrt    for Adam and its kin: it grows as the square root of the batch (Malladi et al. 2022, arXiv:2205.10782)
+    linear  for SGD: as the batch (Goyal et al. 2017, arXiv:1706.02677)
+    Both hold while the batch is below the critical one (McCandlish et al. 2018, arXiv:1812.06162).
+    """
+    return {"sqrt": rate * math.sqrt(other / batch), "linear": rate * other / batch}

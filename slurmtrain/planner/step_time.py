@@ -1,0 +1,233 @@
+"""The time that a step takes under a layout, by arithmetic: computation, waiting in a pipeline, and communication that shows.
+
+What overlaps: gathering parameters and adding up gradients run beside the computation, and show as far as they take
+longer than that, and at its two ends. What tensor and context parallelism exchange is needed at once, and shows in full.
+Two times are given: the one that is expected, by the rates that programs reach, and the least that is possible: all of
+the peak, and whatever takes longest, computation or the links of one axis, hides everything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurmtrain.choices import ActivationCheckpointing, CpMethod
+from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
+from slurmtrain.config.schema import Config
+from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops
+from slurmtrain.planner.hardware import Hardware
+from slurmtrain.planner.memory import layers_of_stages
+from slurmtrain.planner.shape import DecoderShape
+from slurmtrain.planner.traffic import Traffic, Work, bubble_passes, traffic_of
+
+COMPUTATION, BUBBLE, IMBALANCE, FIXED = "computation", "bubble", "imbalance", "data and optimiser"
+COMMUNICATION_NAMES = AXES  # communication is named by its axis
+AT_ONCE = ("tp", "cp", "pp")  # axes whose communication is needed before the computation can go on
+PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; forward, and twice as much backward
+BACKWARD = 2 / 3  # share of the computation that is in the backward pass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured, with which the arithmetic of others is corrected.
+
+    Attributes:
+        flops: operations per second and rank that its forward and backward passes reached.
+        communication: its communication that shows, as a multiple of what the arithmetic says at the stated bandwidths;
+            None: not measured, or there is none.
+        per_sample_s: seconds of waiting for data, for each sample of a rank.
+        per_element_s: seconds of the optimiser, for each parameter that a rank holds.
+        other_s: seconds of a step for which none of this accounts.
+    """
+
+    flops: float
+    communication: float | None = None
+    per_sample_s: float = 0.0
+    per_element_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step by what they are spent on, for the rank that has most to do.
+
+    Attributes:
+        seconds: computation, the pipeline's bubble, imbalance of its stages, and by axis the communication that shows.
+            They add up to `expected_s`.
+        at_best_s: the least that is possible with the stated peaks and bandwidths; None: no peak is known.
+        traffic: what each axis sends.
+        traffic_s: by axis, the seconds that this takes, hidden or not.
+        bubble_share: share of a pipeline's time in which a rank waits for other stages.
+        flops_per_token, attended_flops_per_token: operations that the model needs in training, with dense attention, as
+            papers count it, and with what a token attends to.
+    """
+
+    tokens: int
+    ranks: int
+    seconds: Mapping[str, float]
+    at_best_s: float | None
+    traffic: tuple[Traffic, ...]
+    traffic_s: Mapping[str, float]
+    bubble_share: float = 0.0
+    flops_per_token: float = 0.0
+    attended_flops_per_token: float = 0.0
+
+    @property
+    def expected_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.expected_s
+
+    @property
+    def communication_s(self) -> float:
+        """The seconds of communication that show."""
+        return sum(seconds for name, seconds in self.seconds.items() if name in COMMUNICATION_NAMES)
+
+    def mfu(self, peak_flops: float) -> float:
+        """Return the model FLOPs utilisation that is expected, with dense attention, as papers count it: `mfu` of a run."""
+        return self.tokens * self.flops_per_token / (self.ranks * peak_flops * self.expected_s)
+
+    def mfu_attended(self, peak_flops: float, seconds: float) -> float:
+        """Return the same with what tokens attend to, of a step of so many seconds; it is at most 1."""
+        return self.tokens * self.attended_flops_per_token / (self.ranks * peak_flops * seconds)
+
+
+def sequence_length(config: Config) -> int:
+    """Return the tokens of a sequence; of a mixture the longest; of data that do not say so, as many as the model takes."""
+    return max(sequence_lengths(config.data).values(), default=0) or int(config.model["max_seq_len"])
+
+
+def step_time(
+    config: Config, dims: ParallelDims, hardware: Hardware, measured: Measured | None = None
+) -> StepTime | None:
+    """Return the time of a step; None: no peak of the cluster is known, and nothing was measured.
+
+    Args:
+        config: with a model that is our decoder.
+        measured: what another run has measured on this cluster.
+    """
+    shape, seq_len, train = DecoderShape.of(config.model), sequence_length(config), config.train
+    flops = measured.flops if measured is not None else hardware.flops
+    if flops is None:
+        return None
+    micro_batch_size, micro_batches = dims.micro_batch_size(train), dims.micro_batches(train)
+    work = Work(micro_batch_size * seq_len / dims.cp, micro_batches)
+    stages = stage_flops(config, dims, shape, micro_batch_size * seq_len, seq_len)
+    slowest, mean = max(stages), sum(stages) / len(stages)
+    bubble = bubble_passes(config.parallel.pp_schedule, dims.pp) * slowest / flops
+    seconds = {COMPUTATION: micro_batches * mean / flops, BUBBLE: bubble}
+    seconds[IMBALANCE] = micro_batches * (slowest - mean) / flops
+    traffic = traffic_of(config, dims, shape, work)
+    traffic_s = {each.axis: each.seconds(hardware) for each in traffic}
+    showing = _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
+    if measured is not None and measured.communication is not None:
+        showing = {axis: each * measured.communication for axis, each in showing.items()}
+    seconds |= showing
+    if measured is not None:
+        samples = micro_batch_size * micro_batches
+        elements = shape.num_parameters() / (dims.world_size / dims.dp_replicate)
+        seconds[FIXED] = samples * measured.per_sample_s + elements * measured.per_element_s + measured.other_s
+    at_best = None
+    if hardware.peak_flops is not None:
+        computing = (
+            (micro_batches + bubble_passes(config.parallel.pp_schedule, dims.pp)) * slowest / hardware.peak_flops
+        )
+        at_best = max([computing, *(each.seconds(hardware, at_best=True) for each in traffic)])
+    return StepTime(
+        tokens=train.global_batch_size * seq_len,
+        ranks=dims.world_size,
+        seconds=seconds,
+        at_best_s=at_best,
+        traffic=tuple(traffic),
+        traffic_s=traffic_s,
+        bubble_share=bubble / (bubble + micro_batches * slowest / flops),
+        flops_per_token=training_flops(shape, seq_len, config.lora.r),
+        attended_flops_per_token=training_flops(shape, seq_len // 2, config.lora.r),
+    )
+
+
+def operations_of(config: Config, dims: ParallelDims) -> float:
+    """Return the operations of a step that a rank's forward and backward passes take the time of, its bubble included."""
+    shape, seq_len = DecoderShape.of(config.model), sequence_length(config)
+    stages = stage_flops(config, dims, shape, dims.micro_batch_size(config.train) * seq_len, seq_len)
+    passes = dims.micro_batches(config.train) + bubble_passes(config.parallel.pp_schedule, dims.pp)
+    return passes * max(stages)
+
+
+def matrix_elements(shape: DecoderShape) -> int:
+    """Return the elements of the matrices of one layer."""
+    return sum(each.shape[0] * each.shape[1] for each in shape.block() if len(each.shape) == 2)
+
+
+def training_flops(shape: DecoderShape, seq_len: int, lora_rank: int = 0) -> float:
+    """Return the operations of one token in training, with dense attention, as mfu counts them; see `planner.flops`.
+
+    With half of `seq_len` it counts what a token attends to on average. With adapters of `lora_rank` the matrices of the
+    model are frozen.
+    """
+    whole = decoder_flops(shape).of(1, seq_len)
+    if not lora_rank:
+        return whole
+    multiplied = shape.n_layers * matrix_elements(shape) + shape.vocab_size * shape.dim
+    return whole - (TRAINED - FROZEN) * multiplied + TRAINED * shape.adapter_elements(lora_rank, 1)
+
+
+def stage_flops(config: Config, dims: ParallelDims, shape: DecoderShape, tokens: float, seq_len: int) -> list[float]:
+    """Return the operations of one rank of each pipeline stage for a micro batch of `tokens` tokens.
+
+    They include what activation checkpointing computes again. Attention counts half, since kernels skip what comes after
+    a token; but not with gathered keys and values, whose attention takes a mask.
+    """
+    causal = not (dims.cp > 1 and config.parallel.cp_method == CpMethod.ALL_GATHER)
+    forward, attention = matrix_elements(shape) * PER_ELEMENT, 2 * PER_ELEMENT * shape.query_width * seq_len
+    if causal:
+        attention //= 2
+    passes = PASSES - (1 if config.lora.r else 0)  # frozen matrices have no gradient of their own
+    again = 1 if config.parallel.activation_checkpointing == ActivationCheckpointing.FULL else 0
+    adapters = PER_ELEMENT * shape.adapter_elements(config.lora.r, 1) / shape.n_layers if config.lora.r else 0.0
+    layer = forward * (passes + again) + (adapters + attention) * (PASSES + again)
+    output = PER_ELEMENT * shape.vocab_size * shape.dim * passes
+    layers = layers_of_stages(shape.n_layers, dims.pp)
+    found = [tokens * layer * count for count in layers]
+    found[-1] += tokens * output
+    return [each / (dims.tp * dims.cp) for each in found]
+
+
+def _showing(
+    traffic: list[Traffic],
+    traffic_s: Mapping[str, float],
+    computing_s: float,
+    micro_batches: int,
+    config: Config,
+    dims: ParallelDims,
+) -> dict[str, float]:
+    """Return by axis the seconds of communication that do not hide behind the computation."""
+    found = {}
+    for each in traffic:
+        taken = traffic_s[each.axis]
+        if each.axis == "pp":  # beside the computation, but for the way through the pipeline and back
+            found["pp"] = 2 * (dims.pp - 1) * taken / each.messages
+        elif each.axis in AT_ONCE:
+            found[each.axis] = taken
+        elif each.axis == "dp_shard":  # the first layer's parameters, and the last one's gradients
+            found["dp_shard"] = max(0.0, taken - computing_s) + 2 * taken / each.messages
+        else:  # replicas add up in the last micro batch's backward pass
+            room = BACKWARD * computing_s / micro_batches
+            found[each.axis] = max(0.0, taken - room) + taken / each.messages
+    return found
+
+
+def at_nodes(config: Config, nodes: int) -> Config:
+    """Return the config on another number of nodes; if no axis takes what others leave, the data-parallel one grows."""
+    before = config.cluster.node_range.most
+    cluster = dataclasses.replace(config.cluster, nodes=nodes)
+    parallel = config.parallel
+    if -1 not in (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.pp, parallel.cp):
+        axis = "dp_shard" if parallel.dp_replicate == 1 and parallel.dp_shard > 1 else "dp_replicate"
+        grown = getattr(parallel, axis) * nodes
+        if grown % before == 0:
+            parallel = dataclasses.replace(parallel, **{axis: grown // before})
+    return dataclasses.replace(config, cluster=cluster, parallel=parallel)

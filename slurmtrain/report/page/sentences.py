@@ -1,0 +1,343 @@
+"""What a report says in words: what a run is, how far it got, what was lost and why, and what to do. Pure functions."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slurmtrain.report.collect import Goal
+from slurmtrain.report.goodput import Cause, Goodput
+from slurmtrain.report.page import units
+from slurmtrain.report.page.run_facts import RunFacts
+from slurmtrain.report.page.series import Series, common_steps
+from slurmtrain.report.progress import at_about
+from slurmtrain.report.status import WAITING, RunStatus
+from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.system import records
+
+WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice
+DATA_WAIT_SHARE = 0.1
+COMMUNICATION_SHARE = 0.3
+MOST_SLOW = 3  # findings of slow ranks
+LONGEST_S = 10 * 365 * 86400.0  # a time that is further off says nothing
+CAUSES: dict[Cause, str] = {
+    Cause.QUEUE: "waiting in the queue",
+    Cause.STOPPED: "stopped, until a person resumed it",
+    Cause.STARTUP: "starting up",
+    Cause.PRODUCTIVE: "productive steps",
+    Cause.REDONE: "steps done again",
+    Cause.CHECKPOINT: "waiting for checkpoints",
+    Cause.EVALUATION: "evaluation",
+    Cause.HUNG: "hangs",
+    Cause.LOST: "steps that no checkpoint has",
+    Cause.IDLE_END: "idle at the end of attempts",
+    Cause.BETWEEN: "between attempts in the same job",
+    Cause.UNKNOWN: "not known: the program reports no progress",
+}
+REASONS: dict[str, tuple[str, str]] = {  # one, and several
+    Reason.FINISHED: ("end as planned", "ends as planned"),
+    Reason.TIME_LIMIT: ("time limit", "time limits"),
+    Reason.PREEMPTED: ("preemption", "preemptions"),
+    Reason.CANCELLED: ("cancellation", "cancellations"),
+    Reason.NODE_FAILURE: ("failed node", "failed nodes"),
+    Reason.REQUEUED: ("requeue from outside", "requeues from outside"),
+    Reason.ASKED: ("request to stop", "requests to stop"),
+    Reason.PRUNED: ("pruning", "prunings"),
+    Reason.CONFIG: ("wrong config or environment", "wrong configs or environments"),
+    Reason.DIVERGED: ("divergence", "divergences"),
+    Reason.BAD_NODE: ("node on which it could not start", "nodes on which it could not start"),
+    Reason.SUPERSEDED: ("newer attempt that took over", "newer attempts that took over"),
+    Reason.CRASH: ("crash", "crashes"),
+    Reason.HANG: ("hang", "hangs"),
+}
+
+
+def what_it_is(facts: RunFacts) -> str:
+    """Say whose run this is, of what, and on which machines."""
+    info, clean = facts.info, units.clean
+    who = f"Run {clean(facts.run_dir.id, 80)} ({clean(facts.name, 80)})"
+    person = f"{clean(info.get('user'), 60)} on {clean(info.get('host'), 80)}"
+    return f"{who} was submitted on {units.moment(info.get('created'))} by {person}. {_subject(facts)}"
+
+
+def _subject(facts: RunFacts) -> str:
+    kind = facts.setting("job.kind")
+    command = facts.setting("job.command")
+    if kind == "command" and isinstance(command, str):
+        what = f"It runs a program of the user's own: {units.clean(command, 160)}"
+    elif kind == "prepare":
+        what = "It prepares data"
+    elif facts.config is None:
+        what = "What it trains is not known, since its config cannot be read"
+    else:
+        what = f"It trains {_model(facts)}"
+    return f"{what}, {_machines(facts)}." if facts.attempts else f"{what}."
+
+
+def _model(facts: RunFacts) -> str:
+    model = facts.setting("model")
+    if not isinstance(model, Mapping):
+        return "a model"
+    target = units.clean(str(model.get("_target_", "a model")).rpartition(".")[2], 60)
+    sizes = [
+        f"{name} {value}"
+        for name in ("dim", "n_layers", "n_heads", "vocab_size")
+        if isinstance(value := model.get(name), int)
+    ]
+    path = model.get("path")
+    parts = [*sizes, *([units.clean(path, 80)] if isinstance(path, str) else [])]
+    return f"{target} ({', '.join(parts)})" if parts else target
+
+
+def _machines(facts: RunFacts) -> str:
+    last = facts.attempts[-1]
+    nodes = f"on {units.plural(len(last.nodes), 'node')}" if last.nodes else "on this machine"
+    gpus = facts.goodput.gpu_count if facts.goodput is not None else 0.0
+    held = units.plural(round(gpus), "GPU") if gpus >= 1 else "no GPU"
+    return f"with {units.plural(last.world_size, 'rank')} {nodes} and {held}" if last.world_size else nodes
+
+
+def how_far(facts: RunFacts) -> str:
+    """Say how far the run got, and what its loss is."""
+    progress = facts.state.progress
+    parts = [f"It is {facts.state.status}"]
+    if progress.step is not None and progress.steps:
+        share = units.percent(min(1.0, progress.step / progress.steps))
+        parts.append(f"and has done {progress.step:,} of {progress.steps:,} steps ({share})")
+    elif progress.step is not None:
+        parts.append(f"and has done {progress.step:,} steps")
+    sentence = f"{' '.join(parts)}."
+    if progress.eta_s is not None and progress.left and progress.eta_s < LONGEST_S:
+        sentence += f" It ends {at_about(facts.now + progress.eta_s, facts.now)}, if it goes on as fast."
+    return " ".join([sentence, *(f"{each}." for each in (_loss(facts), _best(facts)) if each)])
+
+
+def _loss(facts: RunFacts) -> str:
+    series = facts.series.get("loss")
+    if series is None or not len(series.values):
+        return ""
+    return f"The training loss was {units.number(series.last)} nats per token at step {series.steps[-1]:,.0f}"
+
+
+def goal_of(facts: RunFacts) -> Goal:
+    """Return the metric by which checkpoints of the run are compared."""
+    metric, mode = facts.setting("checkpoint.best_metric"), facts.setting("checkpoint.best_mode")
+    return Goal(metric if isinstance(metric, str) else "valid_loss", "max" if mode == "max" else "min")
+
+
+def best_of(facts: RunFacts) -> tuple[str, float, float] | None:
+    """Return metric, step and value of the best evaluation so far; None if there is none."""
+    goal = goal_of(facts)
+    series = facts.series.get(goal.metric)
+    if series is None:
+        return None
+    found = series.finite
+    if not len(found.values):
+        return None
+    place = int(found.values.argmin() if goal.mode == "min" else found.values.argmax())
+    return goal.metric, float(found.steps[place]), float(found.values[place])
+
+
+def _best(facts: RunFacts) -> str:
+    found = best_of(facts)
+    if found is None:
+        return ""
+    metric, step, value = found
+    return f"The best {units.name_of(metric)} is {units.number(value, units.unit_of(metric))}, at step {step:,.0f}"
+
+
+def attempts_sentence(tries: list[Attempt]) -> str:
+    """Say how many attempts it took, and why the earlier ones ended."""
+    if not tries:
+        return "It has not started yet."
+    ended = [each for each in tries if each.reason not in (None, Reason.FINISHED)]
+    if not ended:
+        return "It took one attempt." if len(tries) == 1 else f"It took {len(tries)} attempts."
+    reasons = Counter(str(each.reason) for each in ended)
+    words = units.listed(f"{count} {reason_words(reason, count)}" for reason, count in reasons.most_common())
+    in_place = sum(each.verdict == Verdict.IN_PLACE for each in tries)
+    again = {0: "", 1: " One restart was in place, in the same job."}.get(
+        in_place, f" {in_place} restarts were in place, in the same job."
+    )
+    return f"It took {units.plural(len(tries), 'attempt')}, with {words}.{again}"
+
+
+def reason_words(reason: str, count: int = 1) -> str:
+    """Return what ended attempts, as a noun: "preemption", "3 crashes" without its number."""
+    one, several = REASONS.get(reason, (units.clean(reason, 40),) * 2)
+    return one if count == 1 else several
+
+
+def checkpoints_sentence(events: Iterable[Mapping[str, Any]]) -> str:
+    """Say how many checkpoints were committed, how large they are, and how long training waited for them."""
+    found = [event for event in events if event["event"] == Event.CHECKPOINT]
+    if not found:
+        return ""
+    many = f"{units.plural(len(found), 'checkpoint')} {'was' if len(found) == 1 else 'were'} committed"
+    step = found[-1].get("step")
+    if isinstance(step, int) and records.is_count(step):
+        many += f", the last at step {step:,}"
+    size, took, stall = (_mean_of(found, name) for name in ("size", "seconds", "stall_s"))
+    parts = [
+        *([f"{units.brief(size / 1e9)} GB" if size >= 1e9 else f"{units.brief(size / 1e6)} MB"] if size else []),
+        *([f"committed in {units.duration(took)}"] if took is not None else []),
+        *([f"training waited {units.duration(stall)} for it"] if stall is not None else []),
+    ]
+    return f"{many}. On average: {', '.join(parts)}." if parts else f"{many}."
+
+
+def _mean_of(events: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [value for event in events if (value := records.finite(event.get(name))) is not None and value >= 0]
+    return sum(values) / len(values) if values else None
+
+
+def what_was_lost(goodput: Goodput | None) -> str:
+    """Say what share of the time was productive, and what the rest went into."""
+    if goodput is None or not goodput.held_s > 0:
+        return ""
+    share = goodput.share
+    held = goodput.held_s
+    waited = sum(goodput.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED))
+    begin = f"It held its nodes for {units.duration(held)}"
+    if goodput.gpu_hours > 0:
+        begin += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
+    queued = f" Beside that it waited for {units.duration(waited)}." if waited >= 1 else ""
+    if share is None:
+        return f"{begin}. How much of that was productive is not known, since the program reports no progress.{queued}"
+    others = sorted(
+        (
+            (seconds, cause)
+            for cause, seconds in goodput.seconds.items()
+            if cause in _LOSSES and seconds >= 0.001 * held
+        ),
+        reverse=True,
+    )
+    lost = units.listed((f"{CAUSES[cause]} {units.duration(seconds)}" for seconds, cause in others), 4)
+    sentence = f"{begin}, of which {units.percent(share)} were productive (its goodput)."
+    return f"{sentence}{f' The rest: {lost}.' if lost else ''}{queued}"
+
+
+_LOSSES = (
+    *(Cause.STARTUP, Cause.REDONE, Cause.CHECKPOINT, Cause.EVALUATION),
+    *(Cause.HUNG, Cause.LOST, Cause.IDLE_END, Cause.BETWEEN, Cause.UNKNOWN),
+)
+
+
+def what_to_do(facts: RunFacts) -> list[str]:
+    """Return advice, the most urgent first; it is never empty."""
+    return [*_about_state(facts), *_about_numbers(facts), *_about_time(facts), *_about_nodes(facts)] or [
+        "Nothing needs to be done."
+    ]
+
+
+def _about_state(facts: RunFacts) -> list[str]:
+    now, found = facts.state, []
+    if now.status in (RunStatus.FAILED, RunStatus.STOPPED, RunStatus.LOST, RunStatus.HELD, RunStatus.PREPARED):
+        found.append(f"It is {now.status}: {_sentence(now.explanation)}")
+    elif now.status in WAITING:
+        found.append(f"It waits: {_sentence(now.explanation)}")
+    if now.slurm_error:
+        found.append(f"SLURM could not be asked: {_sentence(now.slurm_error)}")
+    for attempt in facts.attempts:
+        if attempt.reason == Reason.HANG:
+            page = facts.hang_pages.get(attempt.number)
+            where = f" Where each rank stood is in {units.clean(page)}." if page else ""
+            said = (attempt.sentence or "").removeprefix("hung: ")
+            found.append(f"Attempt {attempt.number} hung: {_sentence(said)}{where}")
+    return found[:8]
+
+
+def _about_numbers(facts: RunFacts) -> list[str]:
+    found = []
+    numbers, checkpoints = trouble(facts.events), trouble_of_checkpoints(facts.events)
+    if numbers:
+        found.append(f"The numbers of the training broke: {_sentence(numbers)}")
+    if checkpoints:
+        found.append(f"Checkpoints of the program: {_sentence(checkpoints)}")
+    valid = facts.series.get("valid_loss")
+    best = best_of(facts)
+    if valid is not None and best is not None and best[0] == "valid_loss" and len(valid.values) >= 5:
+        later = valid.finite.values[valid.finite.steps > best[1]]
+        if len(later) >= 3 and bool((later > best[2] * 1.02).all()):
+            found.append(
+                f"The validation loss rises since step {best[1]:,.0f}, its best: the model may overfit. "
+                "checkpoint.keep_best=1 keeps the best one."
+            )
+    return found
+
+
+def data_wait_share(series: Mapping[str, Series]) -> float | None:
+    """Return the mean share of a step's time that waits for data, over the last half of the log; None if not known."""
+    waits, times = series.get("time_data_s") or series.get("data_wait_s"), series.get("step_time_s")
+    if waits is None or times is None:
+        return None
+    steps = common_steps([waits, times])
+    steps = steps[len(steps) // 2 :]
+    total = float(times.at(steps).sum())
+    return float(waits.at(steps).sum()) / total if total > 0 else None
+
+
+def _about_time(facts: RunFacts) -> list[str]:
+    found = []
+    share = data_wait_share(facts.series)
+    if share is not None and share > DATA_WAIT_SHARE:
+        workers = facts.setting("train.data_workers")
+        found.append(
+            f"{units.percent(share)} of a step waits for data: more workers may help "
+            f"(train.data_workers={units.clean(workers, 20)})."
+        )
+    exposed = facts.series.get("communication_share")
+    share = exposed.last_half().mean if exposed is not None else None
+    if share is not None and share > COMMUNICATION_SHARE:
+        found.append(
+            f"{units.percent(share)} of a step is communication that no computation hides: larger micro batches "
+            "(train.micro_batch_size), or shards within a node only (parallel.dp_shard, dp_replicate), have less of it."
+        )
+    goodput = facts.goodput
+    if goodput is None or not goodput.held_s > 0:
+        return found
+    for cause, advice in _ADVICE.items():
+        part = goodput.seconds.get(cause, 0.0) / goodput.held_s
+        if part > WORTH_SAYING:
+            found.append(
+                f"{units.percent(part)} of the time that it held its nodes went into {CAUSES[cause]}: {advice}"
+            )
+    return found
+
+
+_ADVICE: dict[Cause, str] = {
+    Cause.STARTUP: "requeue.standby_ranks and checkpoint.local shorten a restart; longer attempts have fewer of them.",
+    Cause.REDONE: "save more often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
+    Cause.CHECKPOINT: "save less often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
+    Cause.EVALUATION: "evaluate less often (train.eval_every), or in jobs of their own (eval.mode).",
+    Cause.HUNG: "a shorter watchdog.min_s finds a hang sooner.",
+    Cause.LOST: "save more often (checkpoint.every_minutes), so that an end loses fewer steps.",
+}
+
+
+def _about_nodes(facts: RunFacts) -> list[str]:
+    found = [
+        f"{units.clean(str(each)[:1].upper() + str(each)[1:])}: look at that node, and at the load of its ranks."
+        for each in slow_ranks(facts.events)
+        if each.until is None
+    ][-MOST_SLOW:]
+    if facts.left_out:
+        nodes = units.listed(units.clean(each.node, 64) for each in facts.left_out)
+        found.append(f"Its job leaves out {nodes}, which earlier attempts speak against: tell the cluster's admins.")
+    return found
+
+
+def _sentence(text: object) -> str:
+    """Return a text as one sentence that ends with a full stop."""
+    shown = units.clean(text or "no reason is known")
+    return shown if shown.endswith((".", "!", "?", "…")) else f"{shown}."
+
+
+def made(now: float) -> str:
+    """Say when the report was made, and in which time zone its times are."""
+    return f"Made on {units.moment(now)} {time.strftime('%Z', time.localtime(now))}; all times are of that zone"

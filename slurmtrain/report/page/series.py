@@ -1,0 +1,216 @@
+"""Series of a run's metrics by step, and what of them is drawn.
+
+A page draws a curve of 100,000 steps in some hundred columns of pixels. `m4` keeps of each column the first, the last, the
+least and the greatest value, by which the line looks as if all points were drawn: Jugel, Jerzak, Hackenbroich, Markl, "M4:
+A Visualization-Oriented Time Series Data Aggregation", PVLDB 7(10), 2014.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.report.collect import is_scalar
+
+Numbers = NDArray[np.float64]
+
+LARGEST = 1e150  # a larger value counts as not finite: the square of what is drawn must still be a number
+MOST_METRICS = 200  # a run that makes up a name for each step would otherwise fill the memory
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """The values of one metric.
+
+    Attributes:
+        steps: ascending, shape (n,).
+        values: one for each step; NaN and the infinities are kept.
+    """
+
+    name: str
+    steps: Numbers
+    values: Numbers
+
+    @classmethod
+    def of(cls, name: str, steps: Iterable[float], values: Iterable[float]) -> Series:
+        """Return a series of plain numbers."""
+        return cls(name, np.asarray([*steps], dtype=np.float64), np.asarray([*values], dtype=np.float64))
+
+    @functools.cached_property
+    def finite(self) -> Series:
+        """The part of it that can be drawn."""
+        sound = is_drawable(self.values)
+        return self if sound.all() else Series(self.name, self.steps[sound], self.values[sound])
+
+    @property
+    def broken(self) -> int:
+        """The number of values that are not finite."""
+        return len(self.values) - len(self.finite.values)
+
+    @property
+    def last(self) -> float | None:
+        """The value that was logged last."""
+        return float(self.values[-1]) if len(self.values) else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the values that can be drawn; None if there is none."""
+        return float(self.finite.values.mean()) if len(self.finite.values) else None
+
+    def last_half(self) -> Series:
+        """Return the last half of the values that can be drawn."""
+        found = self.finite
+        half = len(found.values) // 2
+        return Series(self.name, found.steps[half:], found.values[half:])
+
+    def at(self, steps: Numbers) -> Numbers:
+        """Return the values at these steps; NaN where there is none."""
+        if not len(self.steps):
+            return np.full(len(steps), np.nan)
+        place = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
+        return np.where(self.steps[place] == steps, self.values[place], np.nan)
+
+
+def is_drawable(values: Numbers) -> NDArray[np.bool_]:
+    """Return which values are finite, and not beyond what can be drawn."""
+    return np.isfinite(values) & (np.abs(values) < LARGEST)
+
+
+def series_of(found: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int]:
+    """Return the scalar metrics by name, in the order of their first appearance, and the number of names left out.
+
+    Args:
+        found: records by step, each value once, as `collect.metrics_of` returns them.
+    """
+    # Most records have the same names: whole columns of them are taken at once.
+    alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for record in found:
+        alike.setdefault(tuple(record), []).append(record)
+    parts: dict[str, list[tuple[Numbers, Numbers]]] = {}
+    left_out: set[str] = set()
+    for names, records in alike.items():
+        full = len(parts) >= MOST_METRICS
+        if full and not any(name in parts for name in names):
+            left_out.update(name for name in names if name != "step" and len(left_out) < 10_000)
+            continue
+        steps = np.asarray([record["step"] for record in records], dtype=np.float64)
+        for name in names:
+            if name == "step":
+                continue
+            if name not in parts and len(parts) >= MOST_METRICS:
+                if len(left_out) < 10_000:
+                    left_out.add(name)
+                continue
+            column = _column([record[name] for record in records], steps)
+            if column is not None:
+                parts.setdefault(name, []).append(column)
+    return {name: _joined(name, columns) for name, columns in parts.items()}, len(left_out)
+
+
+def _column(cells: Sequence[Any], steps: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return steps and values of the cells that are numbers; None if none is."""
+    if {*map(type, cells)} == {float}:
+        return steps, np.asarray(cells, dtype=np.float64)
+    chosen = [index for index, cell in enumerate(cells) if is_scalar(cell)]
+    if not chosen:
+        return None
+    return steps[chosen], np.asarray([float(cells[index]) for index in chosen], dtype=np.float64)
+
+
+def _joined(name: str, columns: Sequence[tuple[Numbers, Numbers]]) -> Series:
+    if len(columns) == 1:
+        return Series(name, *columns[0])
+    steps, values = (np.concatenate([column[side] for column in columns]) for side in (0, 1))
+    order = np.argsort(steps, kind="stable")
+    return Series(name, steps[order], values[order])
+
+
+def m4(series: Series, columns: int, low: float, high: float) -> Series:
+    """Return the points of a series that a line over [low, high] needs in so many columns of pixels.
+
+    A NaN stays in the place of values that are not finite, so that the line has a gap there. At most five points of a
+    column are kept.
+    """
+    steps = series.steps
+    values = np.where(is_drawable(series.values), series.values, np.nan)
+    if len(steps) <= 3 * columns:
+        return Series(series.name, steps, values)
+    place = np.clip((steps - low) * (columns / (high - low or 1.0)), 0, columns - 1).astype(np.int64)
+    begins = np.flatnonzero(np.diff(place, prepend=-1))
+    ends = np.append(begins[1:], len(place))
+    kept: list[int] = []
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        part = values[begin:end]
+        broken = np.isnan(part)
+        if broken.any():
+            first = begin + int(broken.argmax())
+            if broken.all():
+                kept.append(first)
+                continue
+            sound = np.flatnonzero(~broken)
+            chosen = {begin + int(sound[0]), begin + int(sound[-1]), first}
+            chosen |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
+        else:
+            chosen = {begin, begin + int(part.argmin()), begin + int(part.argmax()), end - 1}
+        kept += sorted(chosen)
+    chosen_points = np.asarray(kept)
+    return Series(series.name, steps[chosen_points], values[chosen_points])
+
+
+def trailing_mean(series: Series, points: int) -> Series:
+    """Return the mean of each value and the `points` - 1 before it; values that are not finite do not count.
+
+    The first values, before which there are fewer, are means of those that there are.
+    """
+    sound = is_drawable(series.values)
+    sums = np.concatenate(([0.0], np.cumsum(np.where(sound, series.values, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(sound)))
+    begin = np.maximum(np.arange(len(series.values)) + 1 - points, 0)
+    many = counts[1:] - counts[begin]
+    means = np.where(many > 0, (sums[1:] - sums[begin]) / np.maximum(many, 1), np.nan)
+    return Series(series.name, series.steps, means)
+
+
+def common_steps(found: Sequence[Series]) -> Numbers:
+    """Return the steps at which all of these have a value that can be drawn."""
+    steps = found[0].finite.steps if found else np.empty(0)
+    for series in found[1:]:
+        others = series.finite.steps
+        if len(others) != len(steps) or not np.array_equal(others, steps):
+            steps = np.intersect1d(steps, others)
+    return steps
+
+
+def column_means(found: Sequence[Series], columns: int) -> tuple[list[float], list[list[float]]]:
+    """Return steps, and for each series its means over as many parts of the steps: areas keep their size.
+
+    Steps at which one of the series has no finite value are left out.
+    """
+    steps = common_steps(found)
+    if not len(steps):
+        return [], [[] for _ in found]
+    begins = np.arange(0, len(steps), -(-len(steps) // columns))
+    sizes = np.diff(np.append(begins, len(steps)))
+    means = [(np.add.reduceat(series.at(steps), begins) / sizes).tolist() for series in found]
+    return steps[begins + sizes - 1].tolist(), means
+
+
+def rows_of(found: Sequence[Series], most: int = 40) -> list[tuple[float, list[float | None]]]:
+    """Return (step, values) of at most so many steps, evenly spread, the last one included, as a table shows them."""
+    every = [series.steps for series in found if len(series.steps)]
+    if not every:
+        return []
+    steps = np.unique(np.concatenate(every))
+    count = min(most, len(steps))
+    wanted = steps[np.unique(np.round(np.linspace(0, len(steps) - 1, count)).astype(np.int64))]
+    known = [np.isin(wanted, series.steps) for series in found]
+    values = [series.at(wanted) for series in found]
+    return [
+        (step, [float(value[index]) if there[index] else None for value, there in zip(values, known, strict=True)])
+        for index, step in enumerate(wanted.tolist())
+    ]

@@ -1,0 +1,177 @@
+"""Numbers as a person reads them: five digits at most, with a unit, and never a control character."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterable
+
+from slurmtrain.system import records
+from slurmtrain.system.redaction import redact
+
+UNKNOWN = "not known"
+LONGEST_TEXT = 400  # characters of one value that are shown
+TOO_DEEP = "(nested too deep to be shown)"
+MOST_READ = 20_000  # and that are looked at
+NAMES = {
+    "loss": "training loss",
+    "valid_loss": "validation loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "param_norm": "parameter norm",
+    "tokens_per_s": "tokens per second",
+    "samples_per_s": "samples per second",
+    "tokens_per_s_per_gpu": "tokens per second and GPU",
+    "tflops_per_gpu": "achieved TFLOP/s per GPU",
+    "mfu": "model FLOPs utilisation (MFU)",
+    "slowest_rank_ratio": "slowest rank, times the median",
+    "memory_allocated_gb": "memory, allocated",
+    "memory_reserved_gb": "memory, reserved",
+    "step_time_s": "time of a step",
+    "data_wait_s": "wait for data",
+    "time_data_s": "wait for data",
+    "time_forward_backward_s": "forward and backward",
+    "time_communication_s": "communication, not hidden",
+    "time_optimizer_s": "optimiser",
+    "time_checkpoint_s": "checkpoint",
+    "time_evaluation_s": "evaluation",
+    "time_other_s": "other",
+}
+_UNITS = {
+    "loss": "nats per token",
+    "valid_loss": "nats per token",
+    "tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s",
+    "tokens_per_s_per_gpu": "tokens/s",
+    "tflops_per_gpu": "TFLOP/s",
+    "mfu": "share of the peak",
+    "bits_per_byte": "bits per byte",
+    "valid_bits_per_byte": "bits per byte",
+    "memory_allocated_gb": "GiB",
+    "memory_reserved_gb": "GiB",
+}
+_SUFFIXES = {"_s": "s", "_gb": "GB", "_mb": "MB", "_ms": "ms", "_loss": "nats per token", "_percent": "%", "_w": "W"}
+
+
+def name_of(metric: str) -> str:
+    """Return the words for a metric; one that nobody here knows has its own name."""
+    if metric in NAMES:
+        return NAMES[metric]
+    if metric.startswith("valid_"):  # an evaluation's own
+        return clean(f"validation {metric.removeprefix('valid_').replace('_', ' ')}", 80)
+    return clean(metric, 80)
+
+
+def unit_of(metric: str) -> str:
+    """Return the unit of a metric by its name; "" if it has none, or it is not known."""
+    if metric in _UNITS:
+        return _UNITS[metric]
+    return next((unit for suffix, unit in _SUFFIXES.items() if metric.endswith(suffix)), "")
+
+
+def clean(text: object, longest: int = LONGEST_TEXT) -> str:
+    """Return a value as one line without control characters and secrets, cut where it is very long."""
+    try:
+        whole = str(text)
+    except RecursionError:
+        return TOO_DEEP
+    shown = records.printable(" ".join(redact(whole[:MOST_READ]).split()))
+    # A page is UTF-8, which has no lone surrogates.
+    shown = shown.encode(errors="replace").decode()
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
+def json_words(value: object) -> str:
+    """Return a value of a record as JSON."""
+    try:
+        return json.dumps(value, default=str)
+    except (RecursionError, ValueError, TypeError):
+        return TOO_DEEP
+
+
+def slug(text: str) -> str:
+    """Return a name for any text, of letters, digits and dashes; two texts may have the same."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")[:60] or "unnamed"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Format a number with five digits, groups of three, and its unit: "12,345 tokens/s"."""
+    if value is None:
+        return UNKNOWN
+    after = f" {unit}" if unit else ""
+    if not math.isfinite(value):
+        return f"{value}{after}"
+    if value == int(value) and abs(value) < 1e12:
+        return f"{int(value):,}{after}"
+    if abs(value) >= 1e15 or abs(value) < 1e-3:
+        return f"{value:.4g}{after}"
+    digits = max(0, 4 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text}{after}"
+
+
+def brief(value: float) -> str:
+    """Format a number with three digits, as a mean that is not known better."""
+    return number(float(f"{value:.3g}"))
+
+
+def short(value: float) -> str:
+    """Format a number for the mark of an axis, seven letters at most: 12k, 0.0025, 1e-08."""
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e15:
+        return f"{value:.0e}" if float(f"{value:.0e}") == value else f"{value:.1e}"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * (10 if letter == "k" else 1):
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.5g}"
+
+
+def percent(share: float) -> str:
+    """Format a share: 81 %, 0.4 %."""
+    return f"{100 * share:.0f} %" if share == 0 or share >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def hours(seconds: float) -> str:
+    """Format seconds as hours with three digits: 0.012, 1.25, 12.5, 1,250."""
+    value = seconds / 3600
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 0.4 s, 40 s, 12 min 5 s, 2 h 10 min, 3 d 4 h."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return UNKNOWN
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    parts = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
+    first = next(index for index, (_, count) in enumerate(parts) if count)
+    return " ".join(f"{count} {unit}" for unit, count in parts[first : first + 2] if count)
+
+
+def moment(seconds: float | None) -> str:
+    """Format a time in unix seconds as local time, to the second."""
+    if seconds is None or not records.is_time(seconds) or seconds == 0:
+        return UNKNOWN
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def zone() -> str:
+    """Return the name of the time zone that `moment` writes times in."""
+    return time.strftime("%Z (UTC%z)")
+
+
+def plural(count: int, word: str, several: str | None = None) -> str:
+    """Return "1 attempt", "3 attempts"."""
+    return f"{count:,} {word if count == 1 else several or f'{word}s'}"
+
+
+def listed(words: Iterable[str], most: int = 8) -> str:
+    """Return "a, b and c", at most so many of them."""
+    found = list(words)
+    if len(found) > most:
+        return f"{', '.join(found[:most])} and {len(found) - most} more"
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)

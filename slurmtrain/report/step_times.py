@@ -1,0 +1,162 @@
+"""How long the steps of a run take, and what each part of them takes, from its own records: metrics.jsonl and events.jsonl.
+
+Records of a run are those of whoever has written them: what is not a finite number counts as missing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmtrain.config.compose import to_config
+from slurmtrain.config.migrations import migrate, version_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, UnreadableRecordError
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+
+TAIL_BYTES = 1 << 20  # of a long run, the last thousands of records
+RECORDS = 50  # newest records that count
+PREFIX, SUFFIX = "time_", "_s"
+SHORTEST_S, LONGEST_S = 1e-7, 1e7  # of a step; a time beyond is none
+PARTS = ("data", "forward_backward", "communication", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The median seconds of a step, over the newest records of a run.
+
+    Attributes:
+        step_s: seconds of a step, without pauses for evaluations and saves.
+        parts: seconds by the part of the step that they are spent on, as far as the run has measured them.
+        tokens_per_s: tokens of all ranks per second; None: not logged.
+        mfu: as logged; None: it is not.
+        slowest_rank, slowest_ratio: the slowest rank by its own work, and how many times the median's time it takes; None:
+            the run has not compared its ranks.
+        records: number of records that count.
+    """
+
+    step_s: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    slowest_rank: int | None = None
+    slowest_ratio: float | None = None
+    records: int = 0
+
+    @property
+    def missing(self) -> list[str]:
+        """The parts that the run has not measured."""
+        return [name for name in PARTS if name not in self.parts]
+
+
+def read_step_times(run_dir: RunDir) -> StepTimes | None:
+    """Return how long the steps of a run take; None: it has not logged any.
+
+    Raises:
+        UnreadableRecordError: its metrics.jsonl is not a regular file, or cannot be read.
+    """
+    lines = records.read_tail(run_dir.metrics_file, TAIL_BYTES).split(b"\n")
+    found = [record for line in lines[:-1] if isinstance(record := records.parse(line), dict)]
+    return step_times(found)
+
+
+def step_times(logged: Sequence[Mapping[str, Any]]) -> StepTimes | None:
+    """Return the medians over the newest half of these records of metrics.jsonl, at most `RECORDS`; None: there are none.
+
+    The older half is left out, since the first steps take longer: memory is allocated, kernels are chosen or compiled.
+    """
+    steps = [record for record in logged if (_positive(record.get("step_time_s")) is not None)]
+    if not steps:
+        return None
+    newest = steps[-min(RECORDS, max(1, len(steps) // 2)) :]
+    measured = {name: _median(record.get(f"{PREFIX}{name}{SUFFIX}") for record in newest) for name in PARTS}
+    parts = {name: value for name, value in measured.items() if value is not None}
+    if "data" not in parts and (waited := _median(record.get("data_wait_s") for record in newest)) is not None:
+        parts["data"] = waited
+    whole = [
+        total
+        for record in newest
+        if _number(record.get(f"{PREFIX}forward_backward{SUFFIX}")) is not None
+        and (total := _positive(sum(_number(record.get(f"{PREFIX}{name}{SUFFIX}")) or 0.0 for name in PARTS)))
+        is not None
+    ]
+    step_s = statistics.median(whole) if whole else _positive(newest[-1].get("step_time_s"))
+    assert step_s is not None  # all of them have one
+    compared = [record for record in newest if records.is_count(record.get("slowest_rank"))]
+    return StepTimes(
+        step_s=step_s,
+        parts=parts,
+        tokens_per_s=_median(record.get("tokens_per_s") for record in newest),
+        mfu=_median(record.get("mfu") for record in newest),
+        slowest_rank=int(compared[-1]["slowest_rank"]) if compared else None,
+        slowest_ratio=_positive(compared[-1].get("slowest_rank_ratio")) if compared else None,
+        records=len(newest),
+    )
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """The median seconds and bytes of a run's saves.
+
+    Attributes:
+        stall_s: seconds for which a save holds training up.
+        write_s: seconds until it is complete.
+        size: bytes.
+    """
+
+    stall_s: float
+    write_s: float
+    size: int
+
+
+def read_save_times(run_dir: RunDir) -> SaveTimes | None:
+    """Return what saving has taken; None: the run has recorded no save.
+
+    Raises:
+        UnreadableRecordError: its events.jsonl cannot be read.
+    """
+    saves = [each for each in run_dir.events() if each.get("event") == Event.CHECKPOINT]
+    stall = _median(each.get("stall_s") for each in saves)
+    write, size = _median(each.get("seconds") for each in saves), _median(each.get("size") for each in saves)
+    if stall is None or write is None or not size or size < 0:
+        return None
+    return SaveTimes(stall, write, int(size))
+
+
+def config_of(run_dir: RunDir) -> Config:
+    """Return the config of a run, whoever has submitted it.
+
+    Raises:
+        UnreadableRecordError: it has none, or none of this version.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    values = run_dir.config_values()
+    try:
+        if not isinstance(values, dict):
+            raise UnreadableRecordError(f"{run_dir.config_file} holds no config")
+        migrate(values, version_of(records.read_text(run_dir.config_file)))
+        return to_config(values)
+    except (OmegaConfBaseException, ConfigError, TypeError, ValueError) as error:
+        sentence = records.printable(str(error).partition("\n")[0])
+        raise UnreadableRecordError(f"{run_dir.config_file} is not a config of this version: {sentence}") from None
+
+
+def _number(value: object) -> float | None:
+    number = records.finite(value)
+    return number if number is not None and number >= 0 else None
+
+
+def _positive(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and SHORTEST_S <= number <= LONGEST_S else None
+
+
+def _median(values: Iterable[object]) -> float | None:
+    found = [number for value in values if (number := _number(value)) is not None and math.isfinite(number)]
+    return statistics.median(found) if found else None

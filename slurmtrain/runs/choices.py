@@ -1,0 +1,193 @@
+"""cluster=first: a run that is submitted to several clusters or partitions, and that the first job that starts takes.
+
+`choices/NAME/` holds what the run is if that job is the first: its frozen config, its batch script with and without the
+question who has taken the run, and `choice.json`, by which its job is found. `choices/taken-0001.json` says who has taken
+it. It is made by a link, so of several jobs that start at the same moment one makes it; whoever comes later leaves.
+
+The one that has taken the run makes its config, script and job those of the run directory (`settle` in
+`runtime/take_run.py`). From then on the run is one like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import GONE
+from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.system import records
+from slurmtrain.system.files import read_json, temporary_beside, write_json
+from slurmtrain.system.records import COUNT, JOB_IDS, NOTHING, TEXT
+
+CHOICES_MAX = 64
+SEEN_S = 0.1
+_OF_A_CHOICE = {"name": TEXT, "place": COUNT, "slurm_conf": TEXT | NOTHING, "token": TEXT, "job_ids": JOB_IDS}
+_OF_A_CLAIM = {"choice": TEXT, "job_id": TEXT}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the clusters or partitions that a run is submitted to.
+
+    Attributes:
+        folder: its folder in the run directory.
+        place: its place in cluster.choices.
+        name: the name of its cluster file.
+        named_conf: the slurm.conf by which its SLURM is reached; None: the machine's own.
+        token: the token in the comment of its job; "": not submitted yet.
+        job_id: its latest job; None where nobody has noted it.
+    """
+
+    folder: Path
+    place: int
+    name: str
+    named_conf: str | None
+    token: str = ""
+    job_id: str | None = None
+
+    @property
+    def record_file(self) -> Path:
+        return self.folder / "choice.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def asking_script(self) -> Path:
+        """The script that is submitted: it asks first who has taken the run."""
+        return self.folder / "first.sbatch"
+
+    @property
+    def script(self) -> Path:
+        """The script of the run once this choice has taken it."""
+        return self.folder / "job.sbatch"
+
+    def slurm_conf(self) -> str | None:
+        """Return the slurm.conf of its SLURM. Raises ClusterError as `RunDir.slurm_conf`."""
+        return trusted_slurm_conf(self.named_conf, named_by=self.record_file)
+
+    def write(self) -> None:
+        """Write its record."""
+        values: dict[str, Any] = {"name": self.name, "place": self.place, "slurm_conf": self.named_conf}
+        write_json(self.record_file, {**values, "token": self.token, "job_ids": [self.job_id] if self.job_id else []})
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who has taken a run: the job `job_id` of the choice `choice`. The one with the highest number counts."""
+
+    number: int
+    choice: str
+    job_id: str
+
+    def is_of(self, choice: str, job_id: str) -> bool:
+        return (self.choice, self.job_id) == (choice, job_id)
+
+
+def choices_of(run_dir: RunDir) -> list[Choice]:
+    """Return the choices of a run, in the order of cluster.choices; none for a run that has a cluster of its own.
+
+    Raises:
+        UnreadableRecordError: the record of one cannot be used.
+    """
+    try:
+        names = os.listdir(run_dir.choices)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+    found = []
+    for name in sorted(names)[: 2 * CHOICES_MAX]:
+        folder = run_dir.choices / name
+        values = read_json(folder / "choice.json")
+        if values is None:
+            continue
+        missing = [key for key in _OF_A_CHOICE if key not in values]
+        if missing:
+            raise UnreadableRecordError(f"{folder / 'choice.json'} does not say {', '.join(missing)}")
+        records.check_fields(values, _OF_A_CHOICE, folder / "choice.json")
+        job_id = values["job_ids"][-1] if values["job_ids"] else None
+        found.append(Choice(folder, values["place"], name, values["slurm_conf"], values["token"], job_id))
+    return sorted(found, key=lambda choice: choice.place)
+
+
+def is_open(run_dir: RunDir) -> bool:
+    """Return whether a run was submitted to several choices and is none's yet.
+
+    Raises:
+        UnreadableRecordError: its run.json cannot be used.
+    """
+    return run_dir.choices.is_dir() and not run_dir.info()["job_ids"] and not run_dir.attempt_numbers()
+
+
+def claim_of(run_dir: RunDir) -> Claim | None:
+    """Return who has taken a run; None while nobody has.
+
+    Raises:
+        UnreadableRecordError: the claim cannot be used.
+    """
+    made = sorted(run_dir.choices.glob("taken-*.json"))
+    if not made:
+        return None
+    values = read_json(made[-1])
+    if values is None or any(key not in values for key in _OF_A_CLAIM):
+        raise UnreadableRecordError(f"{made[-1]} does not say who has taken the run")
+    records.check_fields(values, _OF_A_CLAIM, made[-1])
+    if not records.is_job_id(values["job_id"]):
+        raise UnreadableRecordError(f"{made[-1]}: job_id is no job id")
+    return Claim(len(made), values["choice"], values["job_id"])
+
+
+def take(run_dir: RunDir, choice: str, job_id: str, given_up: Callable[[Claim], bool]) -> Claim:
+    """Take a run for a job, unless another one has taken it; return the claim that holds.
+
+    Args:
+        given_up: says of the claim of another job whether it holds no more.
+
+    Raises:
+        OSError: the claim cannot be written.
+        UnreadableRecordError: the claim that is there cannot be used.
+    """
+    while True:
+        claim = claim_of(run_dir)
+        if claim is not None and (claim.is_of(choice, job_id) or not given_up(claim)):
+            return claim
+        number = (claim.number if claim is not None else 0) + 1
+        path = run_dir.choices / f"taken-{number:04d}.json"
+        temporary = temporary_beside(path)
+        write_json(temporary, {"choice": choice, "job_id": job_id})
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # Another one was quicker; or NFS has asked twice, and the claim is this job's own. It may be seen a little later.
+            time.sleep(SEEN_S)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def forget_claims(run_dir: RunDir) -> None:
+    """Forget who had taken a run whose jobs are all gone, and that is submitted once more."""
+    for path in run_dir.choices.glob("taken-*.json"):
+        path.unlink(missing_ok=True)
+
+
+def holds_no_more(state: str | None, *, has_begun: bool) -> bool:
+    """Return whether another job may take a run that this one had taken.
+
+    So it is when that job is gone and has left no attempt: it died between taking the run and claiming its first attempt.
+    What has begun goes on as requeue.mode says. A job that somebody has ended with scancel has ended the run.
+
+    Args:
+        state: SLURM's word for the state of the job; None: SLURM does not know it any more.
+        has_begun: an attempt of the run was claimed.
+    """
+    if has_begun or state == "CANCELLED":
+        return False
+    return state is None or state in GONE

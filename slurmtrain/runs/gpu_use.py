@@ -1,0 +1,202 @@
+"""How busy the GPUs of a node were during an attempt: the record that the first rank of each node keeps of them.
+
+One small file a node and attempt, attempts/NNNN/gpus-N.json, which is replaced again and again. It holds sums and extremes, not
+the samples themselves, so that it stays small however long the attempt takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.system import records
+from slurmtrain.system.files import read_json, write_json
+
+IDLE_PERCENT = 5  # a GPU whose kernels ran for less than this share of a sample is idle
+XIDS_KEPT = 32
+GPUS_READ = 64  # of one node; the largest today have 16
+NODES_READ = 4096
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What NVML says of a GPU at one moment; None where it does not tell.
+
+    Attributes:
+        utilization: percent of the last second or less in which a kernel ran. It says that the GPU is used, not how well.
+        power_w: watts.
+        temperature_c: degrees Celsius of the chip.
+        ecc_errors: uncorrectable memory errors since the driver was loaded.
+        lost: the driver has lost it, or could not be asked.
+    """
+
+    utilization: float | None = None
+    memory_gb: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    ecc_errors: int | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How busy one GPU was, over all samples of an attempt.
+
+    Attributes:
+        index: its number on the node, by NVML.
+        sampled_s: seconds that the samples stand for.
+        idle_s: of them, seconds with a utilisation below IDLE_PERCENT.
+        utilization_s: integral over time: divided by `sampled_s`, the mean percent.
+        power_ws, power_s: the same of watts, and the seconds in which they were known: divided, the mean watts.
+        memory_gb, temperature_c: the highest seen; memory in units of 10^9 bytes.
+        ecc_errors: uncorrectable errors that were added while it was watched.
+        xids: numbers of the driver's Xid errors, in order.
+        lost_s: seconds in which the driver had lost it, or it could not be asked for another reason.
+    """
+
+    index: int
+    name: str = ""
+    sampled_s: float = 0.0
+    idle_s: float = 0.0
+    utilization_s: float = 0.0
+    power_ws: float = 0.0
+    memory_gb: float = 0.0
+    temperature_c: float = 0.0
+    ecc_errors: int = 0
+    xids: tuple[int, ...] = field(default=())
+    power_s: float | None = None  # None in records of before it was counted: it was `sampled_s`
+    lost_s: float = 0.0
+
+    @property
+    def power_w(self) -> float | None:
+        """The mean watts; None if they were never known."""
+        seconds = self.sampled_s if self.power_s is None else self.power_s
+        return self.power_ws / seconds if seconds > 0 else None
+
+    def with_sample(self, sample: Sample, seconds: float, *, ecc_before: int | None) -> GpuUse:
+        """Return this with a sample that stands for the last `seconds`.
+
+        Args:
+            ecc_before: the count of errors in the first sample.
+        """
+        seconds = max(0.0, seconds)
+        if sample.lost:
+            return replace(self, lost_s=self.lost_s + seconds)
+        known, powered = sample.utilization is not None, sample.power_w is not None
+        busy = sample.utilization or 0.0
+        errors = (sample.ecc_errors or 0) - (ecc_before or 0) if ecc_before is not None else 0
+        return replace(
+            self,
+            sampled_s=self.sampled_s + (seconds if known else 0.0),
+            idle_s=self.idle_s + (seconds if known and busy < IDLE_PERCENT else 0.0),
+            utilization_s=self.utilization_s + busy * seconds,
+            power_s=(self.power_s or 0.0) + (seconds if powered else 0.0),
+            power_ws=self.power_ws + (sample.power_w or 0.0) * seconds,
+            memory_gb=max(self.memory_gb, sample.memory_gb or 0.0),
+            temperature_c=max(self.temperature_c, sample.temperature_c or 0.0),
+            ecc_errors=max(self.ecc_errors, errors),
+        )
+
+    def with_xid(self, number: int) -> GpuUse:
+        """Return this with an Xid error of the driver; of many the first ones are kept."""
+        return replace(self, xids=(*self.xids, number)[:XIDS_KEPT])
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of one node during one attempt."""
+
+    node: str
+    gpus: tuple[GpuUse, ...]
+
+
+def write_gpu_use(attempt_dir: AttemptDir, node_rank: int, found: NodeGpus) -> None:
+    """Replace the record of a node's GPUs."""
+    write_json(attempt_dir.gpu_file(node_rank), asdict(found), durable=False)
+
+
+def read_gpu_use(attempt_dir: AttemptDir) -> list[NodeGpus]:
+    """Return the records of all nodes of an attempt; what is no such record is left out."""
+    found = []
+    for path in attempt_dir.gpu_files()[:NODES_READ]:
+        try:
+            values = read_json(path)
+        except UnreadableRecordError:
+            continue
+        if values is not None and isinstance(values.get("node"), str) and isinstance(values.get("gpus"), list):
+            gpus = (_parsed(each) for each in values["gpus"][:GPUS_READ])
+            found.append(NodeGpus(values["node"], tuple(each for each in gpus if each is not None)))
+    return found
+
+
+_AMOUNTS = ("sampled_s", "idle_s", "utilization_s", "power_ws", "memory_gb", "temperature_c", "lost_s")
+
+
+def _parsed(values: Any) -> GpuUse | None:
+    if not isinstance(values, Mapping) or not records.is_count(values.get("index")):
+        return None
+    amounts = {name: max(0.0, records.finite(values.get(name)) or 0.0) for name in _AMOUNTS}
+    power_s = records.finite(values.get("power_s"))
+    errors, xids, name = values.get("ecc_errors"), values.get("xids"), values.get("name")
+    return GpuUse(
+        index=values["index"],
+        name=name if isinstance(name, str) else "",
+        ecc_errors=max(0, errors) if isinstance(errors, int) and records.is_count(errors) else 0,
+        xids=tuple(x for x in xids if records.is_count(x))[:XIDS_KEPT] if isinstance(xids, list) else (),
+        power_s=None if power_s is None else max(0.0, power_s),
+        **amounts,
+    )
+
+
+@dataclass(frozen=True)
+class GpuTotals:
+    """The same over many GPUs, nodes and attempts.
+
+    Attributes:
+        sampled_s, idle_s, power_s, lost_s: GPUs x seconds.
+        xids: (node, number of the GPU, number of the Xid error).
+    """
+
+    sampled_s: float = 0.0
+    idle_s: float = 0.0
+    utilization_s: float = 0.0
+    power_ws: float = 0.0
+    ecc_errors: int = 0
+    xids: tuple[tuple[str, int, int], ...] = ()
+    power_s: float = 0.0
+    lost_s: float = 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """The mean percent of the time in which kernels ran; None if nothing was sampled."""
+        return self.utilization_s / self.sampled_s if self.sampled_s > 0 else None
+
+    @property
+    def idle_share(self) -> float | None:
+        """The share of GPU time with next to no kernels; None if nothing was sampled."""
+        return self.idle_s / self.sampled_s if self.sampled_s > 0 else None
+
+    @property
+    def power_w(self) -> float | None:
+        """The mean watts of a GPU, over all GPUs and the time in which theirs was known; None if it never was."""
+        return self.power_ws / self.power_s if self.power_s > 0 else None
+
+
+def total_of(found: Iterable[NodeGpus]) -> GpuTotals:
+    """Add up the records of nodes."""
+    nodes = list(found)
+    gpus = [(each.node, gpu) for each in nodes for gpu in each.gpus]
+    xids = tuple((node, gpu.index, number) for node, gpu in gpus for number in gpu.xids)
+    return GpuTotals(
+        sum(gpu.sampled_s for _, gpu in gpus),
+        sum(gpu.idle_s for _, gpu in gpus),
+        sum(gpu.utilization_s for _, gpu in gpus),
+        sum(gpu.power_ws for _, gpu in gpus),
+        sum(gpu.ecc_errors for _, gpu in gpus),
+        xids[:XIDS_KEPT],
+        sum(gpu.sampled_s if gpu.power_s is None else gpu.power_s for _, gpu in gpus),
+        sum(gpu.lost_s for _, gpu in gpus),
+    )

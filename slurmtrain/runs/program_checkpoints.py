@@ -1,0 +1,227 @@
+"""The checkpoints of a program of the user's own: which files they are, which are whole, and which is the newest.
+
+Nothing of their format is known but their names (job.checkpoints) and what has to be inside (job.checkpoint_complete).
+A file in one of a few formats, of which a kill has left only the beginning, can be told all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUMBER = re.compile(r"\d{1,18}")
+ASIDE = ".incomplete-"  # begins the names of what was moved aside: no pattern without this dot finds them
+JSON_MAX = 64 << 20  # bytes; a larger file is not read
+TAIL_BYTES = 1 << 17  # of a zip file, in which its end is
+EMPTY = "it is empty"  # the problem of a file or folder with nothing in it
+UNREADABLE = "it cannot be read"  # begins the problem of a checkpoint that may be whole
+
+
+@dataclass(frozen=True)
+class ProgramCheckpoint:
+    """A file or folder that job.checkpoints names.
+
+    Attributes:
+        step: the last number in its name; None: it has none.
+        changed: when it was changed last, in unix seconds.
+        problem: what is missing or cut in it; None: it is complete.
+    """
+
+    path: Path
+    step: int | None
+    changed: float
+    problem: str | None = None
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return (-1 if self.step is None else self.step, self.changed)
+
+
+def step_in(name: str) -> int | None:
+    """Return the last number in the name of a checkpoint, before its suffix: checkpoint-500, epoch=3-step=1200.ckpt."""
+    stem = name if name[:1] == "." else re.sub(r"\.[A-Za-z][A-Za-z0-9]*$", "", name)
+    found = NUMBER.findall(stem)
+    return int(found[-1]) if found else None
+
+
+def required_files(rule: str | None) -> tuple[str, ...]:
+    """Return the names and patterns in job.checkpoint_complete, which commas or blanks separate."""
+    return tuple(re.split(r"[,\s]+", rule.strip(", \t\n"))) if rule and rule.strip(", \t\n") else ()
+
+
+def find_checkpoints(folders: Sequence[Path], pattern: str | None, rule: str | None) -> list[ProgramCheckpoint]:
+    """Return the checkpoints of a program, the newest last.
+
+    Args:
+        folders: those in which a relative pattern is looked for.
+        pattern: job.checkpoints; None: there are none.
+        rule: job.checkpoint_complete.
+    """
+    found: dict[str, ProgramCheckpoint] = {}
+    for folder in folders if pattern else ():
+        for name in glob.glob(os.path.join(glob.escape(str(folder)), str(pattern)), recursive=True):
+            path = Path(name)
+            if path.name.startswith(ASIDE):
+                continue
+            with contextlib.suppress(OSError):  # it is being removed
+                changed = os.lstat(path).st_mtime
+                with contextlib.suppress(OSError):
+                    changed = max(changed, os.stat(path).st_mtime)
+                found[str(path)] = ProgramCheckpoint(path, step_in(path.name), changed, problem_of(path, rule))
+    return sorted(_without_marks(list(found.values())), key=lambda each: each.order)
+
+
+def _without_marks(found: Sequence[ProgramCheckpoint]) -> list[ProgramCheckpoint]:
+    """Return what was found without the empty files that only mark something, such as checkpoint-500.done.
+
+    An empty file is a mark, and no checkpoint that a kill has cut, if there is no number in its name, or if all those whose
+    names differ from its name in their numbers alone are empty, and there are several or its name is that of another file
+    with something added.
+    """
+    kinds: dict[str, list[bool]] = {}
+    names = {str(each.path) for each in found}
+    for each in found:
+        kinds.setdefault(_kind(each.path), []).append(each.problem == EMPTY)
+
+    def is_mark(each: ProgramCheckpoint) -> bool:
+        if each.problem != EMPTY or each.path.suffix in _CHECKS or each.path.is_dir():
+            return False
+        path = str(each.path)
+        added = any(path != name and path.startswith(name) and not path[len(name)].isdigit() for name in names)
+        alike = kinds[_kind(each.path)]
+        return each.step is None or (all(alike) and (added or len(alike) > 1))
+
+    return [each for each in found if not is_mark(each)]
+
+
+def _kind(path: Path) -> str:
+    return NUMBER.sub("#", str(path))
+
+
+def newest_complete(found: Sequence[ProgramCheckpoint]) -> ProgramCheckpoint | None:
+    """Return the newest checkpoint that is complete; None if there is none."""
+    return next((each for each in reversed(found) if each.problem is None), None)
+
+
+def total_steps(checkpoint: ProgramCheckpoint) -> int | None:
+    """Return to how many steps the whole run is to go, by the state that transformers' Trainer saves; None: it is not known."""
+    try:
+        state = json.loads((checkpoint.path / "trainer_state.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    steps = state.get("max_steps") if isinstance(state, dict) else None
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def seconds_per_step(found: Sequence[ProgramCheckpoint], since: float) -> float | None:
+    """Return the seconds per step between the two newest complete checkpoints that were saved after `since` (unix seconds)."""
+    newest = [each for each in found if each.problem is None and each.step is not None and each.changed >= since][-2:]
+    if len(newest) < 2:
+        return None
+    steps, seconds = (newest[1].step or 0) - (newest[0].step or 0), newest[1].changed - newest[0].changed
+    return seconds / steps if steps > 0 and seconds > 0 else None
+
+
+def problem_of(path: Path, rule: str | None) -> str | None:
+    """Say what is missing or cut in a checkpoint; None if it is complete by job.checkpoint_complete.
+
+    Without that, a folder is complete as soon as something is in it.
+    """
+    try:
+        if not path.is_dir():
+            return cut(path)
+        required = required_files(rule)
+        if not required:
+            return None if any(path.iterdir()) else EMPTY
+        for name in required:
+            files = sorted(glob.glob(os.path.join(glob.escape(str(path)), name)))
+            if not files:
+                os.listdir(path)  # raises where the folder cannot be read, which glob takes for an empty one
+                return f"it has no {name}"
+            for file in files:
+                problem = cut(Path(file))
+                if problem is not None:
+                    return f"{os.path.relpath(file, path)}: {problem}"
+    except FileNotFoundError as error:  # a link that leads nowhere, or it is being removed
+        return str(error.strerror)
+    except OSError as error:
+        return f"{UNREADABLE}: {error.strerror}"
+    return None
+
+
+def cut(path: Path) -> str | None:
+    """Say what is wrong with a file that a kill may have cut, as far as its format tells; None if nothing is."""
+    size = path.stat().st_size
+    if path.is_dir():
+        return None
+    if size == 0:
+        return EMPTY
+    check = _CHECKS.get(path.suffix)
+    return check(path, size) if check is not None else None
+
+
+def _cut_json(path: Path, size: int) -> str | None:
+    if size > JSON_MAX:
+        return None
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return "it is no whole JSON"
+    return None
+
+
+def _cut_safetensors(path: Path, size: int) -> str | None:
+    """Compare the size with the header, which has the place of each tensor: 8 bytes for its length, itself, the tensors."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+        if not 0 < length <= size - 8:
+            return "it is cut"
+        try:
+            header = json.loads(file.read(length))
+            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return "its header is damaged"
+    return "it is cut" if size < 8 + length + max(ends, default=0) else None
+
+
+def _cut_zip(path: Path, size: int) -> str | None:
+    """Look for the end of a zip file, as torch.save writes them; what is none, such as an older pickle, tells nothing."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return None
+        file.seek(max(0, size - TAIL_BYTES))
+        file.read()  # raises where the file cannot be read, which is_zipfile takes for none
+    try:
+        whole = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # from some versions of Python
+        whole = False
+    return None if whole else "it is cut"
+
+
+_CHECKS: dict[str, Callable[[Path, int], str | None]] = {
+    ".json": _cut_json,
+    ".safetensors": _cut_safetensors,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _cut_zip),
+}
+
+
+def move_aside(path: Path, attempt: int) -> Path:
+    """Rename an incomplete checkpoint beside itself, so that the program does not find it, and return its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for number in range(1000):
+        aside = path.with_name(f"{ASIDE}{path.name}-attempt-{attempt}" + (f"-{number}" if number else ""))
+        if not os.path.lexists(aside):
+            os.rename(path, aside)  # of a link: the link itself
+            return aside
+    raise FileExistsError(f"{path}: too many were moved aside")

@@ -1,0 +1,310 @@
+"""How a rank of job=command starts its program: the words, the environment, and what its end is called.
+
+Without a launcher a rank starts the program itself; with job.launcher it starts the launcher of its node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.choices import Launcher, StopSignal
+from slurmtrain.config.launched_program import LaunchedProgram, has_launcher, launched_program, node_shape
+from slurmtrain.config.program_words import SHELLS
+from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.errors import RendezvousError
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from slurmtrain.runtime.addresses import HeldPort, address_of, interface_addresses, is_taken, machine, own_addresses
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.jobs import launchers
+from slurmtrain.runtime.jobs.launched_process import STOPS, reset_signals
+from slurmtrain.runtime.jobs.launchers import Launch, ProcessEnd, end_of_node
+from slurmtrain.runtime.jobs.program_loggers import checked, logger_variables, of_rank
+from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.slurm.environment import Environment, has_gpu_files
+from slurmtrain.system.files import write_json
+
+SCRIPT_MAX = 1 << 20  # bytes; a longer file is no script
+EARLY_WARNING = "SIGUSR2"
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
+DIED_OF_A_STOP = {sign for number in STOPS for sign in (-number, 128 + number)}
+
+
+@dataclass(frozen=True)
+class ProgramStart:
+    """What a rank starts.
+
+    Attributes:
+        words, variables: of the process, which is the program or a launcher.
+        prepare: called in the new process before it becomes that.
+        folder: where the processes of a launcher write how they have ended; None without one.
+        name: what the program is called in a sentence.
+        port: MASTER_PORT, on the rank that has chosen it: held until the program has ended.
+        finished_code: job.finished_when if it is an exit code.
+    """
+
+    words: list[str]
+    variables: dict[str, str]
+    prepare: Callable[[], None]
+    folder: Path | None
+    name: str
+    port: HeldPort
+    finished_code: int | None = None
+
+    def end(self, code: int, *, told: bool) -> ProcessEnd:
+        """Return how the program has ended, given the exit code of what was started. Call it once, when nothing is left."""
+        self.port.release()
+        if self.folder is None:
+            return ProcessEnd(-1, code, 0.0)
+        ends = []
+        for path in self.folder.glob("*.json"):
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # a full disk, or killed while it wrote: the launcher's code tells
+                ends.append(ProcessEnd(**json.loads(path.read_text())))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return end_of_node(code, ends, DIED_OF_A_STOP, told=told, finished_code=self.finished_code)
+
+
+def start_of(config: Config, environment: Environment, context: AttemptContext) -> ProgramStart:
+    """Return what this rank starts.
+
+    Raises:
+        RendezvousError: rank 0 did not publish its address, or cannot listen on the port that the environment names.
+    """
+    command, port = config.job.command or "", HeldPort(config.cluster.ports, environment.node)
+    if has_launcher(config):
+        return _start_of_launcher(config, environment, context, port)
+    given = rank_variables(config, environment, context, port)
+    words = with_variables(shlex.split(command), given, os.environ)
+    heard = [signal.Signals[name] for name in heard_signals(config.job.stop_signal, words)]
+    # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
+    return ProgramStart(words, {**os.environ, **given}, lambda: reset_signals(heard), None, words[0], port)
+
+
+def _start_of_launcher(
+    config: Config, environment: Environment, context: AttemptContext, port: HeldPort
+) -> ProgramStart:
+    """Return the start of this node's launcher."""
+    launcher, command = config.job.launcher, config.job.command or ""
+    given = rank_variables(config, environment, context, port)
+    master = {name: given.get(name) or os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    given |= master | {
+        "WORLD_SIZE": str(len(environment.nodes) * node_shape(config).processes),
+        "LOCAL_WORLD_SIZE": str(node_shape(config).processes),
+    }
+    known = {name: value for name, value in given.items() if name not in ("RANK", "LOCAL_RANK")}
+    program = launched_program(launcher, shlex.join(with_variables(shlex.split(command), known, os.environ)))
+    launch = Launch(
+        launcher,
+        _interpreter(program),
+        environment.node_rank,
+        environment.nodes,
+        node_shape(config).processes,
+        (master["MASTER_ADDR"], int(master["MASTER_PORT"] or 29500)),
+    )
+    variables = launchers.task_variables(launch, os.environ)
+    variables |= {name: given[name] for name in (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)} | checked(given, {})
+    accelerate_config = None
+    if launcher == Launcher.ACCELERATE:
+        accelerate_config = _read_yaml(launchers.accelerate_config_file(program.options, variables))
+        if "--cpu" in program.options or not _has_gpus(config, environment):
+            # Without it, processes that find no GPU do not look for each other.
+            variables.setdefault("ACCELERATE_USE_CPU", "true")
+    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-launched-"))
+    hostfile = folder / "hostfile"
+    hostfile.write_text(launchers.hostfile_text(launch))
+    finished_when = config.job.finished_when or ""
+    finished_code = int(finished_when) if finished_when.isdigit() else None
+    process = launchers.process_words(
+        launch,
+        program,
+        python=sys.executable,
+        folder=folder,
+        heard=heard_signals(config.job.stop_signal, program.words),
+        finished_code=finished_code,
+    )
+    words = launchers.launcher_words(launch, program, process, hostfile=hostfile, accelerate_config=accelerate_config)
+    name = shlex.join(program.words[: max(1, program.script_end)])
+    return ProgramStart(words, variables, _block_stops, folder, f"{name} ({launcher})", port, finished_code)
+
+
+def heard_signals(stop_signal: str, words: Sequence[str]) -> list[str]:
+    """Return the names of the stop signals that a program starts with the default for; it ignores SLURM's others.
+
+    A shell cannot trap a signal that it was started to ignore. So one whose script has a trap for the early warning gets
+    the default for that, too, if job.stop_signal is SIGTERM.
+    """
+    if stop_signal != StopSignal.SIGTERM or not any(_traps_warning(words, at) for at in range(len(words))):
+        return [stop_signal]
+    return [stop_signal, EARLY_WARNING]
+
+
+def _traps_warning(words: Sequence[str], at: int) -> bool:
+    """Return whether a word is a shell's code, or the name of its script, with the early warning in it."""
+    of_shell = any(os.path.basename(word) in SHELLS for word in words[:at])
+    if of_shell and "USR2" in words[at]:
+        return True
+    try:
+        path = Path(words[at])
+        if not path.is_file() or path.suffix == ".py" or path.stat().st_size > SCRIPT_MAX:
+            return False
+        text = path.read_bytes()
+    except (OSError, ValueError):  # words that are no paths
+        return False
+    first = text.partition(b"\n")[0]
+    return b"USR2" in text and (of_shell or (first.startswith(b"#!") and b"sh" in first))
+
+
+def _block_stops() -> None:
+    """Let a launcher, and what it starts before the program, hear no stop signal: the program and this package do."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+
+def _interpreter(program: LaunchedProgram) -> str:
+    """Return the Python that runs the launcher: the command's own, the one beside a launcher that it names, or this one."""
+    if program.interpreter is not None:
+        return program.interpreter
+    found = shutil.which(program.beside) if program.beside is not None else None
+    beside = Path(found).with_name("python") if found is not None else None
+    return str(beside) if beside is not None and beside.exists() else sys.executable
+
+
+def _has_gpus(config: Config, environment: Environment) -> bool:
+    """Return whether the job has GPUs: it has asked for some, SLURM has given it some otherwise, or this machine has some."""
+    given = any(os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"))
+    return config.cluster.gpus_per_node > 0 or given or (environment.source != "slurm" and has_gpu_files())
+
+
+def _read_yaml(path: Path) -> dict[str, Any] | None:
+    """Return the mapping in a file; None if there is none, which its own reader will say better."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def rank_variables(
+    config: Config, environment: Environment, context: AttemptContext, master_port: HeldPort
+) -> dict[str, str]:
+    """Return the variables of the program: those of torch.distributed's env://, and ours.
+
+    Args:
+        master_port: taken on rank 0.
+
+    Raises:
+        RendezvousError: as `start_of`.
+    """
+    variables = {
+        "RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_RANK": str(environment.local_rank),
+        "LOCAL_WORLD_SIZE": str(environment.local_world_size),
+        "NODE_RANK": str(environment.node_rank),
+        RUN_DIR_VARIABLE: str(context.run_dir.path),
+        ATTEMPT_VARIABLE: str(context.number),
+    }
+    own = logger_variables(config, context) if environment.rank == 0 else {}
+    if environment.rank == 0:
+        _check_given_port(os.environ, environment)
+    if environment.world_size == 1:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port.take()), **own}
+    else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
+        host, port, of_loggers = _master(environment, context.attempt_dir.master_file, config.cluster, own, master_port)
+        own = checked(of_rank(checked(of_loggers, {}), environment.rank), config.cluster.env)
+        variables |= own
+        if "MASTER_ADDR" not in os.environ:
+            variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return variables
+
+
+def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Replace `$NAME` and `${NAME}` in a program's words for the variables that are only known when the rank runs.
+
+    Words after the name of a shell are left to that shell. Every other `$` is unchanged, since no shell runs.
+
+    Args:
+        given: variables of this rank, all of which may be replaced.
+        environment: variables of this process; its SLURM_* and MASTER_* may be replaced.
+    """
+    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
+    shell = next((context for context, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
+
+    def value_of(match: re.Match[str]) -> str:
+        return known.get(match.group(1) or match.group(2), match.group())
+
+    return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
+
+
+def _check_given_port(variables: Mapping[str, str], environment: Environment) -> None:
+    """Raise RendezvousError if the environment names a port of this node on which the program cannot listen."""
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    if environment.world_size == 1 or not port.isdigit() or address_of(host) not in interface_addresses().values():
+        return
+    if is_taken(int(port)):
+        raise RendezvousError(
+            f"MASTER_PORT={port} of the environment is taken on {environment.node}: another program listens there",
+            hint="leave out MASTER_ADDR and MASTER_PORT: each attempt then gets a port that is free, and stays so",
+        )
+
+
+def _master(
+    environment: Environment, published: Path, cluster: ClusterConfig, own: Mapping[str, str], master_port: HeldPort
+) -> tuple[str, int, object]:
+    """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others.
+
+    Args:
+        own: further variables of the program, on rank 0; they are published, too, and returned everywhere.
+    """
+    address_of_rank_0 = Published(published, environment)
+    if environment.rank == 0:
+        address = {
+            "hosts": own_addresses(environment, cluster.network_interface),
+            "port": master_port.take(),
+            "machine": machine(),
+            "variables": dict(own),
+        }
+        write_json(published, address)
+        address_of_rank_0.look()  # hands it on to the ranks beside this one
+        return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"])), own
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
+    while (found := address_of_rank_0.look()) is None:
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
+                f"{cluster.rendezvous_timeout_s} s",
+                hint="see rank 0's log",
+            )
+        pauses.pause()
+    host = "127.0.0.1" if found["machine"] == machine() else _reachable(found)
+    return host, int(found["port"]), found.get("variables")
+
+
+def _reachable(address: dict[str, object]) -> str:
+    """Return the first of the published names that resolves here."""
+    hosts = address["hosts"]
+    assert isinstance(hosts, list)
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+            return str(host)
+        except OSError:
+            continue
+    return str(hosts[0])

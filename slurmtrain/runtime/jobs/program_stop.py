@@ -1,0 +1,196 @@
+"""How a program of the user's own is told to stop, and ended when that takes too long.
+
+What SLURM sends reaches every process of a step, those of the program too. What else tells a run to stop (the clock,
+Ctrl-C, another rank) reaches this package alone, and so does a signal that the program does not want: both are passed
+on as job.stop_signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.config.schema import JobConfig
+from slurmtrain.runs.events import Event
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.slurm.client import JobFacts
+from slurmtrain.system import descendants
+from slurmtrain.system.files import read_json
+from slurmtrain.system.signals import StopCause, StopFlag
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5  # whether the grace time is over, whose end rank 0 finds out a little after the signal
+KILL_EVERY_S = 0.2
+LAUNCHER_START_S = 300.0  # at most, until a launcher has started its processes
+MARGIN_S, MARGIN_SHARE = 2.0, 0.1  # kept of the time that SLURM leaves, for the way out: so long, and a tenth of it,
+LONGEST_MARGIN_S = 10.0  # but no more than this
+# Processes that a library has started for the program: they end with it, and it fails if they are gone when it saves.
+HELPERS = frozenset({"wandb-core"})
+
+
+@dataclass(frozen=True)
+class ProgramProcess:
+    """A process below this one.
+
+    Attributes:
+        group: its process group.
+        catches: numbers of the signals for which it has handlers.
+        of_launcher: it stands between a launcher and the program.
+    """
+
+    pid: int
+    group: int
+    catches: frozenset[int] = frozenset()
+    of_launcher: bool = False
+
+
+class ProgramStopper:
+    """Tells the program to stop as soon as this rank is told to, and ends it at the end of its grace time, until `close`.
+
+    Make it when the program has just been started.
+
+    Args:
+        source: where the ranks come from, see `Environment`.
+        folder: of the processes of a launcher; None without one.
+    """
+
+    def __init__(
+        self, job: JobConfig, source: str, context: AttemptContext, stop_flag: StopFlag, folder: Path | None, rank: int
+    ):
+        self._job, self._source, self._context, self._stop_flag = job, source, context, stop_flag
+        self._folder, self._rank, self._began = folder, rank, time.time()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="stop-program", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave alone what runs from now on: the program has ended."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        self._stop_flag.wait()
+        first = self._stop_flag.first
+        assert first is not None
+        stop_signal = signal.Signals[self._job.stop_signal]
+        just_started = first.time - self._began < LAUNCHER_START_S
+        if self._folder is not None and just_started and not any(self._folder.glob("*.pid")):
+            # The launcher has started nothing yet that could hear it, and hears no stop signal itself. (Much later, a cleaner
+            # of /tmp may have removed the files.)
+            descendants.send(signal.SIGKILL, descendants.alive())
+        processes, missed = self._processes(), first.time < self._began
+        pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
+        descendants.send(stop_signal, pids)
+        while not self._closed.wait(LOOK_EVERY_S):
+            facts = (read_json(self._context.attempt_dir.stop_file) or {}).get("facts")
+            until = end_of_grace(first.time, self._job.stop_grace_s, JobFacts(**facts) if facts else None)
+            if time.time() >= until:
+                self._end(time.time() - first.time)
+                return
+
+    def _processes(self) -> list[ProgramProcess]:
+        between = {path.stem for path in self._folder.glob("*.pid")} if self._folder is not None else set()
+        found = []
+        for pid in descendants.alive():
+            if process_name(pid) in HELPERS:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                found.append(ProgramProcess(pid, os.getpgid(pid), caught_signals(pid), str(pid) in between))
+        return found
+
+    def _end(self, took_s: float) -> None:
+        left = descendants.alive()
+        if not left or self._closed.is_set():
+            return
+        rule = (
+            f"job.stop_grace_s={self._job.stop_grace_s}" if self._job.stop_grace_s else "SLURM is about to end the job"
+        )
+        log.warning("the program has not ended within %.0f s of being told to stop, and is killed (%s)", took_s, rule)
+        with contextlib.suppress(OSError):  # a full disk must not make a crash of it
+            self._context.run_dir.event(
+                Event.KILLED_AFTER_GRACE, attempt=self._context.number, rank=self._rank, seconds=round(took_s, 1)
+            )
+        while left and not self._closed.wait(KILL_EVERY_S):
+            descendants.send(signal.SIGKILL, left)
+            left = descendants.alive()
+
+
+def to_tell(
+    processes: Sequence[ProgramProcess],
+    stop_signal: int,
+    cause: StopCause,
+    *,
+    source: str,
+    own_group: int,
+    missed: bool = False,
+) -> list[int]:
+    """Return the pids of the processes that are to get `stop_signal`.
+
+    srun signals all processes of the step, and cluster=local all of the rank's process group: a second SIGTERM would mean
+    "now, at once" to some programs. A program that handles the early warning (SIGUSR2) needs no other signal; one that
+    does not has ignored it. A signal other than SIGTERM goes to those that handle it, since it would kill their helpers,
+    such as the workers of a DataLoader; if nobody does, it goes to all.
+
+    Args:
+        missed: the signal came before they were started.
+    """
+    everybody = [each.pid for each in processes]
+    if missed or (cause.is_signal and signal.Signals[cause.name] != stop_signal):
+        heard_by: Collection[int] = ()
+    elif source == "slurm" and cause.is_signal:
+        heard_by = everybody
+    elif source == "local" and cause.is_signal and cause != StopCause.SIGINT:
+        heard_by = [each.pid for each in processes if each.group == own_group]
+    else:
+        heard_by = ()
+    if stop_signal == signal.SIGTERM:
+        if cause == StopCause.SIGUSR2 and any(signal.SIGUSR2 in each.catches for each in processes):
+            return []
+        return [pid for pid in everybody if pid not in heard_by]
+    handle = [each.pid for each in processes if stop_signal in each.catches]
+    between = [each.pid for each in processes if each.of_launcher]
+    return [pid for pid in ([*handle, *between] if handle else everybody) if pid not in heard_by]
+
+
+def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> float:
+    """Return when a program that was told to stop is ended, in unix seconds; infinity: it may take as long as it likes.
+
+    That is shortly before SLURM ends the job: a job that SLURM has killed at its time limit is not started again.
+
+    Args:
+        told: when it was told, in unix seconds.
+        grace_s: job.stop_grace_s.
+        facts: what SLURM said of the job then; None: nothing, or not yet.
+    """
+    own = told + grace_s if grace_s is not None else math.inf
+    if (
+        facts is None or facts.end_time is None or facts.state != "RUNNING"
+    ):  # a job that was cancelled has ended for SLURM
+        return own
+    margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.end_time - told), LONGEST_MARGIN_S)
+    return min(own, facts.end_time - margin)
+
+
+def process_name(pid: int) -> str:
+    """Return the first 15 characters of the name of a process's program; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def caught_signals(pid: int) -> frozenset[int]:
+    """Return the numbers of the signals for which a process has handlers (SigCgt, `man 5 proc`)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return frozenset()
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)

@@ -1,0 +1,152 @@
+"""What the checks before training find: each kind with what to do about it, and whose fault it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from slurmtrain.choices import FindingKind
+from slurmtrain.errors import PreflightError
+
+MOST_NAMED = 8  # nodes in one sentence
+
+
+class Fault(StrEnum):
+    """Who has to put it right. Another start leaves out a node at fault; nothing but a person mends the config."""
+
+    NODE = "node"
+    CONFIG = "config"  # the config, the environment of the job, or all nodes alike
+
+
+ADVICE = {
+    FindingKind.GPU_MISSING: "`nvidia-smi` on {node} shows its GPUs; cluster.exclude={node} leaves that node out",
+    FindingKind.GPU_DRIVER: "tell the admins of the cluster; cluster.exclude={node} leaves that node out",
+    FindingKind.GPU_BROKEN: "tell the admins of the cluster; cluster.exclude={node} leaves that node out",
+    FindingKind.GPU_SLOWED: "`nvidia-smi -q -d PERFORMANCE` on {node} says why; tell the admins if it stays so",
+    FindingKind.GPU_BUSY: "`nvidia-smi` on {node} shows them; a job that has ended may have left them behind",
+    FindingKind.VERSIONS: "use one environment that all nodes share, or a container",
+    FindingKind.PACKAGES: "use one environment for all nodes; PYTHONPATH and ~/.local/lib of {node} may put another first",
+    FindingKind.CODE: "the run's code lies in its run directory: is that the same folder on {node}? Bytes that are stale there "
+    "vanish when the node mounts it anew",
+    FindingKind.CONFIG: "config.yaml lies in the run directory: is that the same folder on {node}?",
+    FindingKind.DATA_MISSING: "is it mounted on {node}? Copy the data there, or name a folder that all nodes share",
+    FindingKind.DATA_DIFFERS: "copy the data to {node} once more, or name a folder that all nodes share",
+    FindingKind.CLOCK: "tell the admins of the cluster: chronyd or ntpd of {node} does not run, or has lost its server",
+    FindingKind.DISK_FULL: "make room there: `runs prune`, `checkpoints RUN prune`, `df -h` and `df -i` on {node}",
+    FindingKind.MEMORY: "other processes take it on {node}; cluster.exclusive=true keeps other jobs away",
+    FindingKind.CPUS: "cluster.cpus_per_task asks for them, and srun binds ranks to them: see --cpu-bind of cluster.srun_args",
+    FindingKind.NUMA: "cluster.srun_args=[--cpu-bind=...] or --gpu-bind puts a rank beside its GPU",
+    FindingKind.VARIABLES: "unset it in your shell, in cluster.env and in cluster.setup",
+    FindingKind.INTERFACE: "cluster.network_interface=NAME names the network that all nodes share",
+    FindingKind.NETWORK_SPEED: "cluster.network_interface=NAME names a faster one; has {node} lost its link speed?",
+    FindingKind.SHARED_FOLDER: "job.runs_dir has to be one folder for all nodes: is it mounted on {node}?",
+    FindingKind.RANKS: "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job",
+    FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
+    FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
+    FindingKind.BELOW_STATED: "correct cluster.network_gb_per_s or cluster.gpu_link_gb_per_s, or ask why the network is slower",
+    FindingKind.MASTER_ADDRESS: "unset MASTER_ADDR, or let it name the node of rank 0 as {node} resolves it",
+    FindingKind.BLOCKED_PORT: "a firewall between the nodes blocks it: cluster.port_range=LOW-HIGH names those that it lets "
+    "through, cluster.network_interface another network",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        nodes: on which it is.
+        ranks: which ranks it is about; () for all of those nodes.
+        value: what was found, and `expected` what was not.
+        fatal: training must not begin with it.
+        fault: who has to put it right.
+        pair: for a link, the two nodes, or ranks of one node, between which it is.
+    """
+
+    kind: FindingKind
+    nodes: tuple[str, ...]
+    value: str
+    expected: str
+    fatal: bool = False
+    fault: Fault = Fault.CONFIG
+    ranks: tuple[int, ...] = ()
+    pair: tuple[str, str] | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return ADVICE[self.kind].replace("{node}", ",".join(self.nodes[:MOST_NAMED]) or "the node")
+
+    @property
+    def where(self) -> str:
+        """The nodes, and the ranks if not all of theirs are meant."""
+        nodes = " and ".join(self.pair) if self.pair else named(self.nodes)
+        if not self.ranks:
+            return nodes
+        ranks = ", ".join(map(str, self.ranks[:MOST_NAMED])) + (", ..." if len(self.ranks) > MOST_NAMED else "")
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} on {nodes}"
+
+    @property
+    def sentence(self) -> str:
+        """Say where it is, what was found and what was expected."""
+        return f"{self.where}: {self.value}; expected: {self.expected}"
+
+    def values(self) -> dict[str, Any]:
+        """Return it as values for JSON."""
+        return {
+            "kind": str(self.kind),
+            "nodes": list(self.nodes),
+            "ranks": list(self.ranks),
+            "value": self.value,
+            "expected": self.expected,
+            "advice": self.advice,
+            "fatal": self.fatal,
+            "fault": str(self.fault),
+            "pair": list(self.pair) if self.pair else None,
+            "sentence": self.sentence,
+        }
+
+
+def named(nodes: Sequence[str]) -> str:
+    """Return the names of nodes in words, the first few of many."""
+    shown = ", ".join(nodes[:MOST_NAMED])
+    return f"{shown} and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else shown
+
+
+def without(found: Iterable[Finding], ignored: Collection[str]) -> list[Finding]:
+    """Leave out the kinds that the config says to ignore."""
+    return [each for each in found if each.kind not in ignored]
+
+
+def sorted_by_weight(found: Iterable[Finding]) -> list[Finding]:
+    """Return the fatal ones first, and of those the config's own first."""
+    return sorted(found, key=lambda each: (not each.fatal, each.fault is Fault.NODE, each.kind, each.nodes))
+
+
+def error_of(found: Sequence[Finding]) -> PreflightError | None:
+    """Return the error that ends an attempt with these findings; None if it may go on.
+
+    Where only nodes are at fault, it names them, so that another start leaves them out. A fault of the config would be
+    there on other nodes, too.
+    """
+    fatal = [each for each in sorted_by_weight(found) if each.fatal]
+    if not fatal:
+        return None
+    of_config = [each for each in fatal if each.fault is Fault.CONFIG]
+    first = (of_config or fatal)[0]
+    nodes = () if of_config else tuple(dict.fromkeys(node for each in fatal for node in each.nodes))
+    more = len(fatal) - 1
+    also = f" (and {more} more: {', '.join(dict.fromkeys(str(each.kind) for each in fatal[1:]))})" if more else ""
+    return PreflightError(
+        f"preflight, {first.kind}: {first.sentence}{also}",
+        hint=f"{first.advice}; preflight.ignore=[{first.kind}] goes on nevertheless",
+        nodes=nodes,
+        told_all=True,
+    )
+
+
+def as_warning(finding: Finding) -> Finding:
+    """Return it as one with which training may begin."""
+    return replace(finding, fatal=False)

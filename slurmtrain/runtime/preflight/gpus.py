@@ -1,0 +1,116 @@
+"""What NVML says of this node's GPUs before training: which there are, and what speaks against one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.runtime.gpu_sampler import own_gpus
+from slurmtrain.runtime.preflight.facts import GpuFacts
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that mean trouble; a GPU at its power cap, or idle, is sound.
+SLOWED_BY = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "a power brake"}
+# Values of nvmlDeviceGetGpuRecoveryAction (nvml.h), which the driver sets after an Xid that needs more than a new process.
+NEEDS = {1: "a reset", 2: "a reboot of its node", 3: "its traffic to be drained", 4: "to be drained and reset"}
+
+
+# What NVML says (nvml.h) where it cannot be asked, which tells nothing of the GPUs: in some containers, and with other makes.
+NOT_TO_BE_ASKED = (3, 4, 12, 13)  # not supported, no permission, library not found, function not found
+
+
+class NoAnswerError(Exception):
+    """The driver is there, and does not work."""
+
+
+def read_gpus(variables: Mapping[str, str] = os.environ, library: Any = None) -> tuple[GpuFacts, ...] | None:
+    """Return the facts of the GPUs that belong to this job; None if NVML cannot be asked here.
+
+    Args:
+        library: the module `pynvml`; None: import it.
+
+    Raises:
+        NoAnswerError: there is no driver that answers.
+    """
+    if library is None:
+        try:
+            library = importlib.import_module("pynvml")
+        except ImportError:
+            return None
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        if getattr(error, "value", None) in NOT_TO_BE_ASKED:
+            return None
+        raise NoAnswerError(_words(error)) from None
+    try:
+        count = int(library.nvmlDeviceGetCount())
+        # A GPU that has fallen off the bus is counted, and gives no handle.
+        return tuple(_gpu(library, index) for index in own_gpus(count, variables))
+    except library.NVMLError as error:
+        raise NoAnswerError(_words(error)) from None
+    finally:
+        with contextlib.suppress(library.NVMLError):
+            library.nvmlShutdown()
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _gpu(nvml: Any, index: int) -> GpuFacts:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(name: str, *words: Any) -> Any:
+        question: Callable[..., Any] | None = getattr(nvml, name, None)  # not every version of the package has all
+        if question is None:
+            return None
+        try:
+            return question(handle, *words)
+        except nvml.NVMLError:  # this GPU does not tell
+            return None
+
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    errors = ask(
+        "nvmlDeviceGetTotalEccErrors",
+        getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1),
+        getattr(nvml, "NVML_VOLATILE_ECC", 0),
+    )
+    rows = ask("nvmlDeviceGetRemappedRows")
+    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    recovery = ask("nvmlDeviceGetGpuRecoveryAction")
+    name = ask("nvmlDeviceGetName")
+    numa = ask("nvmlDeviceGetNumaNodeId")
+    slices = ask("nvmlDeviceGetMigMode")
+    return GpuFacts(
+        index=index,
+        name=name.decode() if isinstance(name, bytes) else name,
+        memory_gb=None if memory is None else round(memory.total / 1e9, 2),
+        used_gb=None if memory is None else round(memory.used / 1e9, 2),
+        processes=None if processes is None else tuple(int(each.pid) for each in processes),
+        ecc_errors=None if errors is None else int(errors),
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+        needs=None if recovery is None else NEEDS.get(int(recovery), ""),
+        slowed_by=None if reasons is None else tuple(word for bit, word in SLOWED_BY.items() if int(reasons) & bit),
+        numa_node=_numa_of_pci(ask) if numa is None else int(numa),
+        sliced=None if slices is None else bool(slices[0]),
+    )
+
+
+def _numa_of_pci(ask: Callable[..., Any]) -> int | None:
+    """Return the NUMA node of a GPU as the kernel has it; -1 where the machine has but one."""
+    pci = ask("nvmlDeviceGetPciInfo")
+    if pci is None:
+        return None
+    bus = pci.busId.decode() if isinstance(pci.busId, bytes) else str(pci.busId)
+    try:
+        return int(Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None

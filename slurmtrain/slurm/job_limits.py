@@ -1,0 +1,111 @@
+"""Which limit holds for a job, of the several that a cluster has: a partition's QOS, the job's QOS, its account.
+
+SLURM takes each limit from the first of these that sets it (slurm.schedmd.com/resource_limits.html, "Hierarchy"): the
+partition's QOS, the job's QOS, the user's association. The flag OverPartQOS puts the job's QOS first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The limits of one of those that set any.
+
+    Attributes:
+        of: whose they are, in words: "QOS normal", "account ml".
+        refuses: SLURM refuses a job above them when it is submitted; otherwise the job waits for ever.
+    """
+
+    of: str
+    limits: Limits
+    refuses: bool = False
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit that holds.
+
+    Attributes:
+        most: the largest amount.
+        of: whose it is, in words.
+    """
+
+    most: int
+    of: str
+
+
+def association_of(facts: ClusterFacts, account: str | None, partition: str) -> Association | None:
+    """Return this user's association under an account (None: the default one), for a partition rather than for all."""
+    account = account or facts.default_account
+    fitting = [
+        each
+        for each in facts.associations or ()
+        if each.partition in ("", partition) and (account is None or each.account.lower() == account.lower())
+    ]
+    if account is None and len({each.account for each in fitting}) != 1:
+        return None
+    return max(fitting, key=lambda each: each.partition == partition, default=None)
+
+
+def qos_of(facts: ClusterFacts, association: Association | None, qos: str | None) -> Qos | None:
+    """Return the QOS that a job gets: the one that it names, else its association's default, else the only one there."""
+    name = qos or (association.default_qos if association is not None else "")
+    if not name and association is not None and len(association.qos) == 1:
+        name = association.qos[0]
+    return facts.qos_named(name) if name else None
+
+
+def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> list[Bound]:
+    """Return those that set limits for a job, the first of which counts; [] where accounting limits nothing."""
+    if not facts.enforces("limits") or facts.qos is None:  # a QOS that is not known may lift the limits of an account
+        return []
+    association = association_of(facts, account, partition.name)
+    own, its = qos_of(facts, association, qos), facts.qos_named(partition.qos) if partition.qos else None
+    found = [_of_qos(each, f"QOS {each.name}") for each in [own] if each is not None]
+    if its is not None:
+        bound = _of_qos(its, f"QOS {its.name} of partition {partition.name}")
+        found.insert(len(found) if own is not None and "overpartqos" in own.flags else 0, bound)
+    if association is not None:
+        found.append(Bound(f"account {association.account}", association.limits))
+        together = Limits(group_tres=association.account_tres)
+        found.append(Bound(f"account {association.account} (all of its jobs together)", together))
+    return found
+
+
+def _of_qos(qos: Qos, words: str) -> Bound:
+    return Bound(words, qos.limits, refuses="denyonlimit" in qos.flags)
+
+
+def wall_limit(bounds: Sequence[Bound]) -> Limit | None:
+    """Return the limit on the minutes of a job, without the partition's."""
+    return next((Limit(each.limits.wall_min, each.of) for each in bounds if each.limits.wall_min is not None), None)
+
+
+def job_limit(bounds: Sequence[Bound], name: str) -> Limit | None:
+    """Return the least limit on the amount of a resource that one job has: of a job, of a user and of a group."""
+    kinds: tuple[Callable[[Limits], Mapping[str, int]], ...] = (
+        lambda limits: limits.tres,
+        lambda limits: limits.user_tres,
+        lambda limits: limits.group_tres,
+    )
+    found = [limit for kind in kinds if (limit := _first(bounds, kind, name)) is not None]
+    return min(found, key=lambda limit: limit.most, default=None)
+
+
+def node_limit(bounds: Sequence[Bound], name: str) -> Limit | None:
+    """Return the limit on the amount of a resource that a job has on each node."""
+    return _first(bounds, lambda limits: limits.tres_per_node, name)
+
+
+def least(bounds: Sequence[Bound], name: str) -> Limit | None:
+    """Return the amount of a resource that a job asks for at least."""
+    return _first(bounds, lambda limits: limits.least_tres, name)
+
+
+def _first(bounds: Sequence[Bound], kind: Callable[[Limits], Mapping[str, int]], name: str) -> Limit | None:
+    return next((Limit(kind(each.limits)[name], each.of) for each in bounds if name in kind(each.limits)), None)

@@ -1,0 +1,331 @@
+"""What a process runs with: interpreter, packages, driver, CUDA and NCCL, container, and the environment that matters.
+
+Everything is read from files of the interpreter and the kernel. No package is imported for it, torch neither, so that the
+facts of a node that cannot even load torch can be told. Facts are texts by name, in groups, so that those of two runs, two
+attempts or two ranks can be compared without knowing what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.system.redaction import SECRET_NAME
+
+# Variables that change what is computed, how fast, or what is loaded: by their beginnings, and by name.
+PREFIXES = (
+    *(
+        "NCCL_",
+        "RCCL_",
+        "TORCH",
+        "PYTORCH_",
+        "CUDA_",
+        "CUBLAS_",
+        "CUDNN_",
+        "NVIDIA_",
+        "HIP_",
+        "HSA_",
+        "ROCR_",
+        "MIOPEN_",
+    ),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "UCX_", "FI_", "GLOO_", "IB_", "MALLOC_", "XLA_", "TRITON_"),
+    *("HF_", "TRANSFORMERS_", "ACCELERATE_", "DS_", "DEEPSPEED_", "TOKENIZERS_", "PYTHON"),
+)
+NAMES = frozenset(
+    """LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LOADEDMODULES TZ LC_ALL LANG
+    APPTAINER_CONTAINER SINGULARITY_CONTAINER""".split()
+)
+OF_ONE_RANK = frozenset({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"})
+LONGEST = 4000  # characters of a value that are kept
+MOST = 5000  # facts of a group that are kept: an environment has some hundred packages
+WHOLE_BYTES = 64 << 20  # files up to this size are digested whole
+SAMPLES, SAMPLE_BYTES = 32, 1 << 16
+_USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")  # up to the last @ before the path: a password may have one, too
+_SECRET_IN_URL = re.compile(
+    r"(?<=[?&;])([\w.%-]*(?:token|secret|passw|credential|signature|key|sig)[\w.%-]*=)[^&;#\s]+", re.IGNORECASE
+)
+# Besides SECRET_NAME: these are a secret's in most environments, and a variable that is left out of a record costs little.
+_SECRET_WORD = re.compile(r"(^|_)(PASS|PWD|PW|KEY|AUTH|AUTHORIZATION|BEARER|COOKIE|WEBHOOK)(_|$)", re.IGNORECASE)
+_NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(.+?)\s*$", re.MULTILINE)
+_TORCH_FACTS = {"cuda": "cuda", "hip": "hip", "git_version": "torch_revision"}
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """Facts of a process and its node; each group is text by name.
+
+    Attributes:
+        system: host, os, kernel, machine, libc, python, interpreter.
+        packages: version of each installed distribution, by its name in lower case with dashes.
+        origins: where those come from that an index has not: a URL with revision or digest; `editable` folders, too.
+        gpu: driver, models of the GPUs, the CUDA or HIP that torch is built for, and the versions of NCCL and cuDNN.
+        network: firmware of each InfiniBand or RoCE adapter, and the version of its driver.
+        container: kind and image of the container that the process is in, as far as it can tell.
+        variables: environment variables that matter, without secrets.
+    """
+
+    system: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    gpu: Mapping[str, str] = field(default_factory=dict)
+    network: Mapping[str, str] = field(default_factory=dict)
+    container: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def groups(self) -> dict[str, Mapping[str, str]]:
+        """Return all groups by name, in the order in which they are shown."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def to_json(self) -> dict[str, dict[str, str]]:
+        """Return the facts as plain values; groups without any are left out."""
+        return {name: dict(sorted(group.items())) for name, group in self.groups().items() if group}
+
+    @classmethod
+    def from_json(cls, values: object) -> ProcessFacts:
+        """Read facts back from a record, which anybody may have written: what is no text, or too much, is left out."""
+        values = values if isinstance(values, dict) else {}
+        return cls(**{each.name: _texts(values.get(each.name)) for each in fields(cls)})
+
+
+def _texts(group: object) -> dict[str, str]:
+    pairs = group.items() if isinstance(group, dict) else ()
+    found = {name: value[:LONGEST] for name, value in pairs if isinstance(name, str) and isinstance(value, str)}
+    return dict(list(found.items())[:MOST])
+
+
+@dataclass(frozen=True)
+class FactDifference:
+    """A fact that two processes do not share; None where one has no such fact."""
+
+    group: str
+    name: str
+    a: str | None
+    b: str | None
+
+
+# Facts in which two processes that run with the same software differ all the same.
+OF_ONE_PROCESS = frozenset({("system", "host")})
+
+
+def fact_differences(a: ProcessFacts, b: ProcessFacts) -> list[FactDifference]:
+    """Return the facts that differ, by group and name; the name of the host is none of them."""
+    found = []
+    right = b.groups()
+    for group, left in a.groups().items():
+        for name in sorted(left.keys() | right[group].keys()):
+            one, other = left.get(name), right[group].get(name)
+            if one != other and (group, name) not in OF_ONE_PROCESS:
+                found.append(FactDifference(group, name, one, other))
+    return found
+
+
+def gather_facts(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> ProcessFacts:
+    """Return the facts of this process. It takes some hundredths of a second, longer where packages lie on a slow disk.
+
+    Args:
+        variables: environment variables.
+        root: folder of `proc`, `sys` and `etc`.
+    """
+    packages, origins = _packages()
+    return ProcessFacts(
+        system=_system(root),
+        packages=packages,
+        origins=origins,
+        gpu=_gpu(root, packages, variables),
+        network=_network(root),
+        container=_container(variables, root),
+        variables=variables_that_matter(variables),
+    )
+
+
+def login_facts(root: Path = Path("/")) -> dict[str, str]:
+    """Return the facts of this process that need no look at its packages: interpreter, system, kernel."""
+    return {name: value for name, value in _system(root).items() if name != "host"}
+
+
+def variables_that_matter(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that change what is computed or loaded, without those whose name is a secret's.
+
+    User names and passwords in URLs are cut out.
+    """
+    return {
+        name: without_user(value)[:LONGEST]
+        for name, value in variables.items()
+        if (name in NAMES or name.startswith(PREFIXES)) and name not in OF_ONE_RANK and not _is_secret(name)
+    }
+
+
+def _is_secret(name: str) -> bool:
+    return (SECRET_NAME.search(name.replace("TOKENIZERS", "")) or _SECRET_WORD.search(name)) is not None
+
+
+def without_user(text: str) -> str:
+    """Return a text without the user names and passwords of URLs in it, and without the keys and tokens in their queries."""
+    text = _USER_IN_URL.sub("", text)
+    return _SECRET_IN_URL.sub(r"\1***", text) if "://" in text else text
+
+
+def fingerprint_of(path: Path) -> str:
+    """Return a digest of a file: of all bytes of one up to 64 MiB, of its size and 32 samples of a larger one.
+
+    An image of a container has tens of gigabytes, which would take a minute to read. Samples tell two images apart, but
+    prove nothing against somebody who wants to deceive.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= WHOLE_BYTES:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        digest = hashlib.sha256(str(size).encode())
+        for index in range(SAMPLES):
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, (size - SAMPLE_BYTES) * index // (SAMPLES - 1)))
+    return f"sampled-sha256:{digest.hexdigest()}"
+
+
+def _system(root: Path) -> dict[str, str]:
+    kernel = os.uname()
+    return {
+        "host": socket.gethostname(),
+        "os": _os_name(root),
+        "kernel": f"{kernel.sysname} {kernel.release}",
+        "machine": kernel.machine,
+        "libc": " ".join(platform.libc_ver()).strip(),
+        "python": platform.python_version(),
+        "interpreter": sys.executable,
+    }
+
+
+def _os_name(root: Path) -> str:
+    for line in _read(root / "etc" / "os-release").splitlines():
+        name, _, value = line.partition("=")
+        if name == "PRETTY_NAME":
+            return value.strip().strip('"')
+    return ""
+
+
+def _packages() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the versions of the installed distributions, and the origins of those that no index has."""
+    from importlib import metadata  # it takes some hundredths of a second to load
+
+    versions: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for each in metadata.distributions():
+        with contextlib.suppress(Exception):  # a damaged installation: its other packages still count
+            # `each.version` would have the parser of e-mail read the whole file, with the package's README in it.
+            described = _header(each.read_text("METADATA") or each.read_text("PKG-INFO") or "")
+            name = canonical(described["Name"])
+            if name not in versions:  # the first one on the path is the one that is imported
+                versions[name] = described["Version"]
+                origin = _origin(each.read_text("direct_url.json"))
+                if origin is not None:
+                    origins[name] = origin
+    return dict(sorted(versions.items())), dict(sorted(origins.items()))
+
+
+def _header(metadata: str) -> dict[str, str]:
+    """Return name and version of a distribution by the head of its metadata."""
+    return dict(reversed(_NAME_OR_VERSION.findall(metadata.partition("\n\n")[0])))
+
+
+def canonical(name: str) -> str:
+    """Return the name of a distribution as indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _origin(direct_url: str | None) -> str | None:
+    """Return where a distribution was installed from, by its direct_url.json (PEP 610); None: by name and version."""
+    if direct_url is None:
+        return None
+    found: Any = json.loads(direct_url)
+    url = without_user(str(found["url"]))
+    if isinstance(found.get("vcs_info"), dict):
+        return f"{found['vcs_info'].get('vcs', 'git')}+{url}@{found['vcs_info'].get('commit_id', '')}"
+    if isinstance(found.get("archive_info"), dict):
+        hashes = found["archive_info"].get("hashes") or {}
+        sha256 = hashes.get("sha256") or str(found["archive_info"].get("hash", "")).removeprefix("sha256=")
+        return f"{url}#sha256={sha256}" if sha256 else url
+    editable = isinstance(found.get("dir_info"), dict) and found["dir_info"].get("editable")
+    return f"editable {url}" if editable else url
+
+
+def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if driver := _read(root / "sys/module/nvidia/version").strip() or _nvidia_driver(root):
+        found["driver"] = driver
+    if amd := _read(root / "sys/module/amdgpu/version").strip():
+        found["amdgpu"] = amd
+    models = Counter(_gpu_models(root))
+    if models:
+        found["models"] = ", ".join(f"{count} x {model}" for model, count in sorted(models.items()))
+    found |= _torch_build()
+    for name, prefix in (("nccl", "nvidia-nccl-"), ("cudnn", "nvidia-cudnn-")):
+        versions = {version for package, version in packages.items() if package.startswith(prefix)}
+        stated = variables.get(f"{name.upper()}_VERSION")  # in the images of NVIDIA, which link it in
+        if versions or stated:
+            found[name] = ", ".join(sorted(versions)) or str(stated)
+    return found
+
+
+def _nvidia_driver(root: Path) -> str:
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read(root / "proc/driver/nvidia/version"))
+    return match.group(1) if match else ""
+
+
+def _gpu_models(root: Path) -> Iterator[str]:
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        match = re.search(r"^Model:\s*(.+?)\s*$", _read(path), re.MULTILINE)
+        if match:
+            yield match.group(1)
+
+
+def _torch_build() -> dict[str, str]:
+    """Return what torch was built for, by the text of its version.py: importing it takes seconds."""
+    for folder in sys.path:
+        path = Path(folder or ".") / "torch" / "version.py"
+        text = _read(path)
+        if text:
+            pairs = re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+            return {_TORCH_FACTS[name]: value for name, value in pairs if name in _TORCH_FACTS}
+    return {}
+
+
+def _network(root: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted((root / "sys/class/infiniband").glob("*/fw_ver")):
+        if firmware := _read(path).strip():
+            found[path.parent.name] = f"firmware {firmware}"
+    if driver := _read(root / "sys/module/mlx5_core/version").strip():
+        found["mlx5_core"] = driver
+    return found
+
+
+def _container(variables: Mapping[str, str], root: Path) -> dict[str, str]:
+    image = variables.get("APPTAINER_CONTAINER") or variables.get("SINGULARITY_CONTAINER")
+    if image:
+        return {"kind": "apptainer", "image": image}
+    for kind, mark in (("podman", "run/.containerenv"), ("docker", ".dockerenv")):
+        if (root / mark).exists():
+            return {"kind": kind}
+    return {}
+
+
+def _read(path: Path) -> str:
+    """Return the text of a small file; nothing if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 16)
+    except OSError:
+        return ""

@@ -1,0 +1,76 @@
+"""Exports of checkpoints for other programs, every checkpoint.export_every_steps and after the last step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.state import StepResult, TrainingState
+
+
+class Exports(Protocol):
+    """What makes the exports, beside training."""
+
+    def ask(self, step: int, *, restored: bool = False) -> None:
+        """Have the checkpoint of this step exported once it is committed.
+
+        Args:
+            restored: training continues from that checkpoint, which may be exported already.
+        """
+
+    def rolled_back(self, step: int) -> None:
+        """Training has gone back to this step: what is exported of later ones is not of what comes now."""
+
+    def finish(self) -> None:
+        """Wait until all that was asked for is done."""
+
+    def close(self) -> None:
+        """End what is under way."""
+
+
+class Exporting(TrainingHook):
+    """Has a checkpoint saved and exported when an export is due. On all ranks, before `Checkpointing`.
+
+    Args:
+        every: steps between exports.
+        exports: rank 0's; None on the others.
+    """
+
+    def __init__(self, every: int, exports: Exports | None):
+        self._every, self._exports = every, exports
+
+    def before_first_step(self, state: TrainingState) -> None:
+        # One that a stop has cut short before it was asked for: the newest checkpoint is of this step.
+        if state.step > 0 and self._exports is not None and self._due(state):
+            self._exports.ask(state.step, restored=True)
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        if self._due(state) and not state.stopping:
+            state.save_requested = True
+            if self._exports is not None:
+                self._exports.ask(state.step)
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        if self._exports is not None:
+            self._exports.rolled_back(state.step)
+
+    def close(self, state: TrainingState) -> None:
+        if self._exports is not None:
+            self._exports.close()
+
+    def _due(self, state: TrainingState) -> bool:
+        return state.step % self._every == 0 or state.is_last_step
+
+
+class ExportsAtTheEnd(TrainingHook):
+    """Waits for the exports when all steps are done. On all ranks, after `Checkpointing`, which saves the last step."""
+
+    def __init__(self, exports: Exports | None):
+        self._exports = exports
+
+    def finish(self, state: TrainingState) -> None:
+        if state.stopping:
+            return
+        if self._exports is not None:
+            self._exports.finish()
+        state.ranks.of_rank_0(0)  # srun ends ranks that go on long after another has exited

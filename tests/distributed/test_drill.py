@@ -1,0 +1,111 @@
+"""`drill` on this machine: programs and runs of one's own that resume as they should, and others that do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.runs.lookup import all_runs
+from tests.support.gloo import wait_until
+from tests.support.local_runs import PACED_MODEL, clean_environment
+from tests.support.loops import LOOP
+
+ONE = ["+cluster=local", "cluster.cpus_per_task=1"]
+
+
+def drill(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Type `drill` in a folder; return its exit code, its JSON, and what it has logged."""
+    before, _, after = " ".join(words).partition(" -- ")
+    line = [sys.executable, "-m", "slurmtrain", *before.split(), "drill" if "drill" not in before else "", "--json"]
+    line = [word for word in line if word] + (["--", *after.split()] if after else [])
+    done = subprocess.run(
+        line, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path
+
+
+def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(folder: Path) -> None:
+    code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", "order")
+    assert (code, found["result"]) == (1, "failed"), found
+    assert found["parting"]["step"] == found["stopped_at"] + 1
+    assert f"parts at step {found['stopped_at'] + 1}: loss" in found["sentence"]
+    assert "the order of the data is not restored" in found["causes"][0]
+    assert Path(found["kept"]).is_dir() and not all_runs(folder / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forgets", "result", "words"),
+    [("", "passed", "the same bits"), ("momentum", "failed", "parts at step"), ("all", "failed", "began anew")],
+)
+def test_other_loops(folder: Path, forgets: str, result: str, words: str) -> None:
+    code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", *([forgets] if forgets else []))
+    assert (code, found["result"]) == (0 if result == "passed" else 1, result), found
+    assert words in found["sentence"]
+    if forgets == "momentum":
+        assert found["parting"]["step"] == found["stopped_at"] + 2
+        assert "the optimiser's state is not restored" in found["causes"][0]
+    assert (found["kept"] is None) == (result == "passed")
+    assert (folder / "runs" / "drills").exists() == (result == "failed")
+
+
+@pytest.mark.slow
+def test_a_run_of_the_trainer_resumes_with_the_same_bits_and_stays_as_it_is(folder: Path) -> None:
+    (folder / "paced.py").write_text(PACED_MODEL)
+    words = ["+experiment=smoke", "model._target_=paced.Paced", "model.dropout=0.1", "train.steps=4"]
+    submit = [sys.executable, "-m", "slurmtrain", *ONE, *words, "job.snapshot=cwd", "submit"]
+    subprocess.run(submit, cwd=folder, env=clean_environment(), check=True, capture_output=True, timeout=120)
+    (run_dir,) = all_runs(folder / "runs")
+    before = {path: path.stat().st_mtime_ns for path in sorted(run_dir.path.rglob("*"))}
+    code, found, said = drill(folder, "drill", run_dir.id, "--steps", "12", "--stop-at", "5")
+    assert (code, found["result"], found["same_bits"]) == (0, "passed", True), (found, said)
+    assert (found["stopped_at"], found["resumed_at"], found["checkpoint"]) == (5, 5, 12)
+    assert len(found["steps"]) == 12
+    assert {path: path.stat().st_mtime_ns for path in sorted(run_dir.path.rglob("*"))} == before
+
+
+@pytest.mark.slow
+def test_without_slurm_the_site_is_drilled_as_far_as_it_goes(folder: Path) -> None:
+    code, found, said = drill(folder, *ONE)
+    results = {each["way"]: each["result"] for each in found["ways"]}
+    assert code == 0, (found, said)
+    assert results == {
+        "early_signal": "passed",
+        "requeue": "not tried",
+        "crash": "not tried",
+        "in_place": "passed",
+        "preemption": "not tried",
+    }, found
+    assert found["kept"] is None and not (folder / "runs" / "drills").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_that_a_drill_has_started(folder: Path) -> None:
+    line = [sys.executable, "-m", "slurmtrain", *ONE, "drill", "--", "python", "loop.py"]
+    process = subprocess.Popen(line, cwd=folder, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    logs = wait_until(lambda: list(folder.glob("runs/drills/*/*/*/metrics.jsonl")), "at work")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    run = logs[0].parent
+    assert not [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _belongs_to(entry, run)]
+
+
+def _belongs_to(entry: Path, run: Path) -> bool:
+    try:
+        return str(run).encode() in (entry / "environ").read_bytes() and int(entry.name) != os.getpid()
+    except OSError:
+        return False

@@ -1,0 +1,336 @@
+"""Trainer and Accelerate themselves, on two ranks: one of them is told to stop, and both go on later, bit by bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.errors import ConfigError
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.system.signals import StopCause, StopFlag
+from tests.support.gloo import GlooRanks
+
+STEPS = 14
+SAMPLES = 24  # two ranks take 4 a step: an epoch has 6 steps
+
+
+def tensors_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Weights and the optimiser's state, by name."""
+    model = getattr(model, "module", model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for field, value in optimizer.state[parameter].items():
+                found[f"{names[id(parameter)]}:{field}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = [(index + place * (1 + index % 5)) % 32 for place in range(8)]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Attempts:
+    """The attempts of a script, one after another in this process, which `leave` does not end but raises SystemExit."""
+
+    def __init__(self, world: DistributedContext):
+        from slurmtrain.runtime import api, main
+
+        def leave(code: int) -> None:
+            raise SystemExit(code)
+
+        main.leave = leave  # type: ignore[assignment]
+        self.rank, self.session, self.flag = world.environment.rank, api.session, StopFlag()
+        self.messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("slurmtrain").addHandler(handler)
+        logging.getLogger("slurmtrain").setLevel("INFO")
+        api.init(device="cpu")
+
+    def begin(self) -> None:
+        """What the attempt before was told counts no more."""
+        from slurmtrain.runtime.agreement import StopAgreement
+
+        self.flag = StopFlag()
+        self.messages.clear()
+        for checkpointer in list(self.session.checkpointers):
+            checkpointer.close()
+        self.session.agreement = StopAgreement(self.flag, self.session.initialised()[0].control_group)
+
+    def stop_if(self, reached: bool) -> None:
+        """Tell rank 1 alone to stop."""
+        if reached and self.rank == 1:
+            self.flag.request(StopCause.SIGTERM)
+
+    def resumed(self) -> list[str]:
+        return [message for message in self.messages if message.startswith("resuming")]
+
+    def trainer(self, folder: Path, *, stop_at: int | None = None, ours: bool = True, **arguments: Any) -> Any:
+        """A new Trainer, as a script makes it when it starts; rank 1 is told to stop in step `stop_at`."""
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+        from slurmtrain.integrations.transformers import CheckpointedTrainer, SlurmtrainCallback
+
+        self.begin()
+        attempts = self
+
+        class Stop(TrainerCallback):  # type: ignore[misc]
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                attempts.stop_if(state.global_step + 1 == stop_at)
+
+        set_seed(1)
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.2, tie_word_embeddings=True, **shape))
+        given: dict[str, Any] = {
+            "output_dir": str(folder),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "save_steps": 5,
+            "logging_steps": 5,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        kind: Any = CheckpointedTrainer if ours else Trainer
+        return kind(
+            model=model,
+            args=TrainingArguments(**{**given, **arguments}),
+            train_dataset=Texts(),
+            eval_dataset=Texts(),
+            callbacks=[Stop()] if ours else [Stop(), SlurmtrainCallback()],
+        )
+
+
+def code_of(function: Callable[[], Any]) -> int | None:
+    """The code with which the script leaves within `function`; None: it does not."""
+    try:
+        function()
+    except SystemExit as ending:
+        return int(ending.code or 0)
+    return None
+
+
+def trainers(world: DistributedContext, folder: Path) -> dict[str, Any]:
+    """What becomes of Trainers with our checkpoints, and with their own."""
+    attempts = Attempts(world)
+    found: dict[str, Any] = {}
+
+    trainer = attempts.trainer(folder / "undisturbed", save_strategy="no")
+    trainer.train()
+    undisturbed = tensors_of(trainer.model, trainer.optimizer)
+
+    def goes_on(trainer: Any, **arguments: Any) -> bool:
+        trainer.train(**arguments)
+        return same(undisturbed, tensors_of(trainer.model, trainer.optimizer))
+
+    # Stopped at the end of an epoch and within one.
+    ours = folder / "ours"
+    found["codes"] = [code_of(attempts.trainer(ours, stop_at=step).train) for step in (6, 9)]
+    found["saved"] = [path.name for path in committed(ours / "checkpoints")]
+    trainer = attempts.trainer(ours)
+    found["same"] = goes_on(trainer)
+    found["resumed"] = attempts.resumed()
+    found["logged"] = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    # Started again when it has finished, in the midst of an epoch.
+    trainer = attempts.trainer(ours)
+    found["same when finished"] = goes_on(trainer)
+    found["steps when finished"] = trainer.state.global_step
+    try:
+        trainer.train()
+    except ConfigError as error:
+        found["again"] = str(error)
+    # A checkpoint that cannot be seen before it is restored: it lies on the nodes, or the folder is shown late.
+    trainer = attempts.trainer(ours)
+    trainer._newest_state = lambda checkpointer: ""
+    found["same when seen late"] = goes_on(trainer)
+    # The newest checkpoint is damaged, which only its contents show.
+    if world.environment.rank == 0:
+        shard = max(committed(ours / "checkpoints")[-1].iterdir(), key=lambda path: path.stat().st_size)
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    world.leave_together()
+    found["same after damage"] = goes_on(attempts.trainer(ours))
+    found["resumed after damage"] = attempts.resumed()
+
+    # The best of the evaluated ones comes back at the end, through a stop, too.
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    best |= {"save_total_limit": 2, "greater_is_better": True}  # that of the first evaluation, which is long over
+    trainer = attempts.trainer(folder / "best", **best)
+    trainer.train()
+    found["best"] = trainer.state.best_global_step, trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    code_of(attempts.trainer(folder / "stopped best", stop_at=7, **best).train)
+    stopped = attempts.trainer(folder / "stopped best", **best)
+    stopped.train()
+    found["best after a stop"] = (
+        stopped.state.best_global_step,
+        same(tensors_of(trainer.model, trainer.optimizer), tensors_of(stopped.model, stopped.optimizer)),
+    )
+
+    # Trainer's own checkpoints; of the newest a file is cut short by a kill.
+    from slurmtrain.integrations.transformers import resume_from
+
+    theirs = folder / "theirs"
+    found["theirs: codes"] = []
+    for step in (6, 9):
+        trainer = attempts.trainer(theirs, ours=False, stop_at=step)
+        resume = resume_from(theirs)
+        found["theirs: codes"].append(code_of(lambda t=trainer, r=resume: t.train(resume_from_checkpoint=r)))  # type: ignore[misc]
+    found["theirs: saved"] = sorted(path.name for path in theirs.glob("checkpoint-*"))
+    if world.environment.rank == 0:
+        file = theirs / "checkpoint-9/optimizer.pt"
+        file.write_bytes(file.read_bytes()[:-100])
+    world.leave_together()
+    trainer = attempts.trainer(theirs, ours=False)
+    resume = resume_from(theirs)
+    found["theirs: resumed"] = Path(str(resume)).name, sorted(path.name for path in theirs.glob("torn-*"))
+    found["theirs: same"] = goes_on(trainer, resume_from_checkpoint=resume)
+    trainer = attempts.trainer(theirs)
+    found["theirs: taken over"] = goes_on(trainer, resume_from_checkpoint=True), trainer.state.global_step
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    folder = tmp_path_factory.mktemp("trainers")
+    with GlooRanks(folder) as ranks:
+        return ranks(2, trainers, folder)
+
+
+def test_a_checkpointed_trainer_stops_on_all_ranks_and_goes_on_bit_by_bit(trained: list[dict[str, Any]]) -> None:
+    for found in trained:
+        assert found["codes"] == [75, 75]
+        assert [int(name[-7:]) for name in found["saved"]] == [5, 6, 9]
+        assert found["same"]
+        assert found["logged"] == [5, 10]
+    assert trained[0]["resumed"] == ["resuming at step 9 from checkpoint_0000009, the newest complete checkpoint"]
+
+
+def test_a_checkpointed_trainer_that_has_finished_does_not_a_step_more(trained: list[dict[str, Any]]) -> None:
+    for found in trained:
+        assert found["steps when finished"] == STEPS
+        assert found["same when finished"]
+
+
+def test_a_checkpointed_trainer_is_not_trained_twice(trained: list[dict[str, Any]]) -> None:
+    for found in trained:
+        assert "train() has finished once already" in found["again"]
+
+
+def test_a_checkpointed_trainer_takes_its_state_from_the_checkpoint_that_was_restored(
+    trained: list[dict[str, Any]],
+) -> None:
+    for found in trained:
+        assert found["same when seen late"]
+
+
+def test_a_checkpointed_trainer_takes_the_next_older_checkpoint_where_one_is_damaged(
+    trained: list[dict[str, Any]],
+) -> None:
+    for found in trained:
+        assert found["same after damage"]
+    sentence = trained[0]["resumed after damage"][0]
+    assert "resuming at step 10 " in sentence and "set aside" in sentence
+
+
+def test_a_checkpointed_trainer_ends_with_its_best_model(trained: list[dict[str, Any]]) -> None:
+    for found in trained:
+        step, is_best = found["best"]
+        assert 0 < step < STEPS and is_best
+        assert found["best after a stop"] == (step, True)
+
+
+def test_the_callback_lets_trainer_save_at_a_stop_and_a_torn_checkpoint_is_passed_over(
+    trained: list[dict[str, Any]],
+) -> None:
+    for found in trained:
+        assert found["theirs: codes"] == [75, 75]
+        assert found["theirs: saved"] == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]
+        assert found["theirs: resumed"] == ("checkpoint-6", ["torn-checkpoint-9"])
+        assert found["theirs: same"]
+
+
+def test_a_checkpointed_trainer_begins_with_a_training_that_trainer_has_finished(trained: list[dict[str, Any]]) -> None:
+    for found in trained:
+        assert found["theirs: taken over"] == (True, STEPS)
+
+
+def accelerated(world: DistributedContext, folder: Path) -> dict[str, Any]:
+    """What becomes of a loop with Accelerate: 20 steps, 6 an epoch."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+    from torch import nn
+
+    from slurmtrain.integrations.accelerate import AcceleratorCheckpointer
+
+    attempts = Attempts(world)
+
+    def train(name: str, *, stop_at: int | None = None, accumulate: int = 1) -> dict[str, torch.Tensor]:
+        attempts.begin()
+        set_seed(1)
+        accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+            gradient_accumulation_steps=accumulate,
+        )
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        inputs = torch.linspace(-1, 1, SAMPLES * 4).reshape(SAMPLES, 4)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs), batch_size=2, shuffle=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        checkpointer = AcceleratorCheckpointer(accelerator, folder / name)
+        done = checkpointer.load_state()
+        for epoch in range(done // len(loader), 3):
+            loader.set_epoch(epoch)
+            for (batch,) in checkpointer.skip_first_batches(loader, done - epoch * len(loader)):
+                attempts.stop_if(done + 1 == stop_at)
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                done += 1
+                checkpointer.save_at_stop(done)
+        return {**tensors_of(model, optimizer), "rate": torch.tensor(scheduler.get_last_lr())}
+
+    undisturbed = train("undisturbed")
+    codes = [code_of(lambda stop=step: train("stopped", stop_at=stop)) for step in (6, 9)]  # type: ignore[misc]
+    resumed = train("stopped")
+    found = {"codes": codes, "same": same(undisturbed, resumed), "resumed": attempts.resumed()}
+    undisturbed = train("undisturbed, accumulating", accumulate=4)
+    found["code within a step"] = code_of(lambda: train("accumulating", stop_at=8, accumulate=4))
+    resumed = train("accumulating", accumulate=4)
+    found["after a stop within a step"] = "".join(attempts.resumed()).split(" from ")[0], same(undisturbed, resumed)
+    return found
+
+
+def test_a_loop_with_accelerate_stops_on_all_ranks_and_goes_on_bit_by_bit(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    each = gloo_ranks(2, accelerated, tmp_path)
+    for found in each:
+        assert found["codes"] == [75, 75]
+        assert found["same"]
+        assert found["code within a step"] == 75
+    # Told to stop in the second batch of four: no gradient is lost, since the step of the optimiser is waited for.
+    assert each[0]["after a stop within a step"] == ("resuming at step 10", True)
+    assert each[0]["resumed"] == ["resuming at step 9 from checkpoint_0000009, the newest complete checkpoint"]

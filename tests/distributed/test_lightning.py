@@ -1,0 +1,254 @@
+"""Lightning itself, on two ranks: one of them is told to stop, both leave after the same step, and go on bit by bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.errors import ConfigError
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.system.signals import StopCause, StopFlag
+from tests.support.gloo import GlooRanks
+
+SAMPLES = 44  # two ranks take 8 a step: an epoch has 6 steps, the last with fewer samples
+EPOCHS = 3
+STEPS = 18
+
+
+def module(pytorch: Any) -> Any:
+    """A LightningModule whose weights depend on the order of samples, the random state, schedules and buffers."""
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss: Tensor = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.log("error", self.net(batch[0]).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    torch.manual_seed(1)
+    return Module()
+
+
+class Script:
+    """A script with a Trainer, which can be started again and again in this process."""
+
+    def __init__(self, world: DistributedContext, package: str = "lightning"):
+        import importlib
+
+        self.pytorch = importlib.import_module("lightning.pytorch" if package == "lightning" else package)
+        from slurmtrain.integrations import lightning
+        from slurmtrain.runtime import api
+
+        self.ours, self.world, self.session = lightning, world, api.session
+        api.init(device="cpu")
+
+    def trainer(self, *, stop_at: int | None = None, callback: Any = None, **arguments: Any) -> Any:
+        """A new Trainer; the last rank alone is told to stop while it does step `stop_at`."""
+        from slurmtrain.runtime.agreement import StopAgreement
+
+        flag, rank, size = StopFlag(), self.world.environment.rank, self.world.environment.world_size
+        self.session.agreement = StopAgreement(flag, self.session.initialised()[0].control_group)
+
+        class Stop(self.pytorch.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step + 1 == stop_at and rank == size - 1:
+                    flag.request(StopCause.SIGTERM)
+
+        return self.pytorch.Trainer(
+            **{"max_epochs": EPOCHS, "accelerator": "cpu", "devices": size, "logger": False, **arguments},
+            callbacks=[Stop(), *([callback] if callback else [])],
+            plugins=[self.ours.SlurmtrainEnvironment()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def fit(
+        self, folder: Path, *, checkpointer: bool, stop_at: int | None = None, workers: int = 0, **arguments: Any
+    ) -> Any:
+        """What the script leaves with: an exit code, or the tensors of the module and the steps done."""
+        import slurmtrain
+
+        ours = slurmtrain.Checkpointer(folder) if checkpointer else None
+        callback = self.ours.SlurmtrainCallback(ours or False, folder=folder, save_every=4)
+        trainer = self.trainer(stop_at=stop_at, callback=callback, **arguments)
+        samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)))
+        each = 8 // self.world.environment.world_size
+        loader = torch.utils.data.DataLoader(samples, batch_size=each, shuffle=True, num_workers=workers)
+        model = module(self.pytorch)
+        try:
+            trainer.fit(
+                model,
+                loader,
+                torch.utils.data.DataLoader(samples, batch_size=22),
+                ckpt_path=None if checkpointer else self.ours.resume_from(folder),
+            )
+        except SystemExit as ending:
+            return ending.code
+        finally:
+            if ours is not None:
+                ours.close()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}, trainer.global_step
+
+
+def different(one: Any, other: Any) -> list[str]:
+    """Names of the tensors that differ in the last bit, after as many steps."""
+    steps = [] if one[1] == other[1] else [f"{one[1]} steps, and {other[1]}"]
+    return steps + [name for name, tensor in one[0].items() if not torch.equal(tensor, other[0][name])]
+
+
+def scripts(world: DistributedContext, folder: Path) -> dict[str, Any]:
+    """What becomes of scripts that are stopped within an epoch, in its last step, and when they have finished."""
+    script, found = Script(world), dict[str, Any]()
+    undisturbed = script.fit(folder / "undisturbed", checkpointer=True)
+    found["steps"] = undisturbed[1]
+    for way in ("trainer", "checkpointer"):
+        ours = way == "checkpointer"
+        found[f"{way}: codes"] = [script.fit(folder / way, checkpointer=ours, stop_at=step) for step in (3, 12, 14)]
+        found[f"{way}: different"] = different(undisturbed, script.fit(folder / way, checkpointer=ours))
+        found[f"{way}: different when finished"] = different(undisturbed, script.fit(folder / way, checkpointer=ours))
+    found["saved"] = [path.name for path in committed(folder / "checkpointer")]
+    found["files"] = sorted(path.name for path in (folder / "trainer").iterdir())
+    world.leave_together()
+
+    # An epoch is one step, of several batches or of one.
+    for name, shape in {"one batch": {"limit_train_batches": 1}, "accumulated": {"accumulate_grad_batches": 6}}.items():
+        undisturbed = script.fit(folder / f"{name}, undisturbed", checkpointer=True, **shape)
+        for ours in (False, True):
+            path = folder / f"{name}, {ours}"
+            code = script.fit(path, checkpointer=ours, stop_at=2, **shape)
+            changed = different(undisturbed, script.fit(path, checkpointer=ours, **shape))
+            found.setdefault("epochs of one step", []).append((name, ours, code, changed))
+    callback = script.ours.SlurmtrainCallback(folder=folder / "agreed")
+    found["agreed"] = [callback._on_any_rank(value) for value in (world.environment.rank == 1, False)]
+    world.leave_together()
+
+    # The newest file of Trainer's is cut short.
+    if world.environment.rank == 0:
+        newest = folder / "trainer" / found["files"][-1]
+        newest.write_bytes(newest.read_bytes()[:-100])
+    world.leave_together()
+    found["resumed from"] = Path(script.ours.resume_from(folder / "trainer")).name
+
+    try:
+        script.trainer(devices=3).fit(module(script.pytorch))
+    except ConfigError as error:
+        found["wrong devices"] = str(error)
+    trainer = script.trainer(callback=script.ours.SlurmtrainCallback(folder=folder / "async"))
+    trainer.strategy.checkpoint_io = script.ours._AsyncCheckpointIO()
+    try:
+        trainer.fit(
+            module(script.pytorch), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)))
+        )
+    except ConfigError as error:
+        found["async"] = str(error)
+    found["handlers"] = _handlers_while_training(script, folder / "handlers")
+    return found
+
+
+def _handlers_while_training(script: Script, folder: Path) -> bool:
+    """Whether the handlers of the stop signals are ours in a training step."""
+    import signal
+
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    callback = script.ours.SlurmtrainCallback(folder=folder)
+
+    class Look(script.pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(signal.getsignal(signal.SIGTERM) == before)
+
+    trainer = script.trainer(callback=callback, fast_dev_run=True)
+    trainer.callbacks.append(Look())
+    samples = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    trainer.fit(module(script.pytorch), torch.utils.data.DataLoader(samples, batch_size=4))
+    return seen == [True]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+    folder = tmp_path_factory.mktemp("lightning")
+    with GlooRanks(folder) as ranks:
+        return ranks(2, scripts, folder)
+
+
+@pytest.mark.parametrize("way", ["trainer", "checkpointer"])
+def test_a_lightning_script_stops_on_all_ranks_and_goes_on_bit_by_bit(way: str, found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["steps"] == STEPS
+        assert each[f"{way}: codes"] == [75, 75, 75]
+        assert each[f"{way}: different"] == []
+        assert each[f"{way}: different when finished"] == []
+    assert [int(name[-7:]) for name in found[0]["saved"]][-2:] == [16, 18]
+    assert found[0]["files"] == ["step_000000016.ckpt", "step_000000018.ckpt"]
+
+
+def test_a_lightning_script_whose_epochs_are_one_step_stops_between_them(found: list[dict[str, Any]]) -> None:
+    ways = [(name, ours) for name in ("one batch", "accumulated") for ours in (False, True)]
+    for each in found:
+        assert each["epochs of one step"] == [(*way, 75, []) for way in ways]
+
+
+def test_ranks_agree_on_a_validation_that_is_due_by_the_clock(found: list[dict[str, Any]]) -> None:
+    assert [each["agreed"] for each in found] == [[True, False]] * 2
+
+
+def test_a_checkpoint_of_trainers_that_is_torn_is_left_out(found: list[dict[str, Any]]) -> None:
+    assert {each["resumed from"] for each in found} == {"step_000000016.ckpt"}
+
+
+def test_trainer_is_told_which_ranks_there_are(found: list[dict[str, Any]]) -> None:
+    assert (
+        "Trainer has devices=3 and num_nodes=1, and the job has 2 ranks on each of 1 nodes" in found[0]["wrong devices"]
+    )
+
+
+def test_saves_of_which_nobody_knows_when_they_are_complete_are_refused(found: list[dict[str, Any]]) -> None:
+    assert all("AsyncCheckpointIO saves in the background" in each["async"] for each in found)
+
+
+def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, Any]]) -> None:
+    assert all(each["handlers"] for each in found)
+
+
+def alone(world: DistributedContext, folder: Path) -> tuple[str, int, list[str]]:
+    script = Script(world, "pytorch_lightning")
+    undisturbed = script.fit(folder / "undisturbed", checkpointer=True, workers=2)
+    code = script.fit(folder / "stopped", checkpointer=True, stop_at=9, workers=2)
+    base = script.ours.SlurmtrainCallback.__mro__[1].__module__
+    return base, code, different(undisturbed, script.fit(folder / "stopped", checkpointer=True, workers=2))
+
+
+def test_a_script_with_pytorch_lightning_and_one_rank_goes_on_in_the_same_order_of_samples(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    pytest.importorskip("pytorch_lightning", reason="the extra `lightning` is not installed")
+    base, code, changed = gloo_ranks(1, alone, tmp_path)[0]
+    assert base.startswith("pytorch_lightning")
+    assert code == 75
+    assert changed == []
+
+
+def test_the_package_itself_imports_no_other_trainer() -> None:
+    script = "import slurmtrain.runtime.api, slurmtrain.runtime.own_checkpointer, slurmtrain.training.trainer, sys; "
+    script += "print({'lightning', 'pytorch_lightning', 'deepspeed', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()", done.stdout

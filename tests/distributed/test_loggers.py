@@ -1,0 +1,318 @@
+"""W&B and MLflow themselves, and a logger of one's own: a run that was interrupted is one run there, with each step once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.config.schema import MlflowConfig
+from slurmtrain.observe import Ending, Held, LoggedRun, read_metrics
+from slurmtrain.observe.mlflow_logger import MlflowLogger
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import process
+from slurmtrain.system.files import read_json
+from tests.distributed.test_training import LONG, go_on, pause, wait_for_attempt
+from tests.support import wandb_files
+from tests.support.gloo import wait_until
+from tests.support.local_runs import Project
+
+pytest.importorskip("wandb", reason="wandb is not installed: pip install 'slurmtrain[wandb]'")
+pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'slurmtrain[mlflow]'")
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+OWN_LOGGER = """
+import json, os, time
+from slurmtrain.observe import Held, Logger
+
+class Mine(Logger):
+    def __init__(self, path, seconds=0.0):
+        self.path, self.seconds = path, seconds
+
+    def open(self, run):
+        lines = open(self.path).read().splitlines() if os.path.exists(self.path) else []
+        return Held(json.loads(lines[-1])[0]) if lines else None
+
+    def log(self, step, values):
+        time.sleep(self.seconds)
+        with open(self.path, "a") as file:
+            file.write(json.dumps([step, values["loss"]]) + "\\n")
+
+    def evaluated(self, step, values):
+        pass
+"""
+
+
+def mlflow_client(run_dir: RunDir) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
+
+
+def mlflow_run(run_dir: RunDir) -> Any:
+    """The only run that MLflow has."""
+    client = mlflow_client(run_dir)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    (found,) = client.search_runs(experiments)
+    return found
+
+
+def steps_in_mlflow(run_dir: RunDir, metric: str) -> list[int]:
+    """The steps of all points of a metric, in the order in which they came."""
+    with sqlite3.connect(run_dir.path / "mlflow.db") as database:
+        return [step for (step,) in database.execute("SELECT step FROM metrics WHERE key = ? ORDER BY rowid", [metric])]
+
+
+def logged_by_mlflow(run_dir: RunDir) -> int:
+    try:
+        return max(steps_in_mlflow(run_dir, "loss"), default=-1)
+    except sqlite3.Error:  # not made yet
+        return -1
+
+
+def logged_by_own(folder: Path) -> int:
+    path = folder / "own.jsonl"
+    return int(json.loads(path.read_text().splitlines()[-1])[0]) if path.exists() and path.stat().st_size else -1
+
+
+def logger_pids(run_dir: RunDir) -> list[int]:
+    """The processes of the loggers, and what they have started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        words = _command(entry).split(b"\0") if entry.name.isdigit() else []
+        if b"slurmtrain.observe.logger_process" in words and str(run_dir.path).encode() in words:
+            found += [int(entry.name), *process.living_descendants(int(entry.name))]
+    return found
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    "thorough",
+    [
+        pytest.param(False, id="W&B and ours, preempted twice"),
+        pytest.param(True, marks=pytest.mark.slow, id="MLflow too, and killed after that"),
+    ],
+)
+def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    (project.path / "mine.py").write_text(OWN_LOGGER)
+    prometheus = tmp_path / "prometheus"
+    prometheus.mkdir()
+    pause(project)
+    run = project.submit(
+        *LONG,
+        "observe.wandb.enabled=true",
+        "observe.wandb.mode=offline",
+        "observe.wandb.tags=[short]",
+        f"observe.mlflow.enabled={str(thorough).lower()}",
+        f"+observe.loggers.own={{_target_: mine.Mine, path: {tmp_path / 'own.jsonl'}}}",
+        f"observe.textfile_dir={prometheus}",
+        "+secrets.WANDB_API_KEY=env",
+    )
+    for number in (1, 2, 3) if thorough else (1, 2):
+        wait_for_attempt(run, number)
+        reached = (run.attempts()[-1].first_step or 0) + 3
+        run.wait_for_step(reached)
+        (project.path / "hold").touch()
+        wait_until(lambda reached=reached: logged_by_own(tmp_path) >= reached, "logged by ours")  # type: ignore[misc]
+        if thorough:
+            wait_until(lambda reached=reached: logged_by_mlflow(run.run_dir) >= reached, "logged by MLflow")  # type: ignore[misc]
+        assert wait_until(lambda: [path.read_text() for path in prometheus.glob("*.prom")], "shown to Prometheus")
+        if number < 3:
+            for pid in [run.rank_pid(0), *logger_pids(run.run_dir)]:  # as SLURM does; wandb-core dies of it
+                os.kill(pid, signal.SIGTERM)
+        else:  # as when SLURM kills a job: the loggers have no time either
+            for pid in [run.rank_pid(0), *logger_pids(run.run_dir)]:
+                os.kill(pid, signal.SIGKILL)
+        (project.path / "hold").unlink()
+    go_on(project)
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", *["crash"] * thorough, "finished"]
+    assert list(prometheus.glob("*.prom")) == []
+    assert run.processes() == []
+
+    run_dir = run.run_dir
+    losses = {record["step"]: record["loss"] for record in read_metrics(run_dir.metrics_file) if "loss" in record}
+    assert list(losses) == list(range(1, 31))
+
+    rows = wandb_files.rows(run_dir.path)
+    assert {row["_step"]: row["loss"] for row in rows if "loss" in row} == losses
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})  # none twice, in their order
+    assert sorted(row["evaluated_step"] for row in rows if "evaluated_step" in row) == [15, 30]
+    runs = wandb_files.runs(run_dir.path)
+    assert {each.run_id for each in runs} == {run_dir.id}
+    assert list(runs[-1].tags) == ["short"]
+    config = {update.key: json.loads(update.value_json) for update in runs[-1].config.update}
+    assert config["optim"]["lr"] == 0.003
+    assert "secrets" not in config
+
+    own = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert own == [[step, loss] for step, loss in losses.items()]
+
+    if thorough:
+        found = mlflow_run(run_dir)
+        assert found.info.status == "FINISHED"
+        assert found.data.params["optim.lr"] == "0.003"
+        assert steps_in_mlflow(run_dir, "loss") == list(range(1, 31))
+        assert steps_in_mlflow(run_dir, "valid_loss") == [15, 30]
+
+    for path in run_dir.path.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            assert KEY.encode() not in path.read_bytes(), path
+    assert KEY not in run.output
+
+
+def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(tmp_path: Path) -> None:
+    config = MlflowConfig(enabled=True, experiment="lm", tags={"team": "a"})
+    described = {"optim": {"lr": 0.1}, "secrets": {"KEY": "env"}}
+    run = LoggedRun(id="20261123-1", name="n", user="u", directory=tmp_path, attempt=1, config=described)
+    run_dir = RunDir(tmp_path)
+
+    first = MlflowLogger(config)
+    assert first.open(run) == Held()
+    for step in (1, 2, 3):
+        first.log(step, {"loss": 1 / step, "b/s (x)": float("nan")})
+    first.evaluated(3, {"valid_loss": 1.0})
+    first.flush()
+    first.log(4, {"loss": 9.0})  # in the buffer when it is killed
+
+    second = MlflowLogger(config)
+    assert second.open(run) == Held(3, 3)
+    second.log(4, {"loss": 0.25})
+    second.flush()
+    assert second.close(Ending.STOPPED) == f"MLflow: run {mlflow_run(run_dir).info.run_id} of experiment 1: " + (
+        f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}"
+    )
+    assert mlflow_run(run_dir).info.status == "KILLED"
+
+    third = MlflowLogger(config)
+    assert third.open(run) == Held(4, 3)
+    assert mlflow_run(run_dir).info.status == "RUNNING"
+    third.log(5, {"loss": 0.2})
+    third.close(Ending.FINISHED)
+    found = mlflow_run(run_dir)
+    assert found.info.status == "FINISHED"
+    assert steps_in_mlflow(run_dir, "loss") == [1, 2, 3, 4, 5]
+    assert found.data.params == {"optim.lr": "0.1"}
+    assert found.data.tags["team"] == "a"
+    assert (tmp_path / "mlflow.db").stat().st_mode & 0o077 == 0
+
+
+def test_a_logger_that_is_slow_or_fails_holds_up_neither_training_nor_its_end(project: Project, tmp_path: Path) -> None:
+    (project.path / "mine.py").write_text(
+        OWN_LOGGER + "\nclass Broken(Mine):\n    def open(self, run):\n        raise OSError('no route')\n"
+    )
+    target = f"path: {tmp_path / 'own.jsonl'}, seconds: 100"
+    run = project.submit(
+        "train.steps=5",
+        "train.eval_every=0",
+        f"+observe.loggers.slow={{_target_: mine.Mine, {target}}}",
+        f"+observe.loggers.broken={{_target_: mine.Broken, {target}}}",
+        "observe.textfile_dir=/proc/none",
+    )
+    wait_until(lambda: logger_pids(run.run_dir), "begun")
+    wait_until(lambda: "step 5/5" in run.logs(), "trained")
+    wait_until(lambda: (read_json(run.run_dir.logger_file("broken")) or {}).get("error"), "refused")
+    for pid in logger_pids(run.run_dir):
+        if b"slow" in _command(Path(f"/proc/{pid}")).split(b"\0"):
+            os.kill(pid, signal.SIGKILL)  # rather than half a minute in which it may still close
+    run.finish()
+    assert "no route" in run.logs()
+    assert run.processes() == []
+
+
+# `{more}` and `{resume}` are what a person writes for slurmtrain, or would have written without it.
+HF_SCRIPT = """
+import os, pathlib, time
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from torch.utils.data import Dataset
+
+class Counting(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        tokens = [(index + place * (1 + index % 7)) % 64 for place in range(16)]
+        return {{"input_ids": tokens, "labels": tokens}}
+
+class Paced(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if pathlib.Path("pause").exists():
+            time.sleep(0.5)
+
+set_seed(0)
+out = os.path.join(os.environ["SLURMTRAIN_RUN_DIR"], "out")
+arguments = TrainingArguments(
+    output_dir=out, max_steps=40, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
+    report_to=["wandb", "mlflow"], disable_tqdm=True, use_cpu=True, {arguments}
+)
+shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+callbacks = [Paced()]
+{more}
+trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=callbacks)
+trainer.train(resume_from_checkpoint={resume})
+"""
+AS_IT_IS = {
+    "arguments": "enable_jit_checkpoint=True",
+    "more": "",
+    "resume": "get_last_checkpoint(out) if os.path.isdir(out) else None",
+}
+WITH_CALLBACK = {
+    "arguments": "",
+    "more": "from slurmtrain.integrations.transformers import SlurmtrainCallback, resume_from\n"
+    "callbacks.append(SlurmtrainCallback())",
+    "resume": "resume_from(out)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "repeats"), [(AS_IT_IS, 1), (WITH_CALLBACK, 0)], ids=["as it is", "callback"])
+def test_a_trainer_script_that_knows_nothing_of_our_loggers_goes_on_in_the_same_runs(
+    project: Project, changes: dict[str, str], repeats: int
+) -> None:
+    """Trainer's own save at a stop comes before a step that it still does: that one is done, and logged, twice."""
+    (project.path / "script.py").write_text(HF_SCRIPT.format(**changes))
+    (project.path / "pause").touch()
+    run = project.submit(
+        "+cluster=local",
+        "requeue.restart_delay_s=0",
+        "observe.wandb.enabled=true",
+        "observe.wandb.mode=offline",
+        "observe.wandb.project=hf",
+        "observe.mlflow.enabled=true",
+        "job=command",
+        f"job.command='{sys.executable} script.py'",
+        small=False,
+    )
+    for number in (1, 2):
+        wait_until(lambda number=number: len(run.attempts()) >= number, "started")  # type: ignore[misc]
+        wait_until(lambda number=number: logged_by_mlflow(run.run_dir) >= 8 * number, "eight steps further")  # type: ignore[misc]
+        os.killpg(run.rank_pid(0), signal.SIGTERM)  # as the launcher does
+    wait_until(lambda: len(run.attempts()) >= 3, "started again")
+    (project.path / "pause").unlink()
+    assert run.wait() == 0, run.logs()
+    assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", "finished"]
+
+    run_dir = run.run_dir
+    assert {each.run_id for each in wandb_files.runs(run_dir.path)} == {run_dir.id}
+    assert mlflow_run(run_dir).info.status == "FINISHED"
+    of_wandb = [row["train/global_step"] for row in wandb_files.rows(run_dir.path) if "train/loss" in row]
+    for steps in (of_wandb, steps_in_mlflow(run_dir, "loss")):
+        assert sorted(set(steps)) == list(range(1, 41))
+        assert len(steps) - 40 <= 2 * repeats

@@ -1,0 +1,267 @@
+"""The numbers of a training over several ranks: where its time went, its norms, and ranks that are slow."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slurmtrain.models import Decoder
+from slurmtrain.observe import read_metrics
+from slurmtrain.observe.phases import HostTimer, Window
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.state import StepResult, TrainingState
+from tests.distributed.test_training import SLOW_RATE, alone, fit, trainer
+from tests.support.gloo import GlooRanks
+
+PARTS = "data forward_backward communication optimizer checkpoint evaluation other".split()
+
+
+def logged(run_path: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(RunDir(run_path).metrics_file) if "loss" in record]
+
+
+def events(run_path: Path, name: str) -> list[dict[str, Any]]:
+    lines = (run_path / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+class OwnClock:
+    """The clock of a rank on which only the work below takes time: what else this machine does has no say in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+OWN_CLOCK: OwnClock | None = None  # of this process
+
+
+def work(seconds: float) -> None:
+    """Take so long, by the clock of this rank."""
+    if OWN_CLOCK is None:
+        time.sleep(seconds)
+    else:
+        OWN_CLOCK.now += seconds
+
+
+def fit_by_own_clock(distributed: DistributedContext, run_path: Path, overrides: list[str]) -> None:
+    global OWN_CLOCK
+    clock = OWN_CLOCK = OwnClock()  # the process ends with the test
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmtrain.runtime.jobs.train.HostTimer", lambda: HostTimer(clock))
+        fit(distributed, run_path, overrides)
+
+
+class SlowSamples:
+    """Random tokens; to fetch a batch takes a while."""
+
+    def __init__(self, seconds: float, length: int = 4096):
+        self._seconds, self._length = seconds, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        work(self._seconds)
+        tokens = torch.from_numpy((indices[:, None] * 31 + np.arange(33)) % 256)
+        return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+class SlowData:
+    """As a `data._target_`: so many seconds for each batch, on the slow rank more."""
+
+    def __init__(self, seconds: float = 0.0, slow: float = 0.0, valid: bool = False, **ignored: Any):
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.train = SlowSamples(slow if slow and rank == 1 else seconds)
+        self.valid = SlowSamples(0.05, length=16) if valid else None
+
+
+class SlowModel(Decoder):
+    """As a `model._target_`: each pass of training takes so many seconds, on the slow rank more."""
+
+    def __init__(self, seconds: float = 0.0, slow: float = 0.0, **sizes: Any):
+        super().__init__(**sizes)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self._seconds = slow if slow and rank == 1 else seconds
+
+    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
+        if self.training and tokens_BS.device.type != "meta":
+            work(self._seconds)
+        return super().forward(tokens_BS, *more, **named)
+
+
+class Hook(TrainingHook):
+    """As one of train.hooks."""
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        time.sleep(0.01)
+
+
+DATA, MODEL = f"data._target_={__name__}.SlowData", f"model._target_={__name__}.SlowModel"
+SHARDED = "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.dp_shard=2".split()
+REPLICAS = ["cluster.tasks_per_node=2"]
+
+
+def timed(distributed: DistributedContext, run_path: Path, overrides: list[str]) -> dict[int, tuple[float, float]]:
+    """Train, and return for each logged step moments by another clock just before and after its end was noted."""
+    made, moments = trainer(distributed, run_path, overrides), dict[int, tuple[float, float]]()
+    phases = made.state.phases
+    cut = phases.cut
+
+    def noted() -> Window:
+        before = time.monotonic()
+        window = cut()
+        moments[made.step] = before, time.monotonic()
+        return window
+
+    phases.cut = noted  # type: ignore[method-assign]
+    made.fit()
+    return moments
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, SHARDED], ids=["DDP", "FSDP"])
+def test_the_parts_add_up_to_the_step_and_each_gets_its_own_time(
+    gloo_ranks: GlooRanks, tmp_path: Path, layout: list[str]
+) -> None:
+    sleeps = [
+        "+data.seconds=0.02",
+        "+data.valid=true",
+        "+model.seconds=0.04",
+        f"train.hooks=[{{_target_: {__name__}.Hook}}]",
+    ]
+    often = ["train.steps=24", "train.log_every=8", "train.eval_every=12", "checkpoint.every_steps=10"]
+    (times, _) = gloo_ranks(2, timed, tmp_path / "run", [DATA, MODEL, *sleeps, *often, *layout])
+    records = logged(tmp_path / "run")
+    assert [record["step"] for record in records] == [8, 16, 24]
+    for record in records:
+        parts = {part: record[f"time_{part}_s"] for part in PARTS}
+        assert sum(parts.values()) == pytest.approx(record["time_total_s"], rel=0.02)
+        assert min(parts.values()) >= 0
+        if record["step"] > 8:  # by a clock that knows nothing of parts
+            (began, just_after), (just_before, ended) = times[record["step"] - 8], times[record["step"]]
+            whole = sum(parts.values()) * 8
+            assert 0.98 * (just_before - just_after) <= whole <= 1.02 * (ended - began)
+        assert parts["data"] >= 0.02 and parts["forward_backward"] >= 0.04 and parts["other"] >= 0.01 * 7 / 8
+        assert (parts["evaluation"] >= 0.05 / 8) == (record["step"] == 16)
+        pauses = parts["checkpoint"] + parts["evaluation"]
+        share = parts["communication"] / (sum(parts.values()) - pauses)
+        assert record["communication_share"] == pytest.approx(share, rel=1e-3)
+    assert records[1]["time_checkpoint_s"] > 2 * records[0]["time_checkpoint_s"]
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, SHARDED], ids=["DDP", "FSDP"])
+def test_waiting_for_a_slow_rank_is_communication_and_no_work_of_this_rank(
+    gloo_ranks: GlooRanks, tmp_path: Path, layout: list[str]
+) -> None:
+    slow = ["+model.seconds=0.01", "+model.slow=0.31", "train.steps=8", "train.log_every=4", "train.eval_every=0"]
+    gloo_ranks(2, fit, tmp_path / "run", [DATA, MODEL, *slow, *layout])
+    record = logged(tmp_path / "run")[-1]
+    assert record["time_communication_s"] > 0.2 > 0.15 > record["time_forward_backward_s"]
+    assert record["communication_share"] > 0.4
+
+
+def test_without_the_clock_of_parts_only_whole_steps_are_told(tmp_path: Path) -> None:
+    fit(alone(), tmp_path / "run", ["train.steps=4", "train.log_every=2", "observe.phases=false"])
+    (_, record) = logged(tmp_path / "run")
+    assert record["step_time_s"] > 0 and record["samples_per_s"] > 0
+    assert [key for key in record if key.startswith(("time_", "communication"))] == []
+
+
+def test_operations_per_second_follow_from_the_tokens_of_all_ranks(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    peak = ["train.steps=4", "train.log_every=4", "cluster.peak_tflops=0.5", "train.eval_every=0"]
+    gloo_ranks(2, fit, tmp_path / "run", [*peak, *REPLICAS])
+    record = logged(tmp_path / "run")[-1]
+    tiny = Decoder(vocab_size=256, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=128)
+    per_token = tiny.flops_per_token(64)
+    assert record["tokens_per_s_per_gpu"] == pytest.approx(record["tokens_per_s"] / 2, rel=1e-6)
+    assert record["samples_per_s"] == pytest.approx(record["tokens_per_s"] / 64, rel=1e-6)
+    assert record["tflops_per_gpu"] == pytest.approx(record["tokens_per_s"] / 2 * per_token / 1e12, rel=1e-6)
+    assert record["mfu"] == pytest.approx(record["tflops_per_gpu"] / 0.5, rel=1e-6)
+    attended = tiny.training_flops().of(1, 0) + tiny.training_flops().per_pair * 65 / 2
+    assert record["mfu_attended"] / record["mfu"] == pytest.approx(attended / per_token, rel=1e-5)
+
+
+def test_without_a_known_peak_there_is_no_mfu_and_the_run_says_why(tmp_path: Path) -> None:
+    fit(alone(), tmp_path / "run", ["train.steps=2", "train.log_every=2"])
+    (record,) = logged(tmp_path / "run")
+    assert record["tflops_per_gpu"] > 0 and "mfu" not in record
+    (told,) = events(tmp_path / "run", "flops counted")
+    assert told["peak_tflops"] is None and "cluster.peak_tflops states one" in told["why"]
+
+
+LAYOUTS = {
+    "FSDP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.dp_shard=2",
+    "TP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.tp=2",
+    "PP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.pp=2",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_of_the_layers_are_those_of_one_process_on_every_layout(
+    gloo_ranks: GlooRanks, tmp_path: Path, layout: str
+) -> None:
+    # Tied embeddings are on both ends of a pipeline.
+    often = [*SLOW_RATE, "train.steps=4", "train.log_every=4", "observe.per_layer_every=2", "train.eval_every=0"]
+    gloo_ranks(2, fit, tmp_path / "two", [*often, *LAYOUTS[layout].split()])
+    fit(alone(), tmp_path / "one", often)
+    one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
+    assert [record["step"] for record in two] == [2, 4]  # those of layers are logged in full
+    for mine, theirs in zip(one, two, strict=True):
+        names = [key for key in mine if "_norm" in key]
+        layers = ["embedding", "blocks.0", "blocks.1", "norm"]
+        assert {name.partition("/")[2] for name in names if "/" in name} == set(layers)
+        for name in names:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-4), name
+        for kind in ("grad_norm", "param_norm"):
+            squares = sum(theirs[f"{kind}/{layer}"] ** 2 for layer in layers)
+            assert squares**0.5 == pytest.approx(theirs[kind], rel=1e-5)
+    known = layout == "FSDP"
+    assert ("time_communication_s" in two[-1]) == ("communication_share" in two[-1]) == known
+    parts = sum(value for key, value in two[-1].items() if key.startswith("time_") and key != "time_total_s")
+    assert parts == pytest.approx(two[-1]["time_total_s"], rel=0.02)
+
+
+WATCHED = "train.log_every=50 train.eval_every=0 observe.straggler_every=5 checkpoint.every_steps=0".split()
+
+
+def slow_in(phase: str) -> list[str]:
+    """Steps of 20 ms for data and 40 ms for the passes; on the slow rank half as much more for one of them."""
+    data, passes = ("0.03", "0.04") if phase == "data" else ("0.02", "0.06")
+    return [DATA, MODEL, "+data.seconds=0.02", f"+data.slow={data}", "+model.seconds=0.04", f"+model.slow={passes}"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "layout"),
+    [("data", REPLICAS), ("forward_backward", REPLICAS), ("forward_backward", SHARDED)],
+    ids=["DDP-data", "DDP-forward_backward", "FSDP-forward_backward"],
+)
+def test_a_rank_that_is_slowed_by_half_is_named_with_its_part(
+    gloo_ranks: GlooRanks, tmp_path: Path, phase: str, layout: list[str]
+) -> None:
+    gloo_ranks(2, fit_by_own_clock, tmp_path / "run", [*slow_in(phase), *WATCHED, *layout, "train.steps=40"])
+    (told,) = events(tmp_path / "run", "straggler")
+    assert (told["ranks"], told["phase"], told["sporadic"]) == ([1], phase, False)
+    assert (told["step"], told["ratio"]) == (26, 1.5)  # five windows of five steps, looked at one step later
+    assert logged(tmp_path / "run")[-1]["slowest_rank"] == 1
+
+
+@pytest.mark.slow
+def test_a_clean_run_of_500_steps_names_nobody(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    sleeps = [DATA, MODEL, "+data.seconds=0.002", "+model.seconds=0.004"]
+    gloo_ranks(
+        2, fit, tmp_path / "run", [*sleeps, *WATCHED, *REPLICAS, "train.steps=500", "observe.straggler_every=10"]
+    )
+    assert events(tmp_path / "run", "straggler") == []
+    assert logged(tmp_path / "run")[-1]["slowest_rank_ratio"] >= 1.0

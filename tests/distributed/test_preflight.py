@@ -1,0 +1,192 @@
+"""The checks before training with real ranks: what is wrong on one of them is found, on all of them, by its name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmtrain.choices import PreflightMode
+from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
+from slurmtrain.errors import PreflightError
+from slurmtrain.report.preflight import read_preflight
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.distributed_context import init_distributed
+from slurmtrain.runtime.preflight import check, measure
+from slurmtrain.runtime.preflight.check import run_preflight
+from slurmtrain.runtime.preflight.facts import DiskFacts, FolderFacts, PathFacts
+from slurmtrain.runtime.preflight.gpus import NoAnswerError
+from slurmtrain.runtime.preflight.readers import Readers
+from slurmtrain.runtime.preflight.shared_folder import SharedFolder
+from slurmtrain.slurm.environment import NODES_VARIABLE, Environment
+from slurmtrain.system import signals
+from slurmtrain.system.files import write_json
+from tests.support.gloo import GlooRanks, cluster_config
+
+Said = tuple[
+    list[str], tuple[str, ...] | None
+]  # findings that rank 0 has recorded, and the nodes that every rank's error blames
+
+
+class Ranks:
+    """Four ranks, each on a node of its own as far as they know, in one run with an attempt for each check."""
+
+    def __init__(self, directory: Path, *, nodes: int = 4, in_turn: bool = False):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local = size // nodes
+        os.environ |= {
+            NODES_VARIABLE: ",".join(f"n{index}" for index in range(nodes)),
+            "GROUP_RANK": str(rank % nodes if in_turn else rank // local),
+            "LOCAL_RANK": str(rank // nodes if in_turn else rank % local),
+            "LOCAL_WORLD_SIZE": str(local),
+        }
+        self.environment = Environment.detect()
+        self.distributed = init_distributed(
+            cluster_config(), "cpu", self.environment, directory, signals.install_signal_handlers()
+        )
+        self.rank, self.attempt = rank, 0
+        self.run_dir = RunDir(directory / "run")
+        if rank == 0:
+            (self.run_dir.path / "code").mkdir(parents=True)
+            (self.run_dir.path / "config.yaml").write_text("a: 1\n")
+            write_json(self.run_dir.info_file, {"id": "run"})
+        self.distributed.broadcast_text("made" if rank == 0 else None)
+        self.config = Config(cluster=ClusterConfig(backend=cluster_config().backend), data={"path": str(directory)})
+
+    def check(self, wrong: Readers | None = None, *, on: int = -1, config: Config | None = None) -> Said:
+        self.attempt += 1
+        context = AttemptContext(self.run_dir, self.attempt, supervised=True)
+        if self.rank == 0:
+            context.attempt_dir.path.mkdir(parents=True)
+        self.distributed.broadcast_text("made" if self.rank == 0 else None)
+        used = wrong if wrong is not None and self.rank == on else Readers()
+        nodes = None
+        try:
+            run_preflight(config or self.config, self.distributed, context, used)
+        except PreflightError as error:
+            nodes = error.nodes
+        self.distributed.broadcast_text("done" if self.rank == 0 else None)
+        record = read_preflight(context.attempt_dir)
+        assert record is not None
+        return [each.sentence for each in record.findings], nodes
+
+
+def everything(directory: Path) -> dict[str, Said]:
+    ranks = Ranks(directory)
+    sound = Readers()
+    asks_gpus = replace(ranks.config, cluster=replace(ranks.config.cluster, gpus_per_node=2))
+
+    def no_driver() -> Any:
+        raise NoAnswerError("Driver/library version mismatch")
+
+    def older() -> Any:
+        facts = sound.process()
+        return replace(facts, packages={**facts.packages, "numpy": "1.0.0"})
+
+    found = {
+        "sound": ranks.check(),
+        "clock": ranks.check(Readers(clock=lambda: sound.clock() + 300), on=1),
+        "package": ranks.check(Readers(process=older), on=2),
+        "data": ranks.check(Readers(looks_at=lambda _: PathFacts("missing")), on=3),
+        "disk": ranks.check(Readers(disk=lambda _: DiskFacts(0.0)), on=3),
+        "driver": ranks.check(Readers(gpus=no_driver), on=1, config=asks_gpus),
+    }
+    if ranks.rank == 2:  # whose folder is not that of the others
+        check.folder_of = lambda attempt_dir: directory / "own" / attempt_dir.path.name
+    found["own folder"] = ranks.check(Readers(folder_limit_s=1.0), on=ranks.rank)
+    ranks.distributed.leave_together()
+    return found
+
+
+def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks.start(4, everything).results()
+    assert all(answer == answers[0] for answer in answers)  # the same record, and the same nodes in every rank's error
+    found: dict[str, Said] = answers[0]
+    assert found["sound"] == ([], None)
+    (clock,), blamed = found["clock"]
+    assert clock.startswith(("n1: its clock is 300.0 s ahead", "n1: its clock is 299.9 s ahead"))
+    assert blamed is None  # a warning
+    (package,), blamed = found["package"]
+    assert package.startswith("n2: numpy 1.0.0; expected: numpy ") and blamed == ("n2",)
+    (data,), blamed = found["data"]
+    assert data.startswith("n3: /") and "is not there" in data and blamed == ("n3",)
+    assert any("/tmp has 0 GB left" in each for each in found["disk"][0])
+    driver, blamed = found["driver"]
+    assert "n1: the driver says: Driver/library version mismatch; expected: a driver that answers" in driver
+    assert blamed == ("n1",)
+    (folder, *_), blamed = found["own folder"]
+    assert folder.startswith("n2: does not see in 1 s what rank 0 has written into the run directory")
+    assert blamed == ("n2",)
+
+
+def handed_out_in_turn(directory: Path) -> Said:
+    ranks = Ranks(directory, nodes=2, in_turn=True)
+    said = ranks.check()
+    ranks.distributed.leave_together()
+    return said
+
+
+def test_ranks_that_are_handed_out_to_the_nodes_in_turn_are_checked_as_well(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks.start(4, handed_out_in_turn).results()[0] == ([], None)
+
+
+def two_of_a_node(directory: Path) -> tuple[Said, Said, Said]:
+    ranks = Ranks(directory, nodes=1)
+    sound = ranks.check()
+    other = Readers()
+    if ranks.rank == 1:  # another environment is first on its path
+        (directory / "older" / "numpy-1.0.0.dist-info").mkdir(parents=True)
+        (directory / "older" / "numpy-1.0.0.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 1.0.0\n")
+        import sys
+
+        sys.path.insert(0, str(directory / "older"))
+    wrong = ranks.check(other, on=1)
+    slow = ranks.check(Readers(process=threading.Event().wait, limit_s=0.2), on=1)  # type: ignore[arg-type]
+    ranks.distributed.leave_together()
+    return sound, wrong, slow
+
+
+def test_a_rank_that_would_import_another_package_than_its_neighbour_is_found(gloo_ranks: GlooRanks) -> None:
+    (sound, wrong, slow), _ = gloo_ranks.start(2, two_of_a_node).results()
+    assert sound == ([], None)
+    assert slow == ([], None)  # a disk too slow to say how they differ ends no training
+    (sentence,), nodes = wrong
+    assert sentence.startswith("rank 1 on n0: numpy 1.0.0; expected: numpy ")
+    assert nodes == ()  # the rank's environment is at fault, and no node
+
+
+def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, int]:
+    ranks, looks = Ranks(directory, nodes=2), []
+    look = SharedFolder.look
+
+    def counted(folder: SharedFolder, error: str | None) -> FolderFacts:
+        looks.append(folder)
+        return look(folder, error)
+
+    SharedFolder.look = counted  # type: ignore[method-assign, assignment]
+    measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 12, 1, 0.0)
+    config = replace(
+        ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
+    )
+    config.preflight.slow_share = 1e-9  # so little is measured here that it says nothing
+    ranks.check(config=config)
+    record = read_preflight(ranks.run_dir.attempt(1))
+    ranks.distributed.leave_together()
+    assert record is not None
+    return [each.sentence for each in record.findings], record.measured, len(looks)
+
+
+def test_full_measures_every_rank_and_every_pair(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks.start(4, measured).results()
+    assert [answer[2] for answer in answers] == [1, 0, 1, 0]  # one process of a node looks into the shared folder
+    findings, rates, _ = answers[0]
+    assert findings == [] and rates is not None
+    assert list(rates["tflops"]) == ["0", "1", "2", "3"]
+    assert [pair[:2] for pair in rates["pairs"]] == [[0, 1], [2, 3]]
+    assert [link[:2] for link in rates["links"]] == [["n0", "n1"]]
+    assert min(rates["all_reduce"], rates["all_gather"], *(link[2] for link in rates["links"])) > 0

@@ -1,0 +1,163 @@
+"""`drill` on a real SLURM: a site that can do everything, and sites that cannot, each told with what to set."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gloo import wait_until
+from tests.support.loops import LOOP
+from tests.support.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+
+
+def words_of(cluster: Cluster) -> list[str]:
+    conf = cluster.sandbox.slurm_conf
+    return [
+        sys.executable,
+        "-m",
+        "slurmtrain",
+        "+cluster=sandbox",
+        "cluster.sandbox=null",
+        f"cluster.slurm_conf={conf}",
+    ]
+
+
+def drill(
+    cluster: Cluster, folder: Path, *words: str, path: str | None = None
+) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
+    """Type `drill`; return its exit code, its verdicts by way, and all of its JSON."""
+    env = {"PATH": path} if path is not None else None
+    done = cluster.run([*words_of(cluster), *words, "drill", "--json"], cwd=folder, check=False, env=env)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    return done.returncode, {each["way"]: each for each in found["ways"]}, found
+
+
+def jobs_of_drills(cluster: Cluster) -> list[str]:
+    names = cluster.run(["squeue", "--noheader", "--format=%j"]).stdout.split()
+    return [name for name in names if name.startswith("drill-")]
+
+
+def test_a_site_that_can_do_it_all_passes_in_every_way(sandbox: Cluster, tmp_path: Path) -> None:
+    code, ways, found = drill(sandbox, tmp_path)
+    assert {way: each["result"] for way, each in ways.items()} == dict.fromkeys(
+        ("early_signal", "requeue", "crash", "in_place", "preemption"), "passed"
+    ), found
+    assert code == 0 and all(each["same_bits"] for each in ways.values())
+    assert [each["saved_step"] == each["resumed_step"] for each in ways.values()] == [True] * 5
+    assert {ways[way]["saved_step"] for way in ("early_signal", "requeue", "preemption")} == {8}
+    assert ways["in_place"]["back_by"] == "in place, in the same job"
+    assert ways["requeue"]["back_by"] == "by SLURM's own requeue"
+    assert ways["early_signal"]["back_by"] == ways["crash"]["back_by"] == "by a requeue of the batch script"
+    assert ways["preemption"]["time_s"] == 20  # GraceTime and KillWait
+    assert found["kept"] is None and not (tmp_path / "runs" / "drills").exists()
+    assert jobs_of_drills(sandbox) == []
+    print(f"the drill took {found['took_s']:.0f} s")
+
+
+def test_without_a_requeue_a_run_does_not_come_back_and_a_chain_does(sandbox: Cluster, tmp_path: Path) -> None:
+    code, ways, found = drill(sandbox, tmp_path, "requeue=off", "--ways", "early_signal,requeue")
+    assert code == 1, found
+    assert ways["early_signal"]["result"] == "failed"
+    assert "requeue.mode=off" in ways["early_signal"]["sentence"] and "requeue=chain" in ways["early_signal"]["advice"]
+    assert ways["requeue"]["result"] == "not tried" and "requeue.mode=off" in ways["requeue"]["sentence"]
+    assert Path(found["kept"]).is_dir()
+    code, ways, found = drill(sandbox, tmp_path, "requeue=chain", "--ways", "early_signal")
+    assert (code, ways["early_signal"]["result"]) == (0, "passed"), found
+    assert ways["early_signal"]["back_by"].startswith("in the next job")
+    assert jobs_of_drills(sandbox) == []
+
+
+def test_a_site_whose_slurm_refuses_a_requeue_is_told_what_to_set(sandbox: Cluster, tmp_path: Path) -> None:
+    front, real = tmp_path / "front", shutil.which("scontrol")
+    front.mkdir()
+    (front / "scontrol").write_text(
+        f'#!/bin/bash\nif [ "$1" = requeue ]; then echo "Requested operation is presently disabled" >&2; exit 1; fi\n'
+        f'exec {real} "$@"\n'
+    )
+    (front / "scontrol").chmod(0o755)
+    path = f"{front}:{sandbox.env()['PATH']}"
+    code, ways, found = drill(sandbox, tmp_path, "--ways", "requeue", path=path)
+    assert (code, ways["requeue"]["result"]) == (1, "failed"), found
+    assert "Requested operation is presently disabled" in ways["requeue"]["sentence"]
+    assert "requeue=chain" in ways["requeue"]["advice"]
+
+
+@pytest.fixture
+def no_requeue_by_default(sandbox: Cluster) -> Iterator[Cluster]:
+    """A cluster with JobRequeue=0: a job is requeued only if it was submitted with --requeue."""
+    conf = sandbox.sandbox.slurm_conf
+    text = conf.read_text()
+    conf.write_text(text.replace("JobRequeue=1", "JobRequeue=0"))
+    sandbox.run(["scontrol", "reconfigure"])
+    assert "JobRequeue              = 0" in sandbox.run(["scontrol", "show", "config"]).stdout
+    yield sandbox
+    conf.write_text(text)
+    sandbox.run(["scontrol", "reconfigure"])
+
+
+def test_where_jobs_are_not_requeued_by_default_ours_are(no_requeue_by_default: Cluster, tmp_path: Path) -> None:
+    code, ways, found = drill(no_requeue_by_default, tmp_path, "--ways", "requeue,preemption")
+    assert (code, [each["result"] for each in ways.values()]) == (0, ["passed", "passed"]), found
+
+
+def test_a_rank_of_four_on_two_nodes_is_enough(sandbox: Cluster, tmp_path: Path) -> None:
+    words = ["cluster.nodes=2", "cluster.tasks_per_node=2", "--ways", "crash,in_place,early_signal"]
+    code, ways, found = drill(sandbox, tmp_path, *words)
+    assert (code, [each["same_bits"] for each in ways.values()]) == (0, [True] * 3), found
+
+
+@pytest.mark.parametrize("forgets", ["", "order"])
+def test_a_loop_of_ones_own_is_stopped_and_resumed_as_a_job(sandbox: Cluster, tmp_path: Path, forgets: str) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    line = [*words_of(sandbox), "cluster.nodes=1", "cluster.tasks_per_node=1", "drill", "--json"]
+    done = sandbox.run([*line, "--", "python", "loop.py", forgets], cwd=tmp_path, check=False)
+    found = json.loads(done.stdout)
+    assert found["result"] == ("failed" if forgets else "passed"), (found, done.stderr)
+    if forgets:
+        assert found["parting"]["step"] == found["stopped_at"] + 1
+    assert jobs_of_drills(sandbox) == []
+
+
+@pytest.fixture
+def short_grace(sandbox: Cluster) -> Iterator[Cluster]:
+    yield sandbox
+    sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=10"])
+
+
+@pytest.mark.parametrize(("grace_s", "total"), [(0, 10), (3, 13)])
+def test_a_grace_that_is_too_short_for_a_save_is_told_with_its_seconds(
+    short_grace: Cluster, tmp_path: Path, grace_s: int, total: int
+) -> None:
+    short_grace.run(["scontrol", "update", "PartitionName=low", f"GraceTime={grace_s}"])
+    code, ways, found = drill(short_grace, tmp_path, "--ways", "preemption", "--leaving", "40")
+    way = ways["preemption"]
+    assert (code, way["result"], way["time_s"]) == (1, "failed", total), found
+    assert f"killed before it had saved, and partition low gives {total} s" in way["sentence"]
+    assert "GraceTime" in way["advice"] and "save more often" in way["advice"]
+    assert way["resumed_step"] == way["saved_step"] == 4  # of the last save before
+
+
+def test_a_partition_that_preempts_nobody_says_so(sandbox: Cluster, tmp_path: Path) -> None:
+    code, ways, _ = drill(sandbox, tmp_path, "cluster.partition=high", "--ways", "preemption")
+    assert (code, ways["preemption"]["result"]) == (75, "not tried")
+    assert "PreemptMode=OFF" in ways["preemption"]["sentence"]
+
+
+def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:
+    line = [*words_of(sandbox), "drill", "--ways", "early_signal,requeue"]
+    process = subprocess.Popen(line, cwd=tmp_path, env=sandbox.env(), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(jobs_of_drills(sandbox)) == 3, "submitted")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(90) == 130
+    assert jobs_of_drills(sandbox) == []

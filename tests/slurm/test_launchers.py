@@ -1,0 +1,175 @@
+"""job.launcher on a real SLURM: one launcher on each node, 2 nodes x 2 processes, preempted, resumed, with the right ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.project import Project, make_project
+from tests.support.slurm_cluster import Cluster
+
+# Counts to 40 with checkpoints as transformers names them, and waits at 20 in its first attempt, until it is preempted.
+# Rank 0 saves on SIGTERM, which takes a while, and leaves with 0; the others die of the signal at once.
+TRAIN = r"""
+import json, os, pathlib, shutil, signal, sys, time
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+run_dir, attempt = pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"]), os.environ["SLURMTRAIN_ATTEMPT"]
+out = run_dir / "out"
+out.mkdir(exist_ok=True)
+together = 0
+if "--gloo" in sys.argv:
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    together = int(total)
+if "--accelerate" in sys.argv:
+    import torch
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    together = int(accelerator.reduce(torch.tensor([accelerator.process_index]), reduction="sum"))
+saved = sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+step = first = saved[-1] if saved else 0
+
+def save(step):
+    folder = out / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / "weights").write_text(str(step))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+def told(number, frame):
+    time.sleep(1.0)
+    save(step)
+    (run_dir / f"told-{attempt}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+
+for name in sys.argv[1:]:
+    if name.startswith("SIG") and rank == 0:
+        signal.signal(getattr(signal, name), told)
+seen = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "SLURM_PROCID", "SLURM_NTASKS")}
+facts = {**seen, "world": world, "first": first, "together": together, "arguments": sys.argv[1:]}
+while step < 40:
+    if step == 20:
+        (run_dir / f"up-{attempt}-{rank}").write_text(json.dumps(facts))
+        if attempt == "1" and "--crash" in sys.argv and rank == 3:
+            sys.exit(7)
+        if attempt == "1":
+            time.sleep(600)
+    step += 1
+    time.sleep(0.01)
+if rank == 0:
+    save(step)
+"""
+
+
+@pytest.fixture
+def project(sandbox: Cluster, tmp_path: Path) -> Project:
+    made = make_project(tmp_path / "own", sandbox)
+    (made.path / "train.py").write_text(TRAIN)
+    return made
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+SHAPES = [
+    pytest.param("torchrun", ["train.py", "SIGTERM", "two words", "$HOME"], [], id="torchrun"),
+    pytest.param(
+        "torchrun",
+        [sys.executable, "train.py", "SIGUSR1", "--gloo"],
+        ["job.stop_signal=SIGUSR1"],
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("accelerate", ["train.py", "SIGTERM", "--accelerate"], [], marks=pytest.mark.slow),
+    pytest.param("deepspeed", ["train.py", "SIGTERM", "--gloo"], [], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("launcher", "words", "more"), SHAPES)
+def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(
+    project: Project, launcher: str, words: list[str], more: list[str]
+) -> None:
+    if not installed("deepspeed" if launcher == "deepspeed" else launcher.replace("torchrun", "torch")):
+        pytest.skip(f"{launcher} is not installed")
+    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
+    again = ["requeue.restart_delay_s=0", "job.snapshot=none"]
+    again += ["job.checkpoints='out/checkpoint-*'", "job.checkpoint_complete=trainer_state.json"]
+    run = project.submit(f"job.launcher={launcher}", *sizes, *again, *more, small=False, words=("--", *words))
+    ranks = range(4)
+    run.wait_until(lambda: all((run.run_dir.path / f"up-1-{rank}").exists() for rank in ranks), "up")
+    torn = run.run_dir.path / "out" / "checkpoint-99"  # the program would go on from there
+    torn.mkdir()
+    (torn / "weights").write_text("the first half")
+    os.utime(torn / "weights", (1000, 1000))
+    os.utime(torn, (1000, 1000))
+    run.preempt_by_high()
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"], run.logs()
+    assert [attempt.world_size for attempt in run.attempts()] == [4, 4]
+    assert [attempt.seen_step for attempt in run.attempts()] == [20, 40]
+    aside = torn.with_name(".incomplete-checkpoint-99-attempt-2")
+    assert (aside / "weights").read_text() == "the first half" and not torn.exists()
+    assert "1 incomplete one moved aside (the last: checkpoint-99)" in run.status()
+    # Rank 0 saved for a second after the others had died of the signal: no launcher has ended it.
+    assert (run.run_dir.path / "told-1").read_text() == words[1 if words[0] == "train.py" else 2]
+    arguments = words[words.index("train.py") + 1 :]
+    for number, first in ((1, 0), (2, 20)):
+        for rank in ranks:
+            facts = json.loads((run.run_dir.path / f"up-{number}-{rank}").read_text())
+            own = [f"--local_rank={rank % 2}"] if launcher == "deepspeed" else []
+            assert facts == {
+                "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2",
+                "NODE_RANK": str(rank // 2),
+                "SLURM_PROCID": None,
+                "SLURM_NTASKS": None,
+                "world": 4,
+                "first": first,
+                "together": 6 if {"--gloo", "--accelerate"} & set(words) else 0,
+                "arguments": [*own, *arguments],
+            }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_an_own_loop_with_our_lines_stops_and_resumes_under_a_launcher(project: Project, launcher: str) -> None:
+    if not installed(launcher.replace("torchrun", "torch")):
+        pytest.skip(f"{launcher} is not installed")
+    shutil.copy(Path(__file__).parents[2] / "jobs" / "own_loop.py", project.path)
+    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
+    words = [launcher, "--no_local_rank"] if launcher == "deepspeed" else []
+    run = project.submit(
+        f"job.launcher={launcher}",
+        "requeue.restart_delay_s=0",
+        *sizes,
+        small=False,
+        words=("--", *words, "own_loop.py", "--pause", "0.1"),
+    )
+    log = run.run_dir.attempts / "0001" / "rank-0.log"
+    run.wait_until(lambda: log.exists() and "step 10/100" in log.read_text(), "training")
+    run.preempt_by_high()
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"], run.logs()
+    first, second = run.attempts()
+    assert first.program_code == 75 and first.committed_step is not None and second.committed_step == 100
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_starts_all_nodes_again_together_and_is_named(project: Project) -> None:
+    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
+    shown = ["job.checkpoints='out/checkpoint-*'", "job.launcher=torchrun", "requeue.restart_delay_s=0"]
+    run = project.submit(*shown, *sizes, small=False, words=("--", "train.py", "--crash"))
+    run.wait_for_end()
+    first, second = run.attempts()
+    assert (first.reason, second.reason) == ("crash", "finished"), run.logs()
+    assert "rank 3: train.py (torchrun) ended with exit code 7" in (first.sentence or "")
+    assert all((run.run_dir.path / f"up-2-{rank}").exists() for rank in range(4))
+    assert "checkpoints: NONE to be seen at the start of attempt 2" in run.status()

@@ -1,0 +1,57 @@
+"""The checks before training on a real SLURM: a node that is at fault is left out, and the verb checks an allocation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.runs.outcome import Reason
+from tests.slurm.project import make_project
+from tests.support.slurm_cluster import Cluster
+
+# Python loads it first of all, from the snapshot: on one node another environment comes before the one of all others.
+OTHER_PACKAGES = """
+import os, pathlib, sys
+if os.environ.get("SLURMD_NODENAME") == "n1" and "SLURM_PROCID" in os.environ:
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "older"))
+"""
+
+
+@pytest.mark.slow
+def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_finishes(
+    sandbox: Cluster, tmp_path: Path
+) -> None:
+    project = make_project(tmp_path / "project", sandbox)
+    older = project.path / "older" / "numpy-1.0.0.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Name: numpy\nVersion: 1.0.0\n")
+    (project.path / "sitecustomize.py").write_text(OTHER_PACKAGES)
+    run = project.submit(
+        *("cluster.nodes=3", "cluster.tasks_per_node=1", "train.steps=4", "train.global_batch_size=12"),
+        "requeue.restart_delay_s=1",
+    )
+    run.finish()
+    first, *_, last = run.attempts()
+    assert (first.reason, first.bad_nodes) == (Reason.BAD_NODE, ["n1"])
+    assert "preflight, packages: n1: numpy 1.0.0; expected: numpy " in (first.sentence or "")
+    assert "n1" in first.nodes and "n1" not in last.nodes
+    assert last.reason == "finished"
+
+
+@pytest.mark.slow
+def test_the_verb_checks_an_allocation_and_trains_nothing(sandbox: Cluster, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", sandbox)
+    words = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={sandbox.sandbox.slurm_conf}"]
+    words += ["+experiment=smoke", "cluster.nodes=2", "cluster.tasks_per_node=1", "preflight", "--full", "--json"]
+    done: subprocess.CompletedProcess[str] = sandbox.run(
+        [sys.executable, "-m", "slurmtrain", *words], cwd=project.path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["preflight"]
+    assert (found["mode"], found["ranks"], len(found["nodes"])) == ("full", 2, 2)
+    assert [each["kind"] for each in found["findings"] if each["fatal"]] == []
+    assert len(found["measured"]["links"]) == 1

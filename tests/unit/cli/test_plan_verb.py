@@ -1,0 +1,209 @@
+"""`plan` on the command line: what a person and a program are told, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose, freeze
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+
+EIGHT_B = [
+    *("+cluster=h100x8", "cluster.nodes=16", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"),
+    *("data.seq_len=8192", "train.global_batch_size=1024", "train.micro_batch_size=1"),
+]
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*words, "plan"]) == 0
+    return capsys.readouterr().out
+
+
+def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said([*words, "--json"], capsys))
+    return found
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert main([*words, "plan"]) == code
+    return capsys.readouterr().err
+
+
+def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said([*EIGHT_B, "--tokens", "15T"], capsys)
+    for words in (
+        "16 nodes x 8 H100: 128 ranks = 128 data-parallel groups (128 shards)",
+        "8.03 billion parameters, computed in bfloat16",
+        "1024 sequences of 8,192 tokens = 8.39 million tokens; 8 x 1 on a rank",
+        " GB of 79.0 on a rank (parameters 0.2, gradients 0.2, optimiser 0.5",
+        "The weights alone in 16 bit: 16.1 GB",
+        "is best (Daly 2006), for a failure every 9 d 15 h",
+        "15 trillion tokens take ",
+        "(arXiv:2205.10782)",
+        "More than 128 nodes cannot share this step",
+        "note: 40% of the peak assumed for computation",
+        "note: cluster.network_gb_per_s=400 assumed",
+    ):
+        assert words in text, words
+
+
+def test_a_program_gets_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*EIGHT_B, "--tokens", "1.5e13"], capsys)
+    assert found["axes"]["dp_shard"] == found["ranks"] == 128
+    assert found["tokens_per_step"] == 1024 * 8192
+    step = found["step"]
+    assert math.isclose(sum(step["seconds"].values()), step["expected_s"])
+    assert step["at_best_s"] < step["expected_s"]
+    assert step["mfu_attended"] < step["mfu_attended_at_most"] <= 1
+    assert found["communication"]["dp_shard"]["nodes"] == 16
+    assert found["cost"]["tokens"] == 15 * 10**12
+    assert math.isclose(found["cost"]["gpu_hours"], found["cost"]["days"] * 24 * 128)
+    assert found["goodput"]["configured"] <= found["goodput"]["best"] <= 1
+    assert [each["nodes"] for each in found["more_nodes"]] == [32, 64, 128]
+    assert found["sentence"].startswith("More than 128 nodes cannot")
+    assert found["run"] is None
+
+
+def test_a_search_lists_what_fits_as_overrides_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel.param_dtype=bfloat16"]
+    words += ["data.seq_len=4096", "train.global_batch_size=512", "--search"]
+    text = said(words, capsys)
+    assert "layouts of 128 ranks fit; the fastest by arithmetic first" in text
+    best = answer(words, capsys)["search"][0]
+    assert " ".join(best["overrides"]) in text
+    assert said([*words[:-1], *best["overrides"]], capsys)
+
+
+def test_a_model_that_fits_nowhere_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+cluster=h100x8", "model=llama3_405b", "train.global_batch_size=64"]
+    assert "it does not fit: plan --search shows what does" in said(words, capsys)
+    assert "no layout of 8 ranks fits into 79.0 GB" in refusal([*words, "--search"], capsys, 78)
+
+
+def test_a_slow_network_is_named_as_the_reason_against_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"], capsys)
+    assert "nodes are not worth it with train.global_batch_size=1024" in text
+    assert "below 80%, since adding up gradients takes longer than the backward pass that hides it" in text
+
+
+def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(["+experiment=smoke"], capsys)
+    assert "note: no peak is known for CPUs" in text
+    assert "memory" in text and "goodput" in text and "step " not in text
+    assert answer(["+experiment=smoke"], capsys)["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--tokens", "many"], 2, "--tokens many: a number of tokens was expected"),
+        (["--tokens", "0"], 2, "--tokens 0: a number of tokens was expected"),
+        (["--tokens", "1e99"], 2, "--tokens 1e99"),
+        (["--from", "nothing"], 2, "there are no runs under"),
+        (["job=command", "job.command=true"], 78, "plan is for the trainer's runs"),
+        (["model._target_=my.Model"], 78, "the arithmetic of plan is that of our own decoder"),
+        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is no rate"),
+        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is no rate"),
+        (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(
+    words: list[str], code: int, sentence: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = refusal(words, capsys, code)
+    assert sentence in found
+    assert "Traceback" not in found
+    assert len(found.splitlines()) <= 2
+
+
+# The rates of an earlier run.
+
+
+def a_run(project: Path, records: list[dict[str, Any]], words: list[str] | None = None) -> RunDir:
+    run_dir = RunDir(project / "runs" / "train" / "20261123-000000-abcde")
+    run_dir.path.mkdir(parents=True)
+    run_dir.config_file.write_text(freeze(compose(words or ["experiment=smoke"])))
+    info = {"id": run_dir.id, "name": "train", "created": 1.0, "job_ids": [], "overrides": []}
+    run_dir.info_file.write_text(json.dumps(info))
+    run_dir.metrics_file.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return run_dir
+
+
+def found_length(run_dir: RunDir) -> int:
+    return int(run_dir.config_values()["data"]["seq_len"])
+
+
+def logged(step: int, **parts: float) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, "step_time_s": 9.0, **{f"time_{name}_s": each for name, each in parts.items()}}
+
+
+def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = logged(1, data=9.0, forward_backward=90.0, optimizer=9.0, other=1.0)
+    steps = [logged(step, data=0.1, forward_backward=1.5, optimizer=0.3, other=0.1) for step in range(2, 12)]
+    run_dir = a_run(project, [slow, *steps])
+    run_dir.event(Event.CHECKPOINT, step=5, seconds=4.0, stall_s=0.5, size=395_136)
+    found = answer(["+experiment=smoke", "--from", "last"], capsys)
+    assert found["step"]["expected_s"] == pytest.approx(2.0)
+    assert found["checkpoint"]["write_s"] == pytest.approx(4.0, rel=0.01)
+    assert found["checkpoint"]["stall_s"] == pytest.approx(0.5, rel=0.01)
+    assert found["run"] == run_dir.id
+    twice = answer(["+experiment=smoke", "train.global_batch_size=16", "--from", "last"], capsys)
+    assert twice["step"]["seconds"]["computation"] == pytest.approx(3.0)
+    text = said(["+experiment=smoke", "train.global_batch_size=32", "--from", "last"], capsys)
+    tokens = 8 * found_length(run_dir)
+    assert f"0.003 with batches of {tokens:,} tokens in {run_dir.id} is about 0.006 with {4 * tokens:,}" in text
+    longer = ["train.global_batch_size=4", f"data.seq_len={2 * tokens // 8}", f"model.max_seq_len={2 * tokens // 8}"]
+    text = said(["+experiment=smoke", *longer, "--from", "last"], capsys)  # other sequences, the same tokens
+    assert f"0.003 with batches of {tokens:,} tokens is about" in text
+    assert f"rates of run {run_dir.id}" in text
+    assert "it has not measured communication, which count as computation" in text
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"step": 3, "loss": 1.0}],
+        [{"step": 3, "step_time_s": "9"}, {"step": 4, "step_time_s": -1.0}, {"step": 5, "step_time_s": math.nan}],
+        [{"step": 3, "step_time_s": math.inf}, {"step": 4, "step_time_s": [1]}],
+    ],
+)
+def test_a_run_that_has_measured_nothing_is_no_help(
+    records: list[dict[str, Any]], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(project, records)
+    assert "has logged no steps" in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+
+
+def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = a_run(project, [logged(1, forward_backward=1.0)], ["job=command", "job.command=true"])
+    assert "plan is for the trainer's runs" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
+    run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
+    assert "Traceback" not in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    run_dir.config_file.write_text("# Frozen by slurmtrain, schema version 4.\nmodel: 3\n")
+    found = refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    assert "is not a config of this version" in found
+    run_dir.metrics_file.unlink()
+    run_dir.metrics_file.symlink_to("/etc/passwd")
+    run_dir.config_file.write_text(freeze(compose(["experiment=smoke"])))
+    assert "links in a run are not followed" in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+
+
+def test_a_plan_loads_no_torch() -> None:
+    code = (
+        "import sys; from slurmtrain.cli import main; "
+        "main(['+cluster=h100x8', 'model=llama3_8b', 'parallel=fsdp', 'plan', '--search']); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,167 @@
+"""The verb probe, and what submit says of a job that does not suit the cluster, with recorded answers of SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from tests.support.commands import FakeSlurm
+from tests.support.recorded_slurm import answers_of, play
+
+
+@pytest.fixture
+def alpha(project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A cluster with accounting, as it was recorded, for the user `me`; the current folder is an empty project."""
+    monkeypatch.setattr("slurmtrain.slurm.read_facts.own_user", lambda: "me")
+    for name in ("HOME", "SCRATCH", "WORK", "MODULEPATH", "LMOD_CMD", "MODULES_CMD"):
+        monkeypatch.delenv(name, raising=False)
+    play(fake_slurm, answers_of("alpha_22_05"))
+    return fake_slurm
+
+
+def test_probe_writes_a_file_that_cluster_finds_in_this_folder(
+    alpha: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe"]) == 0
+    said = capsys.readouterr().out
+    assert "wrote conf/cluster/alpha.yaml for partition gpu" in said
+    assert "SLURM would accept a job of it" in said
+    assert "python -m slurmtrain +cluster=alpha submit --dry-run" in said
+    assert "gpu (default)" in said
+    assert "storage_gb_per_s: What do all nodes" in said
+    assert os.listdir(project) == ["conf"]  # the file by which the speed was measured is gone
+    config = compose(["cluster=alpha"])
+    assert (config.cluster.partition, config.cluster.gpus_per_node) == ("gpu", 4)
+    assert main(["+cluster=alpha", "submit", "--dry-run"]) == 0
+    assert "#SBATCH --gpus-per-node=a100:4" in capsys.readouterr().out
+    assert main(["probe", "--check", "alpha"]) == 0
+    assert capsys.readouterr().out == f"{project}/conf/cluster/alpha.yaml suits cluster alpha\n"
+
+
+def test_probe_never_replaces_a_file_unasked(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("conf/cluster").mkdir(parents=True)
+    Path("conf/cluster/alpha.yaml").write_text("nodes: 7\n")
+    assert main(["probe"]) == 2
+    assert "conf/cluster/alpha.yaml is there already" in capsys.readouterr().err
+    assert Path("conf/cluster/alpha.yaml").read_text() == "nodes: 7\n"
+    assert main(["probe", "--force"]) == 0
+    assert "gpus_per_node: 4" in Path("conf/cluster/alpha.yaml").read_text()
+
+
+def test_probe_of_another_partition_prints_or_writes_where_it_is_told(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--partition", "debug", "--out", "-", "--no-speed"]) == 0
+    assert "\npartition: debug " in capsys.readouterr().out
+    assert not Path("conf").exists()
+    assert main(["probe", "--partition", "cpu", "--account", "physics", "--out", "mine/cluster/c.yaml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["file"], answer["partition"], answer["refused"]) == ("mine/cluster/c.yaml", "cpu", None)
+    assert answer["values"]["account"] == "physics"
+    assert main(["--config-dir", "mine", "+cluster=c", "submit", "--dry-run"]) == 0
+    assert main(["probe", "--partition", "gpus"]) == 78
+    assert "there is no partition 'gpus'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--name", "../x"], ["--out", "/dev/null/x.yaml"], ["--out", "-", "--json"]])
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["probe", "--no-speed", *words]) == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alpha.refuse("sbatch: error: Batch job submission failed: Invalid account or account/partition combination")
+    assert main(["probe"]) == 78
+    assert "SLURM would not accept a job of it" in capsys.readouterr().out
+    assert Path("conf/cluster/alpha.yaml").exists()
+
+
+def test_drift_is_told_by_words_and_exit_code(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--no-speed"]) == 0
+    answers = answers_of("alpha_22_05")
+    partitions = next(command for command in answers if command.endswith("show partition"))
+    play(alpha, answers | {partitions: answers[partitions].replace("GraceTime=60", "GraceTime=0")})
+    capsys.readouterr()
+    assert main(["probe", "--check", "conf/cluster/alpha.yaml"]) == 1
+    assert "changed: GraceTime was 60 s, and is 0 s; does a step and a save still fit?" in capsys.readouterr().out
+    play(alpha, answers | {partitions: answers[partitions].replace("MaxTime=2-00:00:00", "MaxTime=01:00:00")})
+    assert main(["probe", "--check", "alpha", "--json"]) == 78
+    first = json.loads(capsys.readouterr().out)["drift"][0]
+    assert (first["kind"], first["field"]) == ("cannot run", "cluster.time_limit_min")
+    play(alpha, answers | {partitions: answers[partitions].replace("PartitionName=gpu", "PartitionName=h100")})
+    assert main(["probe", "--check", "alpha"]) == 78
+    assert "cannot run: there is no partition 'gpu'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("[]\n", 78, "has no fields"),
+        ("a: [\n", 78, "is no YAML"),
+        ("nodez: 3\n", 2, "nodez"),
+        ("backend: local\n", 2, "is no cluster of SLURM's"),
+        ("nodes: many\n", 78, "many"),
+    ],
+)
+def test_a_file_that_is_no_clusters_is_one_sentence(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str], text: str, code: int, words: str
+) -> None:
+    Path("mine.yaml").write_text(text)
+    assert main(["probe", "--check", "mine.yaml"]) == code
+    assert words in capsys.readouterr().err
+    assert main(["probe", "--check", "nowhere"]) == 2
+    assert "no such cluster" in capsys.readouterr().err
+
+
+def test_without_an_answer_of_slurm_nothing_is_written(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--no-speed"]) == 1
+    assert "did not answer `scontrol show config`" in capsys.readouterr().err
+    assert not Path("conf").exists()
+
+
+def test_a_job_that_does_not_suit_the_cluster_is_refused_before_anything_is_created(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "cluster.backend=slurm",
+        "cluster.partition=gpu",
+        "cluster.gpus_per_node=4",
+        "cluster.gpu_type=h100",
+        "cluster.tasks_per_node=4",
+    ]
+    assert main([*words, "+experiment=smoke", "submit"]) == 78
+    said = capsys.readouterr().err
+    assert "no node of partition gpu has h100:4 on a node" in said
+    assert "its nodes have gpu:a100:4, gpu:v100:8" in said
+    assert alpha.submitted == []
+    assert not Path("runs").exists()
+
+
+def test_a_job_that_suits_the_cluster_is_submitted(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--no-speed"]) == 0
+    assert main(["+cluster=alpha", "+experiment=smoke", "submit"]) == 0
+    assert len(alpha.submitted) == 1
+
+
+def test_slurm_is_asked_whether_it_accepts_a_single_run_before_it_is_submitted(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alpha.command(
+        "sbatch", 'echo "$*" >>"$here/calls"; echo "allocation failure: Invalid qos specification" >&2; exit 1'
+    )
+    assert main(["cluster.backend=slurm", "+experiment=smoke", "submit"]) == 1
+    assert "sbatch refused the job: Invalid qos specification" in capsys.readouterr().err
+    (call,) = (alpha.directory / "calls").read_text().splitlines()
+    assert call.startswith("--test-only")
+    assert not Path("runs").exists()

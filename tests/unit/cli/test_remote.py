@@ -1,0 +1,128 @@
+"""--host: what is typed on a laptop happens on the login node, over the person's own ssh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.cli.remote import Host, split_host, wanted
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import UsageError
+from slurmtrain.resources import PACKAGE
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.commands import FakeSlurm
+
+LOGIN = ["--host", "me@login", "--host-python", sys.executable]
+
+
+@pytest.fixture
+def login(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home directory on a login node, which is this machine: `ssh` begins a shell there, as sshd does."""
+    home = tmp_path / "login home"
+    home.mkdir()
+    (home / ".bash_profile").write_text(
+        f"export PATH='{fake_slurm.directory}':\"$PATH\" PYTHONPATH='{PACKAGE.parent}'\n"
+    )
+    fake_slurm.command(
+        "ssh",
+        'while [ "$1" != -- ]; do shift; done\n'
+        'echo "$2" >>"$here/hosts"; shift 2\n'
+        f"cd '{home}' && exec env -i HOME='{home}' PATH=/usr/bin:/bin USER=me bash -c \"$*\"",
+    )
+    laptop = tmp_path / "laptop"
+    laptop.mkdir()
+    subprocess.run(["git", "init", "-q", str(laptop)], check=True)
+    for name, text in {"a.py": "a", "below/train me.py": "b", "big.ckpt": "c", ".gitignore": "*.ckpt\n"}.items():
+        (laptop / name).parent.mkdir(exist_ok=True)
+        (laptop / name).write_text(text)
+    monkeypatch.chdir(laptop / "below")
+    return home
+
+
+def runs_of(home: Path) -> list[RunDir]:
+    return [RunDir(path) for path in sorted((home / "slurmtrain-work/laptop/runs").glob("*/2*"))]
+
+
+def test_submit_sends_the_work_tree_and_the_run_is_made_there(login: Path, fake_slurm: FakeSlurm) -> None:
+    program = ["python", "train me.py", "--name", "it's $HOME", '"q"']
+    assert main([*LOGIN, "cluster=a100x4", "submit", "--", *program]) == 0
+    (run,) = runs_of(login)
+    sent = sorted(str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file())
+    assert [name for name in sent if not name.startswith("slurmtrain/")] == [".gitignore", "a.py", "below/train me.py"]
+    assert run.info()["workdir"] == "code/below" and fake_slurm.submitted == [run.script.read_text()]
+    command = load_frozen(run.config_file, with_secrets=False).job.command
+    assert command == "python 'train me.py' --name 'it'\"'\"'s $HOME' '\"q\"'"
+    assert not Path("runs").exists() and (fake_slurm.directory / "hosts").read_text() == "me@login\n"
+    Path("../a.py").write_text("edited after submit")
+    assert (run.code / "a.py").read_text() == "a"
+
+
+def test_verbs_work_from_the_laptop_and_their_exit_codes_are_those_of_there(
+    login: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = ["--host", f"me@login:{login}/my work", *LOGIN[2:]]  # a folder of one's own choice
+    assert main([*there, "status"]) == 2
+    assert "submit makes it" in capfd.readouterr().err
+    assert main([*there, "cluster=a100x4", "submit"]) == 0
+    assert main([*there, "status", "last"]) == 0
+    (path,) = (login / "my work" / "runs").glob("*/2*")
+    assert f"run {path.name} (train)" in capfd.readouterr().out and not (login / "slurmtrain-work").exists()
+    assert main([*there, "status", "no-such-run"]) == 2
+
+
+def test_where_the_connection_breaks_while_the_code_is_sent_nothing_is_submitted(
+    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("noise").write_bytes(os.urandom(1 << 20))  # so that what arrives is no whole archive
+    whole = (fake_slurm.directory / "ssh").read_text()
+    fake_slurm.command("ssh", whole.partition("\n")[2].replace("exec env", "head -c 100000 | env"))
+    assert main([*LOGIN, "cluster=a100x4", "submit"]) != 0
+    assert "the code could not be unpacked" in capfd.readouterr().err
+    assert runs_of(login) == [] and fake_slurm.submitted == []
+
+
+def test_where_ssh_fails_a_sentence_says_what_to_try(
+    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.command("ssh", 'echo "ssh: Could not resolve hostname login" >&2; exit 255')
+    assert main([*LOGIN, "cluster=a100x4", "submit"]) == 1
+    said = capfd.readouterr().err
+    assert "it is not known whether it was done" in said and "`ssh me@login true` has to work" in said
+
+
+def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (login / "slurmtrain-work/laptop").mkdir(parents=True)
+    assert main(["--host", "me@login", "--host-python", "/usr/bin/false", "status"]) == 78
+    assert "--host-python PATH names one that has" in capfd.readouterr().err
+
+
+def test_the_machine_is_taken_out_of_the_line_wherever_it_stands() -> None:
+    words = ["+cluster=a", "submit", "--host=hpc:/work/me", "--", "prog", "--host", "x"]
+    assert wanted(words) and not wanted(["submit", "--", "prog", "--host", "x"])
+    assert split_host(words, "f") == (Host("hpc", "/work/me"), ["+cluster=a", "submit", "--", "prog", "--host", "x"])
+    assert split_host(["--host", "me@l", "--host-python=/v/python", "status"], "f")[0] == Host("me@l", "f", "/v/python")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--host", "-oProxyCommand=touch x", "status"],
+        ["--host", "a b", "status"],
+        ["--host=", "status"],
+        ["status", "--host"],
+        ["--host-python", "p", "status"],
+    ],
+)
+def test_what_is_no_machine_is_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        split_host(words, "f")
+
+
+@pytest.mark.parametrize("words", [["train"], ["render"], ["sandbox", "up"], []])
+def test_what_is_for_this_machine_is_not_sent(words: list[str], login: Path, fake_slurm: FakeSlurm) -> None:
+    assert main([*LOGIN, *words]) == 2 and not (fake_slurm.directory / "hosts").exists()

@@ -1,0 +1,122 @@
+"""job.launcher before the queue: what is started on each node, and which words of a command are the program."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.launched_program import NodeShape, launched_program, node_shape, program_of
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.script import JobPaths, render_script
+from tests.unit.launch.test_script import PATHS
+
+
+def config_of(*words: str, command: str = "train.py", launcher: str = "torchrun") -> Config:
+    return compose(["cluster=a100x4", "job=command", f"job.command='{command}'", f"job.launcher={launcher}", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "shape"),
+    [
+        # what the cluster's config says -> tasks of srun, CPUs of each, processes, CPUs of each of these
+        (["cluster.gpus_per_node=4", "cluster.tasks_per_node=4", "cluster.cpus_per_task=8"], (1, 32, 4, 8)),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=1", "cluster.cpus_per_task=64"], (1, 64, 8, 8)),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4", "cluster.cpus_per_task=8"], (1, 32, 4, 8)),
+        (["cluster.gpus_per_node=0", "cluster.tasks_per_node=2", "cluster.cpus_per_task=3"], (1, 6, 2, 3)),
+        (["cluster.gpus_per_node=0", "cluster.tasks_per_node=1", "cluster.cpus_per_task=3"], (1, 3, 1, 3)),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=1", "cluster.cpus_per_task=2"], (1, 2, 8, 1)),
+    ],
+)
+def test_processes_of_a_node_are_derived_from_the_cluster(words: list[str], shape: tuple[int, ...]) -> None:
+    assert node_shape(config_of(*words)) == NodeShape(*shape)
+    alone = node_shape(config_of(*words, launcher="none"))
+    assert alone.tasks == alone.processes and alone.cpus_per_task == alone.threads
+
+
+@pytest.mark.parametrize("nodes", ["2", "2-4"])
+def test_a_launcher_is_one_task_of_each_node_with_all_of_its_cpus(nodes: str) -> None:
+    sizes = ["cluster.nodes=" + nodes, "cluster.tasks_per_node=4", "cluster.cpus_per_task=8"]
+    script = render_script(config_of(*sizes), JobPaths(PATHS.run_dirs, "code", PATHS.python))
+    lines = script.splitlines()
+    assert "#SBATCH --cpus-per-task=32" in lines and "--cpus-per-task=32 \\" in [line.strip() for line in lines]
+    assert ("#SBATCH --ntasks-per-node=1" in lines) == (nodes == "2")
+    assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"' in lines
+    if nodes != "2":
+        assert '--ntasks="$((nodes * 1))" --ntasks-per-node=1' in script
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command", "interpreter", "options", "words", "script_end"),
+    [
+        ("torchrun", "train.py --lr 1", None, (), ("train.py", "--lr", "1"), 1),
+        ("torchrun", "python train.py --lr 1", "python", (), ("train.py", "--lr", "1"), 1),
+        (
+            "deepspeed",
+            "/v/bin/python3.11 -X dev -m a.b --c",
+            "/v/bin/python3.11",
+            (),
+            ("-X", "dev", "-m", "a.b", "--c"),
+            4,
+        ),
+        ("torchrun", "python -c 'import x.py' a.py", "python", (), ("-c", "import x.py", "a.py"), 0),
+        ("torchrun", "torchrun --tee 3 train.py --nnodes 2", None, ("--tee", "3"), ("train.py", "--nnodes", "2"), 1),
+        ("torchrun", "python -m torch.distributed.run -m a.b -x", "python", (), ("-m", "a.b", "-x"), 2),
+        ("accelerate", "accelerate launch --config_file=a.yaml t.py", None, ("--config_file=a.yaml",), ("t.py",), 1),
+        ("accelerate", "/v/bin/accelerate-launch --use_fsdp t.py", None, ("--use_fsdp",), ("t.py",), 1),
+        ("deepspeed", "deepspeed --no_local_rank t.py --deepspeed c.json", None, ("--no_local_rank",), None, 1),
+        ("torchrun", "torchrun --no-python ./run.sh 1", None, (), ("./run.sh", "1"), 0),
+        ("torchrun", "bash run.sh", None, (), ("bash", "run.sh"), 0),
+    ],
+)
+def test_a_command_is_taken_apart(
+    launcher: str,
+    command: str,
+    interpreter: str | None,
+    options: tuple[str, ...],
+    words: tuple[str, ...],
+    script_end: int,
+) -> None:
+    found = launched_program(launcher, command)
+    assert (found.interpreter, found.options, found.script_end) == (interpreter, options, script_end)
+    assert found.words == (words or ("t.py", "--deepspeed", "c.json"))
+    assert found.python == (found.words[0] not in ("bash", "./run.sh"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command", "sentence"),
+    [
+        ("torchrun", "torchrun --nproc_per_node=8 train.py", "--nproc_per_node is derived with job.launcher=torchrun"),
+        ("torchrun", "torchrun --standalone train.py", "--standalone is derived"),
+        ("accelerate", "accelerate launch --num_machines 2 train.py", "--num_machines is derived"),
+        ("deepspeed", "deepspeed -H hosts train.py", "-H is derived"),
+        ("torchrun", "torchrun ./train", "which word of"),
+        ("torchrun", "python", "names no program"),
+        ("torchrun", "train.py --log $RANK.log", "$RANK cannot be filled in"),
+        ("torchrun", r"train.py --log a\${LOCAL_RANK}", "${LOCAL_RANK} cannot be filled in"),
+    ],
+)
+def test_a_command_that_does_not_suit_its_launcher_is_refused(launcher: str, command: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(config_of(command=command, launcher=launcher))
+    assert sentence in refused.value.message
+
+
+def test_a_shell_reads_the_rank_by_itself_and_other_words_are_free() -> None:
+    validate(config_of(command='bash -c "echo $RANK"'))
+    validate(config_of(command="train.py --node $NODE_RANK --ranks $RANKS"))
+
+
+def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() -> None:
+    assert program_of(config_of(command="train.py -x"), "/p/python") == "/p/python train.py -x"
+    assert program_of(config_of(command="python -m a.b -x")) == "python -m a.b -x"
+    assert program_of(config_of(command="torchrun --tee 3 train.py -x")) == "torchrun train.py -x"
+    assert program_of(config_of(command="bash run.sh")) == "bash run.sh"
+
+
+def test_a_launcher_is_for_programs_only() -> None:
+    with pytest.raises(ConfigError, match=r"job\.launcher is for a job\.command"):
+        validate(compose(["cluster=a100x4", "job.launcher=torchrun"]))
+    with pytest.raises(ConfigError, match=r"job\.stop_signal is for a job\.command"):
+        validate(compose(["cluster=a100x4", "job.stop_signal=SIGUSR1"]))

@@ -1,0 +1,210 @@
+"""`slurmtrain.submit` and `Run`: what a notebook gets, without a cluster."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+
+import slurmtrain
+from slurmtrain.cli.json_output import run_object
+from slurmtrain.config.compose import compose, config_hash, load_frozen, register_schema
+from slurmtrain.control.runs import Status
+from slurmtrain.errors import (
+    ConfigError,
+    RunFailedError,
+    RunStoppedError,
+    SlurmtrainError,
+    UsageError,
+    WaitTimeoutError,
+)
+from slurmtrain.observe import MetricsLog
+from slurmtrain.report import status
+from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
+
+SMALL = ["+cluster=a100x4", "model=small", "optim.lr=2e-4"]
+
+
+def ended_run(project: Path, **fields: Any) -> slurmtrain.Run:
+    """A local run whose one attempt has ended so."""
+    run_dir = submitted_run(project, "cluster=local")
+    add_attempt(run_dir, ended=1.0, **fields)
+    return slurmtrain.open_run(run_dir.id)
+
+
+def test_submit_returns_a_run_says_nothing_and_leaves_hydra_as_it_was(
+    project: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = set(ConfigStore.instance().repo)
+    runs = [slurmtrain.submit(SMALL) for _ in range(2)]
+    assert runs[0] != runs[1]
+    assert [run.job_ids for run in runs] == [["4711"], ["4711"]]
+    assert runs[0].path.parent == project / "runs" / "train"
+    assert RunDir(runs[0].path).info()["overrides"] == ["cluster=a100x4", *SMALL[1:]]
+    assert not GlobalHydra.instance().is_initialized()
+    assert set(ConfigStore.instance().repo) == names
+    assert capfd.readouterr().out == ""
+
+
+def test_the_same_run_comes_of_overrides_of_a_dictconfig_and_of_a_config(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["cluster=a100x4", *SMALL[1:]]
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.copy(ConfigStore.instance().repo))
+    register_schema()
+    with initialize_config_dir(str(Path(slurmtrain.__file__).parents[1] / "conf"), version_base="1.3"):
+        composed = hydra_compose("config", typed)
+        by_hydra = slurmtrain.submit(composed)
+        assert GlobalHydra.instance().is_initialized(), "the program's own Hydra is as it was"
+    runs = [by_hydra, slurmtrain.submit(compose(typed)), slurmtrain.submit(SMALL)]
+    frozen = [load_frozen(run.path / "config.yaml") for run in runs]
+    assert frozen[0] == frozen[1] == frozen[2]
+    assert frozen[0].optim.lr == 2e-4 and len({config_hash(each) for each in frozen}) == 1
+
+
+def test_a_program_of_the_users_own_is_given_by_its_words(project: Path, fake_slurm: FakeSlurm) -> None:
+    words = ["python", "-c", "print('a, b', {1: ${x}})"]
+    run = slurmtrain.submit(["+cluster=a100x4"], command=words)
+    assert load_frozen(run.path / "config.yaml").job.command == "python -c 'print('\"'\"'a, b'\"'\"', {1: ${x}})'"
+
+
+def test_relative_paths_and_runs_are_those_of_the_project(
+    project: Path, fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "my_conf" / "cluster").mkdir(parents=True)
+    (project / "my_conf" / "cluster" / "mine.yaml").write_text("nodes: 2\n")
+    monkeypatch.chdir(tmp_path)
+    run = slurmtrain.submit(["cluster=mine", "model=small"], project="project", config_dir="my_conf")
+    assert run.path.is_relative_to(project / "runs") and not (tmp_path / "runs").exists()
+    assert load_frozen(run.path / "config.yaml").cluster.nodes == 2
+    assert slurmtrain.open_run("last", project="project") == run == slurmtrain.open_run(run.path)
+
+
+def test_threads_may_submit_at_the_same_time(project: Path, fake_slurm: FakeSlurm) -> None:
+    stderr, runs = sys.stderr, list[slurmtrain.Run]()
+    threads = [threading.Thread(target=lambda: runs.append(slurmtrain.submit(SMALL))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(runs)) == 3 and sys.stderr is stderr and not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ("+cluster=local", UsageError, "a list of overrides was expected"),
+        ([1], UsageError, "1 is no override"),
+        (["optim.learning=1"], UsageError, "learning"),
+        (["train.steps=-1"], ConfigError, "train.steps"),
+    ],
+)
+def test_what_cannot_be_submitted_is_one_typed_error_and_leaves_nothing(
+    project: Path, given: Any, kind: type[SlurmtrainError], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        slurmtrain.submit(given)
+    assert not (project / "runs").exists()
+
+
+def test_a_wrong_value_in_a_config_that_the_program_has_built_is_a_typed_error(project: Path) -> None:
+    config = compose(["cluster=local"])
+    config.train.steps = "many"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        slurmtrain.submit(config)
+
+
+def test_wait_raises_the_reason_of_the_last_attempt(project: Path) -> None:
+    failed = ended_run(project, verdict="end", reason="crash", sentence="crashed: rank 3: out of memory")
+    with pytest.raises(RunFailedError, match="crashed: rank 3: out of memory") as raised:
+        failed.wait()
+    assert not isinstance(raised.value, RunStoppedError)
+    stopped = ended_run(project, verdict="end", reason=Reason.TIME_LIMIT, sentence="the time limit is near")
+    with pytest.raises(RunStoppedError, match="the time limit is near"):
+        stopped.wait()
+    finished = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
+    assert finished.wait().state == "finished"
+
+
+def test_wait_ends_in_time_without_asking_slurm_again_and_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.command("squeue", 'echo asked >> "$here/asked"; exit 1')
+    run_dir = submitted_run(project, "cluster=a100x4", job_ids=["4711"])
+    add_attempt(run_dir, job_id="4711")
+    with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
+        slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
+    assert isinstance(raised.value, WaitTimeoutError)
+    assert (fake_slurm.directory / "asked").read_text().count("asked") <= status.CONFIRMATIONS
+
+
+def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
+    run = ended_run(project, verdict="end", reason="crash", sentence="crashed: it")
+    assert repr(run).startswith(f"<Run {run.id} (train): failed: crashed: it")
+    again = slurmtrain.open_run(run.path)
+    (run.path / "run.json").write_text("[")
+    assert repr(again).startswith(f"<Run {run.id} (unreadable)")
+
+
+def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:
+    run = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
+    now = status.state(RunDir(run.path))
+    as_json = json.loads(json.dumps(run_object(RunDir(run.path), now)))
+    for name in Status.__dataclass_fields__:
+        if name != "attempts":
+            assert getattr(run.status(), name) == as_json[name], name
+    assert len(run.status().attempts) == len(as_json["attempts"]) == 1
+
+
+def test_metrics_have_each_step_once_whatever_was_done_again(project: Path) -> None:
+    run = ended_run(project, verdict="done", reason="finished")
+    log = MetricsLog(RunDir(run.path).metrics_file, -1)
+    for step, values in [(1, {"loss": 3.0}), (2, {"loss": 2.0}), (2, {"valid_loss": 2.5}), (3, {"loss": 1.0})]:
+        log.write(step, **values)
+    for step, values in [(2, {"loss": 2.1}), (2, {"valid_loss": 2.6})]:  # a second attempt, from step 1 on
+        log.write(step, **values)
+    log.close()
+    (run.path / "evaluations.jsonl").write_text('{"step": 1, "other_loss": 9.0}\n')
+    assert run.metrics() == [
+        {"step": 1, "other_loss": 9.0},
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.1},
+        {"step": 2, "valid_loss": 2.6},
+    ]
+
+
+def test_logs_are_those_of_the_latest_attempt_whole_or_their_last_lines(project: Path) -> None:
+    run = ended_run(project, verdict="end", reason="crash", sentence="crashed")
+    attempt = RunDir(run.path).attempt(1)
+    attempt.rank_log(0).write_text("".join(f"line {number} {'é' * (number % 300)}\n" for number in range(2000)))
+    assert run.logs().count("\n") == 2000
+    assert run.logs(tail=2).splitlines() == [f"line {n} {'é' * (n % 300)}" for n in (1998, 1999)]
+    assert run.logs(tail=5000) == run.logs() and run.logs(tail=0) == ""
+    with pytest.raises(UsageError, match="no log of rank 1"):
+        run.logs(rank=1)
+    with pytest.raises(UsageError, match="no attempt 2"):
+        run.logs(attempt=2)
+
+
+def test_a_run_that_has_ended_is_not_cancelled_and_says_so(project: Path) -> None:
+    run = ended_run(project, verdict="done", reason="finished", sentence="finished")
+    assert "is not running: finished" in run.cancel()
+
+
+def test_the_names_for_notebooks_load_no_torch() -> None:
+    code = "import sys, slurmtrain; slurmtrain.submit, slurmtrain.map, slurmtrain.Run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0

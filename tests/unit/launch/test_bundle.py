@@ -1,0 +1,434 @@
+"""`runs bundle` and `submit --from`: the same bytes of the same run, no secrets, and nothing but what the list names."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
+from slurmtrain.launch import unbundle
+from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, write_bundle
+from slurmtrain.launch.unbundle import opened, package_sentence
+from slurmtrain.runs.code_record import read_code_record
+from slurmtrain.runs.environment_record import write_environment
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.process_facts import ProcessFacts
+from tests.support.commands import FakeSlurm
+from tests.support.runs import submitted_run
+
+FACTS = ProcessFacts(
+    system={"python": "3.11.7", "os": "Rocky Linux 9", "host": "n17"},
+    packages={"torch": "2.11.0+cu128", "numpy": "2.0", "ours": "1", "forked": "2", "evil name\nx": "1"},
+    origins={"ours": "editable file:///home/me/ours", "forked": "git+https://host/forked.git@abc"},
+    gpu={"driver": "550.54"},
+)
+
+
+def git(*arguments: str, cwd: Path) -> None:
+    settings = ["-c", "user.name=me", "-c", "user.email=me@here", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *settings, *arguments], cwd=cwd, capture_output=True, check=True)
+
+
+@pytest.fixture
+def run(project: Path) -> RunDir:
+    """A run of a program in a git work tree with changes, whose one attempt has recorded what it ran with."""
+    (project / "lib").mkdir()
+    (project / "train.py").write_text("import lib.model\n")
+    (project / "lib" / "model.py").write_text("WIDTH = 8\n")
+    (project / "run.sh").write_text("#!/bin/sh\n")
+    (project / "run.sh").chmod(0o755)
+    (project / ".gitignore").write_text("runs\n")
+    (project / "latest").symlink_to("train.py")
+    (project / "data").symlink_to("/scratch/data")
+    git("init", "-q", cwd=project)
+    git("add", ".", cwd=project)
+    git("commit", "-qm", "first", cwd=project)
+    (project / "lib" / "model.py").write_text("WIDTH = 16\n")
+    words = ["cluster=a100x4", "cluster.partition=gpu", "job=command", "job.command='python train.py'", "optim.lr=0.5"]
+    run = submitted_run(project, *words)
+    write_environment(run.attempt(run.new_attempt()), FACTS)
+    return run
+
+
+def bundled(run: RunDir, path: Path, **options: Any) -> Path:
+    write_bundle(pack(run, **options), path)
+    return path
+
+
+@pytest.fixture
+def bundle(run: RunDir, tmp_path: Path) -> Path:
+    """A small one: this package's own code, which a job copies where it is installed editable, is left out."""
+    return bundled(run, tmp_path / "bundle.tar.gz", exclude=["slurmtrain/*"])
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which somebody types commands."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PWD", str(folder))
+    return folder
+
+
+def contents(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as tar:
+        files = {entry.name.partition("/")[2]: tar.extractfile(entry) for entry in tar}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def test_a_bundle_holds_config_code_packages_and_how_to_run_it_in_the_same_bytes_each_time(
+    run: RunDir, tmp_path: Path
+) -> None:
+    first, second = (bundled(run, tmp_path / f"{name}.tar.gz") for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    with tarfile.open(first) as tar:
+        entries = tar.getmembers()
+    assert entries[0].name == f"command-{run.id}/bundle.json"
+    assert {(entry.uid, entry.gid, entry.uname, entry.isreg()) for entry in entries} == {(0, 0, "", True)}
+    files = contents(first)
+    own = {name for name in files if not name.startswith("code/slurmtrain/")}
+    assert own == {
+        *("bundle.json", "README.md", "config.yaml", "job.sbatch", "environment.json", "requirements.txt"),
+        *("changes.patch", "code/train.py", "code/lib/model.py", "code/run.sh", "code/.gitignore"),
+    }
+    assert files["code/lib/model.py"] == "WIDTH = 16\n" and "+WIDTH = 16" in files["changes.patch"]
+    assert files["requirements.txt"].splitlines()[1:] == [
+        "--extra-index-url https://download.pytorch.org/whl/cu128",
+        "forked @ git+https://host/forked.git@abc",
+        "numpy==2.0",
+        "# ours==1, installed from editable file:///home/me/ours",
+        "torch==2.11.0+cu128",
+    ]
+    assert "n17" not in files["environment.json"] and "submit --from BUNDLE" in files["README.md"]
+    assert "- data -> /scratch/data" in files["README.md"] and "driver 550.54" in files["README.md"]
+    listed = json.loads(files["bundle.json"])["files"]
+    assert listed.keys() == files.keys() - {"bundle.json"} and listed["code/run.sh"]["executable"]
+    plain = bundled(run, tmp_path / "plain.tar")
+    assert contents(plain) == files and gzip.decompress(first.read_bytes()) == plain.read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        bundled(run, first)
+    assert sorted(path.name for path in tmp_path.glob("*.tar*")) == ["a.tar.gz", "b.tar.gz", "plain.tar"]
+
+
+def test_what_the_program_wrote_beside_its_code_stays_out_and_a_change_of_the_code_is_told(run: RunDir) -> None:
+    (run.code / "out").mkdir()
+    (run.code / "out" / "weights.bin").write_bytes(bytes(1000))
+    assert "code/out/weights.bin" not in {member.name for member in pack(run).members}
+    (run.code / "train.py").write_text("edited later")
+    (run.code / "run.sh").unlink()
+    packed = pack(run)
+    assert next(member for member in packed.members if member.name == "code/train.py").content == b"edited later"
+    assert any("changed or gone since the run was submitted: run.sh, train.py" in said for said in packed.warnings)
+
+
+def test_a_run_without_a_record_of_its_code_or_its_packages_is_packed_and_says_so(run: RunDir) -> None:
+    run.code_record_file.unlink()
+    run.attempt(1).environment_file.unlink()
+    packed = pack(run)
+    assert "code/train.py" in {member.name for member in packed.members} and len(packed.warnings) == 2
+
+
+def test_a_bundle_never_holds_a_secret(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(name: str, text: str) -> None:
+        (run.code / name).write_text(text)
+        record = json.loads(run.code_record_file.read_text())
+        record["files"][name] = hashlib.sha256(text.encode()).hexdigest()
+        run.code_record_file.write_text(json.dumps(record))
+
+    monkeypatch.setenv("MY_TOKEN", "opensesame")
+    add("client.py", "login('opensesame')\n")
+    add(".env", "A=b\n")
+    add(".env.example", "A=\n")
+    token = "hf" + "_" + "abcdefghij" * 4
+    add("notes.txt", f"first\nmy token is {token}\n")
+    with pytest.raises(ConfigError) as refused:
+        pack(run)
+    assert "opensesame" not in str(refused.value) and token not in str(refused.value)
+    for said in (
+        "code/client.py holds the value of MY_TOKEN",
+        "code/.env is a file that usually holds secrets",
+        "code/notes.txt looks as if it held a secret, in line 2",
+    ):
+        assert said in refused.value.message
+    with pytest.raises(ConfigError, match="MY_TOKEN"):
+        pack(run, exclude=[".env"], allow=["*"])  # a known value is never allowed
+    packed = pack(run, exclude=["client.py", "code/.env"], allow=["notes.txt"])
+    names = {member.name for member in packed.members}
+    assert {"code/notes.txt", "code/.env.example"} < names and not {"code/.env", "code/client.py"} & names
+    assert main(["runs", "bundle", run.id, str(tmp_path / "x.tar.gz")]) == 78
+    assert not (tmp_path / "x.tar.gz").exists() and "--exclude PATTERN" in capsys.readouterr().err
+    config = run.config_file.read_text()
+    run.config_file.write_text(config.replace("  env: {}", "  env:\n    WANDB_API_KEY: written-out"))
+    with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY looks like a secret"):
+        pack(run, exclude=["client.py", ".env"], allow=["notes.txt"])
+
+
+def test_keys_that_are_assigned_to_a_name_are_found_and_ordinary_code_is_not() -> None:
+    key = "0123456789abcdef" * 2
+    for text in (f"export WANDB_API_KEY={key}", f"aws_secret_access_key = {key}", f'"_authToken": "{key}"'):
+        assert SECRET_TEXT.search(text.encode())
+    for text in (
+        f"tokenizer_sha256: {key}",
+        'token = os.environ["HF_TOKEN"]',
+        "pad_token = token_of_the_tokenizer_by_name",
+    ):
+        assert not SECRET_TEXT.search(text.encode())
+    for name in (".envrc", "credentials", "credentials.json", ".pypirc"):
+        assert SECRET_FILE.fullmatch(name)
+    assert not SECRET_FILE.fullmatch("credentials.py")
+
+
+def test_the_records_of_a_run_of_somebody_else_lead_to_no_file_of_the_reader(run: RunDir, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "id").write_text("mine alone")
+    record = json.loads(run.code_record_file.read_text())
+
+    def naming(name: str) -> None:
+        run.code_record_file.write_text(json.dumps({**record, "files": {name: "0" * 64}}))
+
+    (run.code / "link").symlink_to(private)
+    (run.code / "file").symlink_to(private / "id")
+    for name in ("../../private/id", str(private / "id"), "link/id", "file"):
+        naming(name)
+        with pytest.raises(UnreadableRecordError):
+            pack(run)
+
+
+def test_a_call_of_a_pickled_function_is_not_packed(project: Path) -> None:
+    command = "job.command='python -m slurmtrain.runtime.jobs.map_task'"
+    run = submitted_run(project, "cluster=a100x4", "job=command", command)
+    with pytest.raises(UsageError, match="calls a pickled function"):
+        pack(run)
+
+
+# What is opened.
+
+
+def rebuilt(path: Path, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], None], target: Path) -> Path:
+    """A bundle with other files in it."""
+    with tarfile.open(path) as tar:
+        members = [(entry, tar.extractfile(entry).read()) for entry in tar.getmembers()]  # type: ignore[union-attr]
+    change(members)
+    with tarfile.open(target, "w:gz") as tar:
+        for entry, content in members:
+            if entry.isreg():
+                entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content) if entry.isreg() else None)
+    target.chmod(0o600)
+    return target
+
+
+def unpack(path: Path) -> None:
+    with opened(path):
+        pass
+
+
+def test_a_torn_or_damaged_bundle_is_one_sentence_wherever_it_is_torn(bundle: Path, tmp_path: Path) -> None:
+    unpack(bundle)
+    whole, torn = bundle.read_bytes(), tmp_path / "torn.tar.gz"
+    for length in [0, 1, 2, 10, *range(64, len(whole), len(whole) // 12), len(whole) - 1]:
+        torn.write_bytes(whole[:length])
+        with pytest.raises(ConfigError):
+            unpack(torn)
+    plain = gzip.decompress(whole)
+    for place in range(600, len(plain), len(plain) // 25):
+        torn.write_bytes(plain[:place] + bytes([plain[place] ^ 1]) + plain[place + 1 :])
+        assert is_refused(torn) or plain[place] == 0  # a bit of the padding says nothing
+    torn.write_text("not a bundle at all")
+    with pytest.raises(ConfigError, match="torn, or no bundle"):
+        unpack(torn)
+    with pytest.raises(UsageError, match="No such file"):
+        unpack(tmp_path / "gone")
+    with pytest.raises(UsageError, match="Is a directory"):
+        unpack(tmp_path)
+
+
+def is_refused(path: Path) -> bool:
+    try:
+        unpack(path)
+    except SlurmtrainError:
+        return True
+    return False
+
+
+def entry(name: str, content: bytes = b"x", **facts: Any) -> tuple[tarfile.TarInfo, bytes]:
+    found = tarfile.TarInfo(name)
+    for key, value in facts.items():
+        setattr(found, key, value)
+    return found, content
+
+
+FOREIGN = [
+    entry("more/extra.py"),
+    entry("../../escape.py"),
+    entry("/tmp/escape.py"),
+    entry("ROOT/code/extra.py"),
+    entry("ROOT/code/../../escape.py"),
+    entry("ROOT/code/train.py"),  # a second one
+    entry("ROOT/code/link", type=tarfile.SYMTYPE, linkname="/etc"),
+    entry("ROOT/code/link", type=tarfile.LNKTYPE, linkname="/etc/passwd"),
+    entry("ROOT/code/device", type=tarfile.CHRTYPE),
+    entry("ROOT/code/folder", type=tarfile.DIRTYPE),
+]
+
+
+def test_nothing_but_the_files_of_the_list_is_unpacked(bundle: Path, tmp_path: Path) -> None:
+    for added in FOREIGN:
+
+        def change(members: list[tuple[tarfile.TarInfo, bytes]], added: Any = added) -> None:
+            added[0].name = added[0].name.replace("ROOT", members[0][0].name.partition("/")[0])
+            members.append(added)
+
+        assert is_refused(rebuilt(bundle, change, tmp_path / "hostile.tar.gz")), added[0].name
+    assert not list(tmp_path.rglob("escape.py"))
+    unpack(rebuilt(bundle, lambda members: None, tmp_path / "same.tar.gz"))
+
+
+LISTS = [
+    {"files": {"../x": {"sha256": "0" * 64, "size": 1, "executable": False}}},
+    {"files": {"code/x": {"sha256": "0" * 64, "size": -1, "executable": False}}},
+    {"files": {"code/x": {"sha256": "0" * 64, "size": 1 << 40, "executable": False}}},
+    {"files": {"code/x": 7}},
+    {"workdir": "/etc"},
+    {"workdir": "code/../../x"},
+    {"import_roots": ["../../x"]},
+    {"links": {"link": "/etc"}},
+    {"links": {"link": "../../etc"}},
+    {"links": {"../link": "x"}},
+    {"links": {"a/b/l": "../../c", "m": "a/b/l/../../x"}},  # by its text inside, and by the other link outside
+    {"links": {"l": "lib", "l/m": "x"}},
+    {"git": {"revision": 7}},
+    {"format": 2},
+    {"run": None},
+]
+
+
+def test_a_list_that_leads_elsewhere_or_is_of_another_kind_is_refused(bundle: Path, tmp_path: Path) -> None:
+    for change in LISTS:
+
+        def edit(members: list[tuple[tarfile.TarInfo, bytes]], change: Any = change) -> None:
+            members[0] = members[0][0], json.dumps(with_digest({**json.loads(members[0][1]), **change})).encode()
+
+        assert is_refused(rebuilt(bundle, edit, tmp_path / "hostile.tar.gz")), change
+
+
+def test_a_few_bytes_that_stand_for_many_fill_no_disk_and_no_memory(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unbundle, "MOST_BYTES", 4 << 20)
+    monkeypatch.setattr(unbundle, "LIST_BYTES", 1 << 20)
+    bomb = tmp_path / "bomb.tar.gz"
+    bomb.write_bytes(gzip.compress(bytes(64 << 20)))
+    with pytest.raises(ConfigError):
+        unpack(bomb)
+    header = tarfile.TarInfo("x")
+    header.type, header.size = (
+        tarfile.XHDTYPE,
+        60 << 20,
+    )  # a header of tar itself, which is read before anything is known
+    bomb.write_bytes(gzip.compress(header.tobuf() + bytes(60 << 20)))
+    with pytest.raises(ConfigError, match="torn, or no bundle"):
+        unpack(bomb)
+
+
+def test_a_bundle_that_others_may_have_written_is_not_run(
+    bundle: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle.chmod(0o666)
+    assert main(["submit", "--from", str(bundle)]) == 2
+    assert "others may change" in capsys.readouterr().err
+    bundle.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(bundle, 4712, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(UsageError, match=r"belongs to user .* would be run as you"):
+        unpack(bundle)
+    assert not list(elsewhere.iterdir())
+
+
+# What is submitted.
+
+
+def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and_what_is_changed(
+    run: RunDir, bundle: Path, elsewhere: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["optim.lr=0.25", "submit", "--from", str(bundle)]) == 0
+    said = capsys.readouterr().err
+    (made,) = all_runs(elsewhere / "runs")
+    before, after = load_frozen(run.config_file), load_frozen(made.config_file)
+    assert after.optim.lr == 0.25 and after.job.runs_dir == str(elsewhere / "runs")
+    assert (after.cluster, after.model, after.job.command) == (before.cluster, before.model, before.job.command)
+    info = made.info()
+    assert info["job_ids"] == ["4711"] and info["submit_dir"] == str(elsewhere)
+    assert info["bundle"]["run"] == run.id
+    assert info["bundle"]["sha256"] == hashlib.sha256(bundle.read_bytes()).hexdigest()
+    assert info["code"]["revision"] == run.info()["code"]["revision"] and info["code"]["dirty"]
+    records_of = [read_code_record(each.code_record_file) for each in (run, made)]
+    assert records_of[0] is not None and records_of[1] is not None
+    assert records_of[0].files == records_of[1].files and records_of[0].diff == records_of[1].diff
+    assert (made.code / "latest").readlink() == Path("train.py") and os.access(made.code / "run.sh", os.X_OK)
+    assert "numpy" in said and "(was 2.0)" in said and "forked, ours" in said
+    assert "code/data was a link to /scratch/data" in said
+    again = pack(made)
+    assert {m.name: m.content for m in again.members if m.name.startswith("code/")} == {
+        m.name: m.content for m in pack(run).members if m.name.startswith("code/")
+    }
+
+
+def test_another_cluster_replaces_all_that_was_of_the_first_one(
+    bundle: Path, elsewhere: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["+cluster=h100x8", "cluster.nodes=2", "submit", "--from", str(bundle)]
+    assert main([*words, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in script and "--partition=gpu" not in script
+    assert not list(elsewhere.iterdir())
+    assert main(words) == 0
+    (made,) = all_runs(elsewhere / "runs")
+    assert load_frozen(made.config_file).cluster.tasks_per_node == 8
+    for word, said in (("model=llama3_8b", "single fields can be set"), ("optim.lrr=1", "has no optim.lrr")):
+        assert main([word, "submit", "--from", str(bundle)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["-m", "optim.lr=1,2", "submit", "--from", str(bundle)]) == 2
+    assert main(["submit", "--from", str(bundle), "--config-name", "x"]) == 2
+
+
+def test_a_run_that_ran_in_place_is_packed_without_code_and_takes_that_of_the_folder(
+    project: Path, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted_run(project, "cluster=a100x4", "experiment=smoke")
+    packed: Packed = pack(run)
+    assert any("ran in place" in said for said in packed.warnings)
+    assert not [member for member in packed.members if member.name.startswith("code/")]
+    write_bundle(packed, tmp_path / "b.tar.gz")
+    assert main(["job.runs_dir=other", "submit", "--from", str(tmp_path / "b.tar.gz")]) == 0
+    (made,) = all_runs(project / "other")
+    assert made.info()["workdir"] == str(project)
+
+
+def test_what_differs_here_is_told_in_a_sentence() -> None:
+    then = ProcessFacts(
+        system={"python": "3.11"}, packages={"torch": "2.11", "numpy": "2", "x": "1", "slurmtrain": "0"}
+    )
+    here = ProcessFacts(system={"python": "3.12"}, packages={"torch": "2.13", "numpy": "2", "more": "1"})
+    said = package_sentence(then, here)
+    assert said == "other versions: python 3.12 (was 3.11), torch 2.13 (was 2.11); not installed: x"
+    assert package_sentence(here, here) == ""

@@ -1,0 +1,248 @@
+"""The file that `probe` writes: what it says of recorded clusters, and that a config can be made of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe, switch_sizes
+from slurmtrain.launch.login_node import Folder, LoginNode, wanted_modules
+from slurmtrain.launch.queue_check import check_request
+from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
+from slurmtrain.system.file_systems import Mount
+from tests.support.recorded_slurm import CLUSTERS, facts_of
+
+LOGIN = LoginNode(
+    containers=("apptainer",),
+    modules=True,
+    module_names=("cuda/12.4", "nccl/2.21"),
+    folders=(Folder("the folder of the runs", Path("/work/me/runs"), Mount("/work", "lustre"), 412.3),),
+)
+
+
+def described(name: str, login: LoginNode = LOGIN, **options: Any) -> ClusterFile:
+    return describe(facts_of(name), login, **options)
+
+
+def with_gpus(*groups: NodeGroup) -> ClusterFacts:
+    """A recorded cluster whose default partition has these nodes instead."""
+    facts = facts_of("alpha_24_11")
+    return replace(facts, groups=groups)
+
+
+def group(gpus: tuple[tuple[str, int], ...], count: int = 2, **others: Any) -> NodeGroup:
+    return NodeGroup("gpu", count, count, cpus=64, threads=1, memory_mb=500_000, gpus=gpus, **others)
+
+
+def memory_of(gpu_type: str, *features: str) -> tuple[object, bool]:
+    """What the file says of the memory of a GPU, and whether it asks."""
+    file = describe(with_gpus(group(((gpu_type, 4),), features=features)), LOGIN)
+    entry = next(each for each in file.entries if each.field == "gpu_memory_gb")
+    return entry.value, entry.question
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_file_of_every_recorded_partition_makes_a_config_whose_job_the_cluster_takes(
+    name: str, project: Path
+) -> None:
+    facts = facts_of(name)
+    known = {field.name for field in fields(ClusterConfig)}
+    for partition in facts.partitions:
+        if partition.root_only:
+            continue
+        file = describe(facts, LOGIN, partition=partition.name)
+        path = project / "conf" / "cluster" / f"{file.name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text())
+        assert {each.field for each in file.entries} <= known
+        config = compose([f"cluster={file.name}"])
+        validate(config)
+        assert yaml.safe_load(file.text()) == file.values
+        assert [each for each in check_request(facts, config.cluster, user_id=1000) if each.fatal] == []
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_value_has_a_comment_that_tells_where_it_comes_from(name: str) -> None:
+    for partition in facts_of(name).partitions:
+        lines = described(name, partition=partition.name).text().splitlines()
+        assert max(map(len, (line for line in lines if not line.startswith("# *")))) <= WIDTH
+        for number, line in enumerate(lines):
+            if re.match(r"[a-z]", line):
+                assert " # " in line or lines[number - 1].startswith("# "), line
+
+
+def test_a_job_gets_a_whole_node_of_the_most_frequent_kind_within_the_limits() -> None:
+    file = described("alpha_22_05")
+    assert file.name == "alpha"
+    wanted = {
+        "partition": "gpu",
+        "account": "biology",
+        "tasks_per_node": 4,
+        "gpus_per_node": 4,
+        "gpu_type": "a100",
+        "gpu_memory_gb": 79,  # by the feature 80gb
+        "cpus_per_task": 14,  # 60 CPUs that jobs can have, by four ranks, in whole cores of two threads
+        "mem_per_node_gb": 0,
+        "time_limit_min": 1440,
+        "signal_lead_s": 300,
+    }
+    assert {name: file.values.get(name) for name in wanted} == wanted
+
+
+def test_limits_of_a_partition_a_qos_and_an_account_bound_what_is_asked_for() -> None:
+    debug = described("alpha_24_11", partition="debug")
+    assert debug.name == "alpha-debug"
+    wanted = {"tasks_per_node": 4, "cpus_per_task": 4, "mem_per_node_gb": 62, "time_limit_min": 5, "signal_lead_s": 60}
+    assert {name: debug.values[name] for name in wanted} == wanted
+    assert "gpu_type" not in debug.values  # SLURM has no types there
+    assert debug.values["gpu_memory_gb"] == 45  # by the feature l40s, whose error correction takes a part
+    high = described("alpha_22_05", account="physics", qos="high")
+    assert (high.values["time_limit_min"], high.values["qos"]) == (240, "high")
+    cpu = described("alpha_22_05", partition="cpu", account="physics")
+    assert (cpu.values["nodes"], cpu.values["exclusive"], cpu.values["tasks_per_node"]) == (2, True, 1)
+
+
+def test_parts_of_a_gpu_are_used_one_by_one_since_nccl_joins_none() -> None:
+    values = described("alpha_24_11", partition="mig").values
+    assert (values["tasks_per_node"], values["gpus_per_node"], values["gpu_memory_gb"]) == (1, 1, 5)
+
+
+def test_a_partition_of_some_accounts_gets_one_of_those() -> None:
+    assert described("alpha_22_05", partition="urgent").values["account"] == "physics"
+
+
+def test_a_time_limit_of_a_minute_leaves_no_time_for_a_warning() -> None:
+    facts = facts_of("alpha_24_11")
+    short = tuple(replace(each, max_time_min=1) for each in facts.partitions)
+    values = describe(replace(facts, partitions=short), LOGIN).values
+    assert (values["time_limit_min"], values["signal_lead_s"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "features", "memory", "asked"),
+    [
+        ("h100", (), 79, False),
+        ("nvidia_h100_80gb_hbm3", (), 79, False),
+        ("a100", (), 39, True),  # sold with two amounts
+        ("a100_80gb", (), 79, False),
+        ("a100", ("ib", "gpu_80g"), 79, False),
+        ("", ("v100", "32gb"), 31, False),
+        ("a100_1g.5gb", (), 5, False),
+        ("warp9", (), None, True),
+        ("", (), None, True),
+    ],
+)
+def test_the_memory_of_a_gpu_is_known_by_its_type_or_a_feature_or_it_is_a_question(
+    gpu_type: str, features: tuple[str, ...], memory: object, asked: bool
+) -> None:
+    assert memory_of(gpu_type, *features) == (memory, asked)
+
+
+def test_gpus_without_types_are_told_apart_by_a_feature() -> None:
+    facts = with_gpus(group((("", 4),), 9, features=("a100", "ib")), group((("", 4),), 2, features=("v100", "ib")))
+    assert describe(facts, LOGIN).values["constraint"] == "a100"
+    assert "constraint" not in describe(with_gpus(group((("", 4),), features=("a100",))), LOGIN).values
+
+
+def test_what_is_not_known_is_a_commented_question_and_said() -> None:
+    file = described("alpha_22_05")
+    text = file.text()
+    assert "# modules: [cuda/12.4]" in text
+    assert any(question.startswith("storage_gb_per_s:") and "412 MB/s" in question for question in file.questions)
+    silent = replace(facts_of("alpha_22_05"), associations=None, silent=("sacctmgr show assoc",))
+    file = describe(silent, LOGIN)
+    assert "# account: ..." in file.text()
+    assert any("these commands gave no answer: sacctmgr show assoc" in note for note in file.notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace_s", "config", "words"),
+    [
+        (
+            "REQUEUE",
+            60.0,
+            {},
+            ["is requeued", "gets SIGTERM 60 s (GraceTime of partition gpu)", "30 s more (KillWait)"],
+        ),
+        ("CANCEL", 0.0, {}, ["is cancelled by SLURM", "GraceTime of partition gpu is 0", "last regular checkpoint"]),
+        ("CANCEL", 10.0, {}, ["ends as PREEMPTED", "requeue=chain"]),
+        ("CANCEL", 10.0, {"SLURM_VERSION": "23.11.4"}, ["is cancelled by SLURM"]),
+        ("REQUEUE", 60.0, {"PreemptParameters": "send_user_signal"}, ["gets the early signal (USR2) 60 s"]),
+        ("SUSPEND,GANG", 0.0, {}, ["is suspended"]),
+        ("OFF", 0.0, {}, ["are not preempted"]),
+        ("REQUEUE", 60.0, {"PreemptType": "preempt/none"}, ["are not preempted"]),
+    ],
+)
+def test_what_a_preemption_does_here_is_said(
+    mode: str, grace_s: float, config: dict[str, str], words: list[str]
+) -> None:
+    facts = facts_of("alpha_24_11")
+    partitions = tuple(replace(each, preempt_mode=mode, grace_s=grace_s) for each in facts.partitions)
+    facts = replace(facts, partitions=partitions, config={**facts.config, **config})
+    notes = " ".join(describe(facts, LOGIN).notes)
+    assert all(word in notes for word in words), notes
+    assert ("PREEMPTED" in notes) == (mode == "CANCEL" and "SLURM_VERSION" not in config)
+
+
+def test_the_grace_time_of_a_qos_counts_where_qos_preempt_each_other() -> None:
+    facts = facts_of("alpha_22_05")
+    facts = replace(facts, config={**facts.config, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"})
+    notes = " ".join(describe(facts, LOGIN, account="physics", qos="high").notes)
+    assert "30 s (GraceTime of QOS high)" in notes
+
+
+def test_a_folder_that_compute_nodes_may_not_see_is_said() -> None:
+    login = LoginNode(folders=(Folder("the folder of the runs", Path("/tmp/runs"), Mount("/", "ext4")),))
+    assert any("do compute nodes see it?" in note for note in described("alpha_24_11", login).notes)
+
+
+def test_a_name_that_a_shipped_cluster_has_is_not_taken() -> None:
+    assert described("alpha_24_11", taken=["alpha"]).name == "alpha-gpu"
+    facts = facts_of("alpha_24_11")
+    odd = replace(facts, config={**facts.config, "ClusterName": "../x y"})
+    assert describe(odd, LOGIN).name == "x-y"
+
+
+def test_without_a_default_partition_the_one_with_the_most_gpus_is_described() -> None:
+    facts = facts_of("alpha_24_11")
+    none = replace(facts, partitions=tuple(replace(each, default=False) for each in facts.partitions))
+    file = describe(none, LOGIN)
+    assert file.partition in ("gpu", "closed")
+    assert file.name == f"alpha-{file.partition}"
+
+
+def test_a_partition_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="no partition 'gpus'"):
+        described("alpha_24_11", partition="gpus")
+    with pytest.raises(ConfigError, match="no partitions"):
+        describe(ClusterFacts(), LOGIN)
+
+
+def test_words_of_slurm_cannot_leave_their_comment() -> None:
+    facts = facts_of("alpha_24_11")
+    evil = replace(
+        facts, config={**facts.config, "SLURM_VERSION": "24.11\nsetup: [evil]\x1b[2J", "KillWait": "5\ny: 1"}
+    )
+    file = describe(evil, LOGIN)
+    assert yaml.safe_load(file.text()) == file.values
+    assert "\x1b" not in file.text()
+
+
+def test_the_largest_group_of_nodes_on_one_switch_is_said() -> None:
+    facts = facts_of("alpha_22_05")
+    assert max(switch_sizes(facts.switches)) == 8
+    assert any("the largest leaf switch has 8 nodes" in note for note in describe(facts, LOGIN).notes)
+
+
+def test_modules_that_a_training_job_may_want_come_first_and_headings_never() -> None:
+    listing = "/opt/modules:\ngcc/12.2\ncuda/11.8\ncuda/12.4(default)\nfoam-cuda/1\npython/3.11/\nvim\n"
+    assert wanted_modules(listing) == ("cuda/11.8", "cuda/12.4", "foam-cuda/1", "python/3.11", "gcc/12.2")

@@ -1,0 +1,263 @@
+"""What submit says before it queues a job that does not suit the cluster; the facts are those of recorded clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurmtrain.config.schema import ClusterConfig, ContainerConfig
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.queue_check import Finding, check_request, raise_fatal, with_choices_of_the_shell
+from slurmtrain.slurm.facts import ClusterFacts
+from tests.support.recorded_slurm import CLUSTERS, facts_of
+
+ALPHA = facts_of("alpha_22_05")
+WITHOUT_ACCOUNTS = facts_of("alpha_24_11")
+ROOM: dict[str, Any] = {
+    "tasks_per_node": 4,
+    "cpus_per_task": 15,
+    "gpus_per_node": 4,
+    "gpu_type": "a100",
+    "mem_per_node_gb": 0,
+}
+
+
+def findings(facts: ClusterFacts = ALPHA, **fields: Any) -> list[Finding]:
+    return check_request(facts, ClusterConfig(**{**ROOM, **fields}), user_id=1000)
+
+
+def fatal(facts: ClusterFacts = ALPHA, **fields: Any) -> Finding:
+    """The one finding that a request has, which is fatal."""
+    (found,) = findings(facts, **fields)
+    assert found.fatal
+    return found
+
+
+def test_a_request_that_suits_the_cluster_has_no_findings() -> None:
+    assert findings() == []
+    assert findings(nodes=2, account="physics", qos="high", time_limit_min=240) == []
+    assert findings(nodes="2-9", gpu_type="A100") == []  # SLURM's types have no case
+    assert findings(partition="cpu", nodes=2, gpus_per_node=0, gpu_type=None, tasks_per_node=8, cpus_per_task=16) == []
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_every_cluster_has_a_small_job_may_have(name: str) -> None:
+    facts = facts_of(name)
+    small = ClusterConfig(time_limit_min=5)
+    assert [each for each in check_request(facts, small) if each.fatal] == []
+
+
+def test_a_cluster_of_which_nothing_is_known_refuses_no_job() -> None:
+    assert findings(ClusterFacts(), partition="nowhere", nodes=10**4) == []
+
+
+def test_a_partition_that_is_not_there_is_named_with_those_that_are() -> None:
+    found = fatal(partition="gpus")
+    assert "cluster.partition=gpus" in found.message
+    assert "gpu" in found.hint
+    without_default = replace(ALPHA, partitions=tuple(replace(each, default=False) for each in ALPHA.partitions))
+    assert "no default partition" in fatal(without_default).message
+
+
+def test_of_several_partitions_one_that_can_run_the_job_is_enough() -> None:
+    assert findings(partition="mig,gpu") == []
+    assert fatal(partition="mig,cpu").field == "cluster.gpus_per_node"
+
+
+def test_a_partition_that_starts_no_jobs_is_said() -> None:
+    assert "State=INACTIVE" in findings(partition="closed")[0].message
+    down = replace(ALPHA, partitions=tuple(replace(each, state="DOWN") for each in ALPHA.partitions))
+    (found,) = findings(down)
+    assert not found.fatal  # the job waits until it is up again
+
+
+def test_a_time_limit_above_that_of_the_partition_is_refused_with_the_most_that_it_gives() -> None:
+    found = fatal(WITHOUT_ACCOUNTS, time_limit_min=2881)
+    assert "cluster.time_limit_min=2881" in found.message
+    assert "cluster.time_limit_min=2880" in found.hint
+    assert findings(WITHOUT_ACCOUNTS, time_limit_min=2880) == []
+
+
+def test_a_qos_that_may_lift_the_partitions_limits_makes_them_a_warning() -> None:
+    assert ALPHA.qos is not None
+    lifting = replace(ALPHA, qos=tuple(replace(each, flags=frozenset({"partitiontimelimit"})) for each in ALPHA.qos))
+    found = [each for each in findings(lifting, account="physics", time_limit_min=2881) if "MaxTime" in each.message]
+    assert [each.fatal for each in found] == [False]
+    silent = replace(ALPHA, qos=None, associations=None)
+    assert [each.fatal for each in findings(silent, time_limit_min=2881)] == [False]
+
+
+def test_the_number_of_nodes_is_compared_with_the_partitions_limits_and_with_what_there_is() -> None:
+    small = {"gpu_type": None, "cpus_per_task": 4, "tasks_per_node": 1, "mem_per_node_gb": None}
+    assert "MaxNodes" in fatal(WITHOUT_ACCOUNTS, partition="debug", nodes=2, time_limit_min=5, **small).message
+    no_gpus = {**small, "gpus_per_node": 0}
+    assert "MinNodes" in fatal(WITHOUT_ACCOUNTS, partition="cpu", nodes=1, **no_gpus).message
+    found = fatal(WITHOUT_ACCOUNTS, nodes=4, spare_nodes=1)
+    assert found.message.startswith("only 4 nodes of partition gpu have a100:4 on a node")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"gpu_type": "h100"}, "cluster.gpus_per_node", "no node of partition gpu has h100:4"),
+        ({"gpus_per_node": 5, "tasks_per_node": 5, "cpus_per_task": 1}, "cluster.gpus_per_node", "a100:5"),
+        ({"cpus_per_task": 16}, "cluster.cpus_per_task", "64 CPUs on a node"),
+        ({"mem_per_node_gb": 512}, "cluster.mem_per_node_gb", "512 GB of memory"),
+        ({"mem_per_node_gb": None, "mem_per_gpu_gb": 200}, "cluster.mem_per_node_gb", "800 GB of memory"),
+        ({"constraint": "h100"}, "cluster.constraint", "the feature 'h100'"),
+    ],
+)
+def test_what_no_node_has_is_named_with_what_they_have(fields: dict[str, Any], field: str, words: str) -> None:
+    found = fatal(WITHOUT_ACCOUNTS, **fields)
+    assert found.field == field
+    assert words in found.message
+    assert found.hint
+
+
+def test_what_nodes_have_only_one_by_one_is_not_there_together() -> None:
+    # v100 are in nodes of 257,000 MB, the others have a100.
+    found = fatal(WITHOUT_ACCOUNTS, gpu_type="v100", cpus_per_task=1, mem_per_node_gb=400)
+    assert "v100:4" in found.message
+    assert "400 GB" in found.message
+    assert "2 x 40 CPUs, 250 GB, gpu:v100:8" in found.hint
+
+
+def test_a_limit_of_the_partition_on_what_a_job_has_of_a_node_counts() -> None:
+    request: dict[str, Any] = {"partition": "debug", "gpu_type": None, "time_limit_min": 5, "mem_per_node_gb": 62}
+    assert "20 CPUs" in fatal(WITHOUT_ACCOUNTS, **request, cpus_per_task=5).message
+    request |= {"cpus_per_task": 4}
+    assert findings(WITHOUT_ACCOUNTS, **request) == []
+    found = fatal(
+        WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0}
+    )  # sbatch takes it, and it waits: MaxMemPerLimit
+    assert "all memory of a node, 128000 MB, and partition debug gives it 64000" in found.message
+    assert found.hint == "write at most cluster.mem_per_node_gb=62"
+
+
+def test_nodes_that_may_still_join_refuse_no_job() -> None:
+    cloud = replace(WITHOUT_ACCOUNTS, config={**WITHOUT_ACCOUNTS.config, "SlurmctldParameters": "cloud_dns"})
+    (found,) = findings(cloud, nodes=50)
+    assert not found.fatal
+
+
+def test_nodes_in_a_cloud_that_are_powered_down_and_not_listed_refuse_no_job() -> None:
+    partitions = tuple(replace(each, nodes=100) for each in WITHOUT_ACCOUNTS.partitions)
+    (found,) = findings(replace(WITHOUT_ACCOUNTS, partitions=partitions), nodes=50)
+    assert not found.fatal
+    suspends = replace(WITHOUT_ACCOUNTS, config={**WITHOUT_ACCOUNTS.config, "SuspendProgram": "/usr/sbin/off"})
+    (found,) = findings(suspends, nodes=50)
+    assert not found.fatal
+
+
+def test_limits_of_an_account_refuse_no_job_where_its_qos_is_not_known() -> None:
+    """Which may lift them: one lost answer of sacctmgr is enough."""
+    assert [
+        each for each in findings(replace(ALPHA, qos=None), time_limit_min=10**6) if "account" in each.message
+    ] == []
+
+
+def test_what_the_config_leaves_open_is_that_of_the_shell() -> None:
+    variables = {"SBATCH_PARTITION": "urgent", "SBATCH_ACCOUNT": "chemistry", "SBATCH_QOS": ""}
+    found = with_choices_of_the_shell(ClusterConfig(account="physics"), variables)
+    assert (found.partition, found.account, found.qos) == ("urgent", "physics", None)
+
+
+def test_nodes_that_do_not_work_now_are_a_warning() -> None:
+    down = replace(WITHOUT_ACCOUNTS, groups=tuple(replace(each, usable=0) for each in WITHOUT_ACCOUNTS.groups))
+    (found,) = findings(down)
+    assert not found.fatal
+    assert "0 of the nodes" in found.message
+
+
+def test_an_account_that_is_not_the_persons_is_refused_with_those_that_are() -> None:
+    found = fatal(account="chemistry")
+    assert "cluster.account=chemistry" in found.message
+    assert "physics" in found.hint
+    assert findings(WITHOUT_ACCOUNTS, account="chemistry") == []
+
+
+def test_a_partition_takes_only_its_accounts_and_its_qos() -> None:
+    (found,) = findings(
+        partition="urgent"
+    )  # whose default account is another; a warning, since it may be below physics
+    assert not found.fatal
+    assert "account biology" in found.message
+    assert "it takes: physics" in found.hint
+    assert findings(partition="urgent", account="physics") == []
+    assert (
+        "cluster.qos=debug" in fatal(qos="debug", time_limit_min=30).message
+    )  # the account may, the partition does not
+    assert "may not use it" in fatal(qos="secret").message
+    assert "no such QOS" in fatal(qos="hihg").message
+    assert "high" in fatal(qos="hihg").hint
+
+
+def test_limits_of_a_qos_come_before_those_of_an_account() -> None:
+    found = fatal(account="physics", qos="high", nodes=3, time_limit_min=240)
+    assert found.message == "the job asks for 12 GPUs, and QOS high gives a job 8"
+    assert found.hint == "write at most cluster.nodes=2"
+    found = fatal(time_limit_min=1441)
+    assert "account biology gives a job, 1440" in found.message
+    assert "QOS high gives a job, 240" in fatal(qos="high", time_limit_min=1440).message
+
+
+def test_what_all_jobs_of_an_account_may_have_together_bounds_one_job() -> None:
+    found = fatal(account="physics", nodes=4)
+    assert "16 GPUs" in found.message
+    assert "account physics (all of its jobs together) gives a job 12" in found.message
+    assert found.hint == "write at most cluster.nodes=3"
+
+
+def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:
+    kept = replace(ALPHA, config={**ALPHA.config, "AccountingStorageEnforce": "none"})
+    assert findings(kept, account="chemistry", qos="high", nodes=3, time_limit_min=2000) == []
+
+
+def test_somebody_without_an_account_is_told_so() -> None:
+    assert "no account of yours" in fatal(replace(ALPHA, associations=())).message
+
+
+def test_a_partition_of_other_groups_is_a_warning_since_the_controller_looks_groups_up_itself() -> None:
+    closed = tuple(replace(each, allowed_groups=("staff", "guests")) for each in ALPHA.partitions)
+    cluster = ClusterConfig(**ROOM)
+    (found,) = check_request(replace(ALPHA, partitions=closed), cluster, groups={"students"}, user_id=1000)
+    assert not found.fatal
+    assert "staff, guests" in found.message
+    assert check_request(replace(ALPHA, partitions=closed), cluster, groups={"staff"}, user_id=1000) == []
+    assert check_request(replace(ALPHA, partitions=closed), cluster, groups={"students"}, user_id=0) == []
+
+
+def test_a_partition_of_root_or_of_a_reservation_refuses_others() -> None:
+    closed = replace(ALPHA, partitions=tuple(replace(each, root_only=True) for each in ALPHA.partitions))
+    assert "RootOnly" in fatal(closed).message
+    reserved = replace(ALPHA, partitions=tuple(replace(each, needs_reservation=True) for each in ALPHA.partitions))
+    assert fatal(reserved).field == "cluster.reservation"
+    assert findings(reserved, reservation="friday") == []
+
+
+def test_where_a_plugin_may_change_what_a_job_asks_for_nothing_is_certain() -> None:
+    judged = replace(WITHOUT_ACCOUNTS, config={**WITHOUT_ACCOUNTS.config, "JobSubmitPlugins": "lua"})
+    for fields in ({"partition": "nowhere"}, {"time_limit_min": 10**5}, {"gpu_type": "h100"}):
+        assert [each.fatal for each in findings(judged, **fields)] == [False]
+
+
+def test_ranks_that_are_told_to_share_cpus_may_be_more_than_there_are() -> None:
+    assert findings(WITHOUT_ACCOUNTS, cpus_per_task=20, sbatch={"overcommit": True}) == []
+
+
+def test_pyxis_is_looked_for_where_an_image_is_to_be_run_by_it() -> None:
+    container = ContainerConfig(kind="pyxis", image="a.sqsh")  # type: ignore[arg-type]
+    facts = replace(ALPHA, pyxis=False)
+    (found,) = findings(facts, container=container)
+    assert not found.fatal
+    assert findings(replace(ALPHA, pyxis=None), container=container) == []
+
+
+def test_all_that_is_fatal_is_said_at_once_and_the_rest_is_returned_as_warnings() -> None:
+    with pytest.raises(ConfigError) as error:
+        raise_fatal(findings(account="chemistry", time_limit_min=3000))
+    assert "chemistry" in error.value.message
+    assert "time_limit_min=3000" in error.value.message
+    assert raise_fatal([Finding("a", "it may wait", "be patient", fatal=False)]) == ["it may wait; be patient"]

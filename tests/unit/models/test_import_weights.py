@@ -1,0 +1,148 @@
+"""Weights of other programs as a checkpoint, and a checkpoint's as those of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from slurmtrain.checkpoint import safetensors_files
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.dcp import DcpFolder, export_dcp
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.index_file import find_disagreement
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.reader import load
+from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.models.decoder import Decoder
+from slurmtrain.models.import_weights import import_weights, imported_names
+
+SIZES: dict[str, Any] = {"vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(3)
+    return Decoder(**SIZES)
+
+
+def restored(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
+    """The state of another decoder that begins with a checkpoint, as checkpoint.restore_only=model does."""
+    other = Decoder(**SIZES)
+    checkpointer = Checkpointer(checkpoint.parent.parent / "other", config={"model": {"dim": 48}})
+    assert checkpointer.restore(path=checkpoint, as_start=True, model=other) is not None
+    checkpointer.close()
+    return other.state_dict()
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_state_dict_of_torch_becomes_a_checkpoint(model: Decoder, tmp_path: Path) -> None:
+    for number, values in enumerate(
+        [
+            model.state_dict(),
+            {"model": model.state_dict(), "optimizer": {"lr": torch.tensor(0.1)}, "step": 5},
+            {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()},
+        ]
+    ):
+        torch.save(values, tmp_path / "weights.pt")
+        done = import_weights(tmp_path / "weights.pt", tmp_path / f"start{number}")
+        assert done.path == committed(tmp_path / f"start{number}")[-1] and done.path.name == "checkpoint_0000000"
+        assert same(restored(done.path, model), model.state_dict())
+        assert find_disagreement(done.path, read_manifest(done.path)) == []
+    assert done.tensors == len(model.state_dict()) and done.size == 4 * model.num_parameters()
+
+
+def test_a_file_that_holds_code_is_refused_and_executes_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"weight": torch.zeros(2), "evil": Evil()}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="could execute code"):
+        import_weights(tmp_path / "weights.pt", tmp_path / "start")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir, which no metadata needs"):
+        import_weights(tmp_path / "folder", tmp_path / "start")
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "start").exists()
+
+
+def test_a_folder_of_torch_distributed_checkpoint_goes_out_and_comes_in(model: Decoder, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "checkpoints", run_id="r1")
+    checkpointer.save(4, model=model)
+    checkpointer.close()
+    exported = export_dcp(committed(tmp_path / "checkpoints")[-1], tmp_path / "dcp", dtype="bfloat16")
+    expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    assert exported.tensors == len(expected)
+    read = {name: torch.zeros_like(value) for name, value in expected.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert same(read, expected)
+    with pytest.raises(UsageError, match="exists"):
+        export_dcp(committed(tmp_path / "checkpoints")[-1], tmp_path / "dcp")
+
+    done = import_weights(tmp_path / "dcp", tmp_path / "start")
+    assert same({name.removeprefix("model."): value for name, value in load(done.path).items()}, expected)
+
+
+def test_the_model_of_a_training_state_of_torch_distributed_checkpoint_is_taken(model: Decoder, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert len(DcpFolder(tmp_path / "dcp").facts) > len(model.state_dict())
+    done = import_weights(tmp_path / "dcp", tmp_path / "start")
+    assert same(restored(done.path, model), model.state_dict())
+    with pytest.raises(UsageError, match="holds no tensors 'modle'"):
+        import_weights(tmp_path / "dcp", tmp_path / "start", only="modle")
+
+
+def test_names_of_hugging_face_become_the_decoders() -> None:
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.11.mlp.up_proj.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]
+    assert imported_names([*names, "lm_head.weight"], None) == {
+        "model.embed_tokens.weight": "embedding.weight",
+        "model.layers.11.mlp.up_proj.weight": "blocks.11.feed_forward.up.weight",
+        "lm_head.weight": "output.weight",
+    }
+    assert imported_names(["model.a.weight", "optim.state.a"], None) == {"model.a.weight": "a.weight"}
+    phi = ["model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight"]
+    assert imported_names(phi, None) == {name: name for name in phi}
+    assert imported_names(["encoder.a", "head.b"], None) == {"encoder.a": "encoder.a", "head.b": "head.b"}
+
+
+def test_tensors_of_a_family_that_the_decoder_does_not_compute_keep_their_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    for kind, name in (("gemma", "model.norm.weight"), ("llama", "norm.weight")):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+        assert list(load(import_weights(tmp_path, tmp_path / kind).path)) == [f"model.{name}"]
+
+
+def test_a_file_of_safetensors_is_imported(model: Decoder, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    done = import_weights(tmp_path / "weights.safetensors", tmp_path / "start")
+    assert same(restored(done.path, model), model.state_dict())
+    (tmp_path / "weights.safetensors").write_bytes(b"no file of safetensors")
+    with pytest.raises(CheckpointError, match="is damaged, or no file of safetensors"):
+        safetensors_files.tensors_of(tmp_path / "weights.safetensors")

@@ -1,0 +1,437 @@
+"""Loggers: each step once, whatever fails; where the numbers go; the text file for Prometheus."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.choices import JobKind, WandbMode
+from slurmtrain.config.compose import compose
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog
+from slurmtrain.observe import logger_process as process
+from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
+from slurmtrain.observe.textfile import TextFile, render
+from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
+from slurmtrain.runtime.client_loggers import close_client_loggers
+from slurmtrain.runtime.jobs.program_loggers import checked, newest_numbers, of_rank
+from tests.support.gloo import wait_until
+
+
+@dataclass
+class Backend:
+    """What a logger has been given, over all its lives."""
+
+    given: list[tuple[str, int]] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    opened: int = 0
+    fails_at: Callable[[int], bool] = lambda step: False
+    tells: Callable[[], Held | None] = lambda: None
+
+
+class Fake(Logger):
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    def open(self, run: LoggedRun) -> Held | None:
+        self._backend.opened += 1
+        return self._backend.tells()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._backend.fails_at(step):
+            raise ConnectionError("no route to host")
+        self._backend.given.append(("train", step))
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._backend.given.append(("eval", step))
+
+    def close(self, ending: Ending) -> str | None:
+        self._backend.endings.append(ending)
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(process, "POLL_S", 0.0)
+
+
+def ship(folder: Path, backend: Backend, ending: str = "close stopped 5", *, tell: str = "") -> None:
+    """One attempt of the process of a logger, which is told at once that it is over."""
+    read, write = os.pipe()
+    os.write(write, (tell + ending + "\n").encode() if ending else b"")
+    os.close(write)
+    run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
+    tail = process.Tail(folder / "metrics.jsonl")
+    process.Shipping(lambda: Fake(backend), run, tail, process.Control(read), folder / "note.json").run()
+    os.close(read)
+
+
+def write(folder: Path, resume_step: int, *records: dict[str, float]) -> None:
+    log = MetricsLog(folder / "metrics.jsonl", resume_step)
+    for record in records:
+        log.write(**record)  # type: ignore[arg-type]
+    log.close()
+
+
+def steps(*numbers: int) -> list[dict[str, float]]:
+    return [{"step": number, "loss": 1 / number} for number in numbers]
+
+
+def test_steps_that_are_done_again_after_a_crash_are_logged_once(tmp_path: Path) -> None:
+    backend = Backend()
+    write(tmp_path, -1, *steps(1, 2, 3, 4, 5, 6))
+    ship(tmp_path, backend, ending="")  # rank 0 is killed
+    assert backend.endings == [Ending.FAILED]
+    write(tmp_path, 3, *steps(4, 5, 6, 7, 8))  # resumed from a checkpoint of step 3
+    ship(tmp_path, backend)
+    write(tmp_path, 8, *steps(9))
+    ship(tmp_path, backend, "close finished 5")
+    assert backend.given == [("train", step) for step in range(1, 10)]
+    assert backend.endings[1:] == [Ending.STOPPED, Ending.FINISHED]
+
+
+def test_what_a_kill_has_cost_a_logger_comes_with_the_next_attempt(tmp_path: Path) -> None:
+    backend = Backend()
+    write(tmp_path, -1, *steps(1, 2, 3, 4, 5))
+    ship(tmp_path, backend)
+    backend.given = backend.given[:2]  # the rest was in a buffer of the server's client
+    backend.tells = lambda: Held(step=2)
+    write(tmp_path, 5, *steps(6))
+    ship(tmp_path, backend)
+    assert [step for _, step in backend.given] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_that_a_stop_has_put_off_is_logged_by_the_next_attempt(tmp_path: Path) -> None:
+    backend = Backend()
+    write(tmp_path, -1, *steps(1, 2))
+    ship(tmp_path, backend)
+    write(tmp_path, 2, {"step": 2, "valid_loss": 1.0}, *steps(3))
+    ship(tmp_path, backend)
+    assert backend.given == [("train", 1), ("train", 2), ("eval", 2), ("train", 3)]
+
+
+def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
+    backend, outages = Backend(), [1, 1]
+    backend.fails_at = lambda step: step == 3 and bool(outages and outages.pop())
+    write(tmp_path, -1, *steps(1, 2, 3, 4))
+    read, end = os.pipe()
+    os.set_blocking(read, False)
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+    control = process.Control(read)
+    backend.tells = lambda: Held(step=max((step for _, step in backend.given), default=-1))
+    shipping = process.Shipping(
+        lambda: Fake(backend), run, process.Tail(tmp_path / "metrics.jsonl"), control, tmp_path / "note.json"
+    )
+
+    class Over(Fake):
+        def flush(self) -> None:
+            os.close(end)  # the first group that goes through is the last
+
+    shipping._build = lambda: Over(backend)
+    shipping.run()
+    os.close(read)
+    assert backend.opened == 3
+    assert [step for _, step in backend.given] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "note.json").read_text())["left_out"] == 0
+
+
+def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path) -> None:
+    backend = Backend(fails_at=lambda step: step == 2)
+    backend.tells = lambda: None
+    write(tmp_path, -1, *steps(1, 2, 3))
+    read, end = os.pipe()
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+
+    class Flushes(Fake):
+        def flush(self) -> None:
+            os.close(end)
+
+    shipping = process.Shipping(
+        lambda: Flushes(backend),
+        run,
+        process.Tail(tmp_path / "metrics.jsonl"),
+        process.Control(read),
+        tmp_path / "n.json",
+    )
+    shipping.run()
+    os.close(read)
+    assert ("train", 3) in backend.given
+    assert json.loads((tmp_path / "n.json").read_text())["left_out"] == 1
+
+
+def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_path: Path) -> None:
+    write(tmp_path, -1, *steps(1))
+    read, write_end = os.pipe()
+    os.write(write_end, b"close stopped 5\n")
+    os.close(write_end)
+
+    def build() -> Logger:
+        raise ConfigError("wandb is not installed")
+
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+    tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
+    process.Shipping(build, run, tail, control, tmp_path / "note.json").run()
+    os.close(read)
+    note = json.loads((tmp_path / "note.json").read_text())
+    assert "wandb is not installed" in note["error"]
+    assert note["step"] == -1
+
+
+def test_a_logger_that_cannot_close_asks_for_another_process(tmp_path: Path) -> None:
+    backend = Backend()
+
+    class Broken(Fake):
+        def close(self, ending: Ending) -> str | None:
+            raise ConnectionResetError("Connection lost")
+
+    write(tmp_path, -1, *steps(1))
+    for logger, code in ((Broken, process.AGAIN), (Fake, 0)):
+        read, end = os.pipe()
+        os.write(end, b"close stopped 5\n")
+        os.close(end)
+        run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+        tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
+        shipping = process.Shipping(lambda logger=logger: logger(backend), run, tail, control, tmp_path / "n.json")  # type: ignore[misc]
+        assert shipping.run() == code
+        os.close(read)
+    assert backend.given == [("train", 1)]
+
+
+def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_path: Path) -> None:
+    backend = Backend()
+    write(tmp_path, -1, *steps(1, 2, 3, 4))
+    ship(tmp_path, backend)
+    write(tmp_path, 2, *steps(3, 4, 5))
+    ship(tmp_path, backend, tell="rewind\n")
+    assert [step for _, step in backend.given] == [1, 2, 3, 4, 5]
+
+
+def test_a_torn_line_is_logged_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo')
+    tail = process.Tail(path)
+    assert [record["step"] for record in tail.new()] == [1]
+    with path.open("a") as file:
+        file.write('ss": 1}\nno json\n{"step": "x"}\n{"step": 3}\n')
+    assert [record["step"] for record in tail.new()] == [2, 3]
+
+
+def test_numbers_only_go_to_a_logger() -> None:
+    record = {"step": 1, "loss": 2.0, "data_hash": "ab", "flag": True, "tokens": 3, "none": None}
+    assert process.numbers_of(record) == {"loss": 2.0, "tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variables", "known", "answers", "online", "why"),
+    [
+        ("auto", {}, True, True, True, ""),
+        ("auto", {}, False, True, False, "no API key"),
+        ("auto", {}, True, False, False, "cannot be reached"),
+        ("auto", {"WANDB_MODE": "offline"}, True, True, False, "says so"),
+        ("auto", {"WANDB_MODE": "online"}, False, False, True, ""),
+        ("online", {"WANDB_MODE": "offline"}, False, False, True, ""),
+        ("offline", {}, True, True, False, "says so"),
+    ],
+)
+def test_wandb_is_online_only_where_it_can_be(
+    wanted: str, variables: dict[str, str], known: bool, answers: bool, online: bool, why: str
+) -> None:
+    mode = mode_of(WandbMode(wanted), variables, key_is_known=known, answers=answers)
+    assert mode.online is online
+    assert why in mode.why
+
+
+def test_a_key_in_a_netrc_file_counts_as_known(tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text("machine wandb.example login user password 0123456789\n")
+    (tmp_path / "netrc").chmod(0o600)
+    variables = {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "https://wandb.example", "HTTPS_PROXY": "http://p"}
+    assert find_mode(WandbMode.AUTO, variables).online
+    assert not find_mode(WandbMode.AUTO, variables | {"WANDB_BASE_URL": "https://other.example"}).online
+
+
+def test_offline_folders_that_a_kill_left_open_are_moved_aside_and_written_again(tmp_path: Path) -> None:
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+    (tmp_path / "loggers").mkdir()
+    first = _Folders(run)
+    assert first.begin_offline() == Held()
+    (tmp_path / "wandb" / "offline-run-1-r").mkdir(parents=True)
+    first.opened_offline(tmp_path / "wandb" / "offline-run-1-r")
+    first.closed(Held(20, 10))
+    second = _Folders(run)
+    assert second.begin_offline() == Held(20, 10)
+    (tmp_path / "wandb" / "offline-run-2-r").mkdir()
+    second.opened_offline(tmp_path / "wandb" / "offline-run-2-r")  # and then it is killed
+    (tmp_path / "wandb" / "offline-run-3-r").mkdir()  # and another before it could note anything
+    assert _Folders(run).begin_offline() == Held(20, 10)
+    names = sorted(path.name for path in (tmp_path / "wandb").iterdir())
+    assert names == ["incomplete-offline-run-2-r", "incomplete-offline-run-3-r", "offline-run-1-r"]
+
+
+def test_a_run_that_goes_online_sends_no_offline_folder_again_and_offline_again_goes_on_after_it(
+    tmp_path: Path,
+) -> None:
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+    (tmp_path / "loggers").mkdir()
+    (tmp_path / "wandb" / "offline-run-1-r").mkdir(parents=True)
+    folders = _Folders(run)
+    folders.opened_online(Held(5, -1))
+    assert [path.name for path in (tmp_path / "wandb").iterdir()] == ["replaced-offline-run-1-r"]
+    killed = dataclasses.replace(run, held=Held(40, 20))
+    assert _Folders(killed).begin_offline() == Held(40, 20)
+    folders.closed(Held(50, 20))
+    assert _Folders(killed).begin_offline() == Held(50, 20)
+
+
+def test_a_note_of_any_shape_about_folders_is_read(tmp_path: Path) -> None:
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
+    (tmp_path / "loggers").mkdir()
+    for note in ({"complete": 3, "held": ["a", None]}, {"complete": [1, {}], "held": 5, "online": "x"}):
+        (tmp_path / "loggers" / "wandb-folders.json").write_text(json.dumps(note))
+        assert _Folders(run).begin_offline() == Held()
+
+
+def test_mlflow_gets_names_that_it_takes_and_no_secret() -> None:
+    config = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "secrets": {"K": "env"}, "job": {"name": "x", "a+b": {}}}
+    assert dict(flattened(config)) == {
+        "optim.lr": "0.1",
+        "optim.betas": "[0.9, 0.95]",
+        "job.name": "x",
+        "job.a_b": "{}",
+    }
+    assert allowed_name("train (loss)/β") == "train _loss_/β"
+    assert shown("https://me:pass@mlflow.example/x") == "https://mlflow.example/x"
+    assert shown("sqlite:////home/ann@site/runs/a b/mlflow.db").endswith(
+        "'sqlite:////home/ann@site/runs/a b/mlflow.db'"
+    )
+
+
+def test_the_variables_of_a_program_are_those_of_its_loggers_and_never_replace_its_own() -> None:
+    found = {"WANDB_RUN_ID": "r", "WANDB_MODE": "offline", "LD_PRELOAD": "x", "MLFLOW_RUN_ID": 3}
+    assert checked(found, {"WANDB_MODE": "online"}) == {"WANDB_RUN_ID": "r"}
+    assert checked(["no"], {}) == {}
+
+
+def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
+    found = {"WANDB_RUN_ID": "r", "WANDB_NAME": "train r", "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": "m"}
+    assert of_rank(found, 0) == found
+    third = {**found, "WANDB_RUN_ID": "r-rank3", "WANDB_NAME": "train r rank3", "WANDB_RUN_GROUP": "r"}
+    assert of_rank(found, 3) == third
+    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3)["WANDB_RUN_GROUP"] == "mine"
+    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3) == {"MLFLOW_RUN_ID": "m"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+observe.loggers.mine={a: 1}", "has no _target_"),
+        ("+observe.loggers.wandb={_target_: x.Y}", "no name for a logger of yours"),
+        ("observe.wandb.project=me/lm", "observe.wandb.entity"),
+        ("observe.textfile_dir=prom", "no absolute path"),
+        ("observe.mlflow.experiment=''", "is no name"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_queue(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        validate(compose([override]))
+    assert said in f"{raised.value.message} {raised.value.hint}"
+
+
+def test_a_logger_of_yours_is_not_for_a_program_of_yours() -> None:
+    config = compose(["+observe.loggers.mine={_target_: my.Logger}"])
+    config.job.kind, config.job.command = JobKind.COMMAND, "python x.py"
+    with pytest.raises(ConfigError, match="is for our own trainer"):
+        validate(config)
+
+
+def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:
+    text = render({"step": 3, "valid/loss": float("nan"), "mfu": float("inf")}, {"run": "r", "job": 'a"b\\c\nd'})
+    labels = '{run="r",job="a\\"b\\\\c\\nd"}'
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        f"slurmtrain_mfu{labels} +Inf",
+        f"slurmtrain_step{labels} 3.0",
+        f"slurmtrain_valid_loss{labels} NaN",
+    ]
+    assert text.count("# TYPE") == text.count("# HELP") == 3
+
+
+def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path: Path) -> None:
+    old, new = tmp_path / "slurmtrain_gone.prom", tmp_path / "slurmtrain_other.prom"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    file = TextFile(tmp_path, "run/1", {"run": "r"}, every_s=0.01)
+    file.update({"step": 1})
+    assert wait_until(lambda: file.path.exists() and "slurmtrain_step" in file.path.read_text(), "written")
+    file.update({"step": 2, "loss": 0.5})
+    assert wait_until(lambda: 'slurmtrain_step{run="r"} 2.0' in file.path.read_text(), "written again")
+    assert file.path.stat().st_mode & 0o777 == 0o644
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
+
+
+def test_a_folder_of_the_node_exporter_that_is_not_there_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TextFile(tmp_path / "missing", "r", {"run": "r"}, every_s=0.001, at_least_every_s=0.001)
+    file.update({"step": 1})
+    wait_until(lambda: caplog.messages, "warned")
+    began = time.monotonic()
+    file.close()
+    assert time.monotonic() - began < 1
+    assert len(caplog.messages) == 1  # once, though it has tried often
+
+
+def test_the_newest_numbers_of_a_program_are_those_of_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert newest_numbers(path) == {}
+    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5, "text": "x"}\n{"step": 3')
+    assert newest_numbers(path) == {"step": 2.0, "loss": 0.5}
+
+
+def test_a_program_that_leaves_has_wandb_and_mlflow_write_what_they_hold_but_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[str] = []
+    never = threading.Event()
+
+    class Run:
+        def mark_preempting(self) -> None:
+            done.append("preempting")
+
+        def finish(self, exit_code: int) -> None:
+            done.append("finished")
+            never.wait()
+
+    def flush() -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=Run()))
+    mlflow = types.SimpleNamespace(active_run=lambda: "run", flush_async_logging=flush)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    close_client_loggers(within_s=0.05)
+    never.set()
+    assert done == ["preempting", "finished"]
+    assert "no server" in caplog.text
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=None))
+    mlflow.active_run = lambda: None
+    close_client_loggers()
+    assert len(done) == 2
+
+    def broken() -> None:
+        raise RuntimeError("its database is gone")
+
+    mlflow.active_run = broken
+    close_client_loggers()
+    assert "its database is gone" in caplog.text

@@ -1,0 +1,196 @@
+"""The parts of a step: they add up to it, and measuring them waits for nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slurmtrain.observe.phases import HostTimer, Phase, PhaseClock, PhaseTimes
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def step(phases: PhaseClock, clock: Clock, *, data: float = 1.0, waiting: float = 0.5, save: float = 0.0) -> None:
+    """A step of 1 s data, 4 s passes of which the last part waits, 2 s optimiser, and 0.25 s of other things."""
+    with phases.within(Phase.DATA):
+        clock.now += data
+    phases.enter(Phase.FORWARD_BACKWARD)
+    clock.now += 4.0 - waiting
+    with phases.waiting():
+        clock.now += waiting
+    phases.enter(Phase.OTHER)
+    clock.now += 0.125
+    with phases.within(Phase.OPTIMIZER):
+        clock.now += 2.0
+    phases.end_step()
+    with phases.within(Phase.CHECKPOINT):
+        clock.now += save
+    clock.now += 0.125
+
+
+def read(phases: PhaseClock) -> PhaseTimes:
+    found = phases.read(phases.cut())
+    assert found is not None
+    return found
+
+
+def test_each_part_of_a_step_is_told_and_all_add_up_to_it(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    for _ in range(4):
+        step(phases, clock)
+    times = read(phases)
+    assert times.steps == 4
+    assert {phase.value: times.per_step(phase) for phase in Phase} == {
+        "data": 1.0,
+        "forward_backward": 3.5,
+        "communication": 0.5,
+        "optimizer": 2.0,
+        "checkpoint": 0.0,
+        "evaluation": 0.0,
+        "other": 0.25,
+    }
+    assert sum(times.seconds.values()) == clock.now - 100.0
+    assert times.communication_share == 0.5 / 7.25
+
+
+def test_a_window_has_its_own_steps_and_nothing_of_the_one_before(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    step(phases, clock, data=8.0)
+    assert read(phases).per_step(Phase.DATA) == 8.0
+    step(phases, clock, data=2.0, save=10.0)
+    step(phases, clock, data=4.0)
+    times = read(phases)
+    assert (times.steps, times.per_step(Phase.DATA), times.per_step(Phase.CHECKPOINT)) == (2, 3.0, 5.0)
+    assert phases.read(phases.cut()) is None  # no step has ended since
+
+
+def test_windows_that_nobody_reads_are_forgotten(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    for _ in range(50):
+        step(phases, clock)
+        phases.cut()
+    step(phases, clock)
+    assert read(phases).steps == 1
+    assert len(phases._windows) <= 1
+
+
+def test_communication_within_a_save_or_an_evaluation_counts_to_these(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    for pause in (Phase.CHECKPOINT, Phase.EVALUATION):
+        with phases.within(pause), phases.waiting():
+            clock.now += 3.0
+    step(phases, clock)
+    times = read(phases)
+    assert times.seconds[Phase.CHECKPOINT] == times.seconds[Phase.EVALUATION] == 3.0
+    assert times.communication_share == 0.5 / 7.25
+
+
+def test_a_part_that_ends_in_an_error_ends(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+
+    def evaluate() -> None:
+        with phases.within(Phase.EVALUATION):
+            clock.now += 1.0
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        evaluate()
+    step(phases, clock)
+    assert read(phases).seconds[Phase.EVALUATION] == 1.0
+
+
+class DeviceTimer:
+    """Marks that a device passes later, as a GPU does; to read one that it has not passed would have to wait."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self.passed_until, self.made = clock, 0.0, 0
+
+    def mark(self) -> float:
+        self.made += 1
+        return self._clock()
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.passed_until
+
+    def seconds(self, first: float, second: float) -> float:
+        assert self.passed(first) and self.passed(second), "a mark was read that the device has not passed"
+        return second - first
+
+
+def test_marks_of_a_device_are_read_only_when_it_has_passed_them(clock: Clock) -> None:
+    timer = DeviceTimer(clock)
+    phases = PhaseClock(timer)
+    phases.start()
+    for number in range(6):
+        timer.passed_until = clock.now - 20.0  # the host is almost three steps ahead
+        step(phases, clock)
+        assert len(phases.take_steps()) == (1 if number > 3 else 0)
+    window = phases.cut()
+    timer.passed_until = clock.now  # somebody has read the loss, and so waited for the device
+    times = phases.read(window)
+    assert times is not None and times.steps == 6
+    assert sum(times.seconds.values()) == clock.now - 100.0
+
+
+def test_steps_that_nobody_takes_do_not_pile_up(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    for _ in range(1500):
+        step(phases, clock)
+    assert len(phases._marks) == 1 or len(phases._marks) < 20
+    assert len(phases.take_steps()) == 1000
+    assert phases.take_steps() == []
+
+
+def test_the_times_of_single_steps_are_there_for_those_who_compare_them(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    phases.start()
+    for data in (1.0, 2.0, 3.0):
+        step(phases, clock, data=data)
+    assert [each[Phase.DATA] for each in phases.take_steps()] == [1.0, 2.0, 3.0]
+
+
+def test_a_clock_that_measures_nothing_does_nothing() -> None:
+    phases = PhaseClock(None)
+    phases.start()
+    with phases.within(Phase.DATA), phases.waiting():
+        assert not phases.measures
+    phases.end_step()
+    assert phases.read(phases.cut()) is None and phases.take_steps() == []
+
+
+def test_a_new_beginning_forgets_what_was_before(clock: Clock) -> None:
+    phases = PhaseClock(HostTimer(clock))
+    step(phases, clock, data=50.0)  # a pass that warms up
+    phases.start()
+    step(phases, clock)
+    times = read(phases)
+    assert (times.steps, times.seconds[Phase.DATA]) == (1, 1.0)
+
+
+def test_login_nodes_read_this_module_without_torch() -> None:
+    code = "import slurmtrain.observe.phases, slurmtrain.observe.stragglers, sys; sys.exit('torch' in sys.modules)"
+    done: Any = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 0

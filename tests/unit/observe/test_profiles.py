@@ -1,0 +1,165 @@
+"""RUN/profile: what it may say, that it is taken once, and what a person is told who asks where there is nothing to take."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.profile_steps import ProfileRequest, first_and_last, parse_request
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profiling import Profiling
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.profiles import ProgramSwitch
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    (tmp_path / "checkpoints").mkdir()
+    return RunDir(tmp_path)
+
+
+def events(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.events_file.read_text().splitlines()]
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+def test_the_file_says_how_many_steps_of_which_ranks() -> None:
+    default = ProfileRequest(ranks=(0, 1))
+    assert parse_request("", default) == ProfileRequest(3, (0, 1))
+    assert parse_request("steps=5 ranks=0,4-6\nstacks=true\n", default) == ProfileRequest(5, (0, 4, 5, 6), True)
+    assert parse_request("ranks=all", default).ranks is None
+    for wrong in (
+        "steps=0",
+        "steps=101",
+        "steps=x",
+        "steps=000000001999999999",
+        "steps",
+        "ranks=",
+        "ranks=5-2",
+        "ranks=a",
+        "stacks=1",
+        "why=x",
+        "²",
+    ):
+        with pytest.raises(ConfigError):
+            parse_request(wrong, default)
+
+
+def test_the_steps_of_the_config_are_a_range() -> None:
+    assert (first_and_last("100-102"), first_and_last("7")) == ((100, 102), (7, 7))
+    for wrong in ("", "0", "5-3", "1-101", "a", "1-", "-3"):
+        with pytest.raises(ConfigError, match="no range of 1 to 100 steps"):
+            first_and_last(wrong)
+    words = ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20"]
+    validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
+    for more, said in (
+        (["observe.profile_steps=21-22"], "there is no such step"),
+        (["observe.profile_ranks=[2]"], "2 is none of the ranks 0 to 1"),
+        (["observe.profile_ranks=[1,1]"], "named twice"),
+        (["observe.profile_steps=3", "job=command", "job.command=true"], "for our own trainer"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            validate(compose([*words, *more]))
+
+
+def test_a_file_counts_when_it_is_whole_and_is_taken_once(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    switch.look()
+    assert switch.asked() is None
+    run.profile_switch.touch()
+    switch.look()
+    assert switch.asked() is None  # perhaps an editor has just begun to write it
+    run.profile_switch.write_text("steps=7")
+    switch.look()
+    assert switch.asked() is None
+    switch.look()
+    asked = switch.asked()
+    assert asked is not None and asked.steps == 7
+    switch.take()
+    assert not run.profile_switch.exists() and switch.asked() is None
+    switch.look()
+    assert switch.asked() is None
+    switch.give_back()
+    assert run.profile_switch.read_text() == "steps=7"
+    run.profile_switch.unlink()
+    switch.look()
+    switch.give_back()
+    assert not run.profile_switch.exists()
+
+
+@pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])
+def test_a_file_that_cannot_be_read_is_set_aside_and_the_run_goes_on(make: str, run: RunDir) -> None:
+    path = run.profile_switch
+    if make == "unknown":
+        path.write_text("stepz=3\x1b[2J")
+    elif make == "link":
+        path.symlink_to("/etc/passwd")
+    elif make == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(bytes(1 << 20))
+    switch = ProfileSwitch(run, ProfileRequest())
+    for _ in range(4):
+        switch.look()
+    assert switch.asked() is None and not path.exists() and not path.is_symlink()
+    assert os.path.lexists(run.path / "profile.refused")
+    (said,) = events(run)
+    assert said["event"] == "profile refused" and said["sentence"]
+
+
+def test_a_program_that_never_looks_for_the_file_is_spoken_for(run: RunDir) -> None:
+    early, late = (ProgramSwitch(run, run.attempt(1), begins_s=seconds) for seconds in (60, 0))
+    late.look()
+    run.profile_switch.touch()
+    early.look()
+    assert run.profile_switch.exists()  # it may not have come that far
+    run.attempt(1).profiles_marker.touch()
+    late.look()
+    assert run.profile_switch.exists()
+    run.attempt(1).profiles_marker.unlink()
+    late.look()
+    assert not run.profile_switch.exists()
+    (said,) = events(run)
+    assert "does not call slurmtrain.should_stop()" in said["sentence"] and "torch.profiler" in said["hint"]
+
+
+def test_ranks_that_are_not_there_are_refused_by_name(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    profiling = Profiling(run, OneRank(), on_gpu=False, switch=switch)
+    run.profile_switch.write_text("ranks=5,7")
+    switch.look()
+    assert not profiling.wanted
+    switch.look()
+    assert profiling.wanted
+    profiling.begin(10)
+    assert not profiling.active and not profiling.wanted and not run.profiles.exists()
+    assert events(run)[0]["sentence"] == "this attempt has ranks 0 to 0, and none of 5, 7"
+
+
+def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
+    run.profiles.write_text("a file where the folder should be")
+    switch = ProfileSwitch(run, ProfileRequest())
+    told: list[Any] = []
+    profiling = Profiling(run, OneRank(), on_gpu=False, switch=switch, event=lambda event, values: told.append(values))
+    run.profile_switch.touch()
+    switch.look()
+    switch.look()
+    profiling.begin(10)
+    assert not profiling.active and "no profile" in told[0]["sentence"]

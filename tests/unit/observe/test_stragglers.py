@@ -1,0 +1,164 @@
+"""Slow ranks: one that is slowed in one part is named with it, and noise names nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from slurmtrain.observe.phases import Phase
+from slurmtrain.observe.stragglers import NUMBERS, WATCHED, StragglerDetector, summary
+
+# Seconds of a step's parts, in the proportions of a training whose data wait is hidden by half.
+USUAL = {Phase.DATA: 0.04, Phase.FORWARD_BACKWARD: 0.3, Phase.OPTIMIZER: 0.05, Phase.OTHER: 0.005}
+STEPS = 20  # of a window
+Noise = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
+
+
+def normal(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    return np.maximum(0.1, 1 + 0.1 * generator.standard_normal(shape))
+
+
+def heavy(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """One step in twenty takes up to ten times as long, as on machines that do other things, too."""
+    return np.exp(0.15 * generator.standard_normal(shape)) * np.where(
+        generator.random(shape) < 0.05, generator.uniform(1, 10, shape), 1
+    )
+
+
+def drifting(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """All steps of a window are slower together on one rank or another, by 10 %."""
+    return normal(generator, shape) * (1 + 0.1 * generator.standard_normal((shape[0], 1)).clip(-1.5, 1.5))
+
+
+NOISES = {"normal": normal, "heavy": heavy, "drifting": drifting}
+
+
+def window(
+    generator: np.random.Generator, ranks: int, noise: Noise, slow: Mapping[tuple[int, Phase], float]
+) -> list[list[float]]:
+    """What the ranks tell each other of one window."""
+    times = {phase: USUAL[phase] * noise(generator, (ranks, STEPS)) for phase in WATCHED}
+    for (rank, phase), ratio in slow.items():
+        times[phase][rank] *= ratio
+    # Each step takes as long as its slowest rank.
+    whole = np.sum([times[phase] for phase in WATCHED], axis=0).max(axis=0)
+    told = []
+    for rank in range(ranks):
+        own = [{phase: times[phase][rank, step] for phase in WATCHED} for step in range(STEPS)]
+        told.append(
+            summary([{**each, Phase.COMMUNICATION: whole[step] - sum(each.values())} for step, each in enumerate(own)])
+        )
+    return told
+
+
+def named_after(
+    detector: StragglerDetector,
+    windows: int,
+    seed: int,
+    ranks: int,
+    noise: Noise,
+    slow: Mapping[tuple[int, Phase], float],
+) -> dict[tuple[int, Phase], int]:
+    """The windows after which ranks were named, by rank and part."""
+    generator, found = np.random.default_rng(seed), dict[tuple[int, Phase], int]()
+    for number in range(1, windows + 1):
+        new, _ = detector.look(window(generator, ranks, noise, slow))
+        found |= {(each.rank, each.phase): number for each in new}
+    return found
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_that_is_slowed_by_half_in_one_part_is_named_with_it_within_20_windows(
+    noise: str, phase: Phase, ranks: int
+) -> None:
+    for seed in range(3):
+        found = named_after(StragglerDetector([0] * ranks), 20, seed, ranks, NOISES[noise], {(ranks - 1, phase): 1.5})
+        assert list(found) == [(ranks - 1, phase)]
+        assert found[ranks - 1, phase] <= 20
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_none_is_named_in_500_windows_of_noise(noise: str, ranks: int) -> None:
+    assert named_after(StragglerDetector([0] * ranks), 500, 7, ranks, NOISES[noise], {}) == {}
+
+
+def test_a_rank_that_is_slow_now_and_then_is_named_too() -> None:
+    generator, detector = np.random.default_rng(1), StragglerDetector([0] * 4)
+    found = []
+    for _ in range(10):
+        times = USUAL[Phase.FORWARD_BACKWARD] * normal(generator, (4, STEPS))
+        times[2, ::5] *= 3  # one step in five: another program on its node
+        told = [summary([{**USUAL, Phase.FORWARD_BACKWARD: seconds} for seconds in rank]) for rank in times]
+        found += detector.look(told)[0]
+    assert [(each.rank, each.phase, each.sporadic) for each in found] == [(2, Phase.FORWARD_BACKWARD, True)]
+
+
+def test_a_rank_that_has_recovered_is_told_once_and_can_be_named_again() -> None:
+    generator, detector, told = np.random.default_rng(2), StragglerDetector([0] * 4), []
+    for number in range(40):
+        slow = {(1, Phase.FORWARD_BACKWARD): 1.5} if number < 10 or number >= 25 else {}
+        new, over = detector.look(window(generator, 4, normal, slow))
+        told += [("slow", each.rank) for each in new] + [("over", each.rank) for each in over]
+    assert told == [("slow", 1), ("over", 1), ("slow", 1)]
+    assert [rank for rank, _ in detector.named] == [1]
+
+
+def test_two_slow_ranks_of_one_node_are_both_named() -> None:
+    slow = {(2, Phase.FORWARD_BACKWARD): 1.5, (3, Phase.FORWARD_BACKWARD): 1.6}
+    assert sorted(rank for rank, _ in named_after(StragglerDetector([0] * 8), 10, 3, 8, normal, slow)) == [2, 3]
+
+
+def test_stages_with_different_work_are_compared_within_their_own_kind() -> None:
+    groups = [0, 0, 1, 1]  # the last stage also predicts tokens
+    work = {(2, Phase.FORWARD_BACKWARD): 2.0, (3, Phase.FORWARD_BACKWARD): 2.0}
+    assert named_after(StragglerDetector(groups), 20, 4, 4, normal, work) == {}
+    slow = {**work, (3, Phase.FORWARD_BACKWARD): 3.0}
+    assert list(named_after(StragglerDetector(groups), 20, 4, 4, normal, slow)) == [(3, Phase.FORWARD_BACKWARD)]
+
+
+def test_what_a_rank_does_besides_the_others_is_not_held_against_it() -> None:
+    slow = {(0, Phase.OTHER): 20.0}  # it writes the files of the run
+    assert list(named_after(StragglerDetector([0] * 4), 20, 5, 4, normal, slow)) == [(0, Phase.OTHER)]
+    assert named_after(StragglerDetector([0] * 4, {0: [Phase.OTHER]}), 20, 5, 4, normal, slow) == {}
+
+
+def test_a_part_that_hardly_takes_time_names_nobody() -> None:
+    slow = {(1, Phase.OTHER): 3.0}  # 0.01 s of a step of 0.4 s
+    assert named_after(StragglerDetector([0] * 4), 20, 6, 4, normal, slow) == {}
+
+
+def test_windows_without_steps_or_with_numbers_that_are_none_do_not_count() -> None:
+    detector = StragglerDetector([0, 0])
+    assert summary([]) == pytest.approx([math.nan] * NUMBERS, nan_ok=True)
+    good = window(np.random.default_rng(0), 2, normal, {(1, Phase.FORWARD_BACKWARD): 2.0})
+    for number in range(20):
+        new, _ = detector.look(good if number % 2 else [good[0], [math.nan] * NUMBERS])
+        assert bool(new) == (number == 9)  # the fifth that counts
+    assert detector.look([[0.0] * NUMBERS] * 2) == ([], [])
+
+
+def test_the_slowest_rank_of_the_last_window_is_known() -> None:
+    detector = StragglerDetector([0] * 4)
+    detector.look(window(np.random.default_rng(0), 4, normal, {(3, Phase.FORWARD_BACKWARD): 2.0}))
+    assert detector.slowest is not None
+    assert detector.slowest.rank == 3 and 1.5 < detector.slowest.ratio < 2.0
+
+
+def test_thousands_of_ranks_are_looked_at_in_a_moment() -> None:
+    import time
+
+    generator = np.random.default_rng(0)
+    told = generator.uniform(0.9, 1.1, (4096, NUMBERS)).tolist()
+    for numbers in told[::2]:
+        numbers[1] *= 2  # and half of them stand out
+    detector = StragglerDetector([0] * 4096)
+    began = time.process_time()
+    detector.look(told)
+    assert time.process_time() - began < 0.5

@@ -1,0 +1,264 @@
+"""The operations of training: the formula counts what the matrix products of forward and backward pass take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from slurmtrain.config.compose import compose
+from slurmtrain.data.loading.batches import WholeBatch
+from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.row_counts import RowCounts, row_counts
+from slurmtrain.models import Decoder
+from slurmtrain.models.attention import CausalAttention
+from slurmtrain.models.decoder import Block
+from slurmtrain.models.flops import flops_of, transformers_flops
+from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
+from slurmtrain.planner.peaks import DTYPES, PEAKS, peak_of
+from slurmtrain.planner.shape import DecoderShape
+from slurmtrain.resources import PACKAGE
+
+LENGTH, ROWS = 48, 2
+PRESETS = sorted(
+    path.stem
+    for path in (PACKAGE.parent / "conf" / "model").glob("*.yaml")
+    if path.stem not in ("base", "hf", "huggingface")
+)
+OF_EACH_FAMILY = ("small", "llama3_8b", "qwen2_5_7b", "qwen3_8b")
+
+
+def preset(name: str) -> dict[str, Any]:
+    values = dict(compose([f"model={name}"]).model)
+    values.pop("_target_")
+    return values
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """A preset with its kind of heads, biases, norms and ties, and small sizes in its proportions."""
+    values = preset(name)
+    shared = (values["n_kv_heads"] or values["n_heads"]) < values["n_heads"]
+    own_heads = bool(values["head_dim"]) and values["head_dim"] * values["n_heads"] != values["dim"]
+    small = {"vocab_size": 160, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2 if shared else 4}
+    hidden = {"hidden_dim": 160 if values["hidden_dim"] else None, "head_dim": 32 if own_heads else None}
+    return {**values, **small, **hidden, "max_seq_len": LENGTH}
+
+
+def counted(step: Callable[[], Any]) -> int:
+    """What torch counts, of attention that is computed by matrix products."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        step()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def step(model: nn.Module, length: int = LENGTH, *more: Any) -> Callable[[], None]:
+    tokens = torch.randint(100, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(100, (ROWS * length,), generator=torch.Generator().manual_seed(1))
+    return lambda: F.cross_entropy(model(tokens, *more).flatten(0, 1), targets).backward()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_presets_dense_count_is_that_of_torch_within_one_percent(name: str) -> None:
+    model = Decoder(**tiny(name))
+    expected = model.training_flops().of(ROWS * LENGTH, dense_pairs(ROWS, LENGTH))
+    assert counted(step(model)) == pytest.approx(expected, rel=0.01)
+    assert expected == ROWS * LENGTH * model.flops_per_token(LENGTH)
+
+
+class OnePairAtATime(CausalAttention):
+    """Attention that multiplies each query with the keys that it may attend to, and with no others."""
+
+    def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Any:
+        return documents_BT
+
+    def __call__(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Any = None) -> Tensor:
+        groups = q_BSHD.shape[2] // k_BSKD.shape[2]
+        k_BSHD, v_BSHD = (x.repeat_interleave(groups, dim=2) for x in (k_BSKD, v_BSKD))
+        found = []
+        for at in range(q_BSHD.shape[1]):
+            first = 0 if mask is None else int((mask[0] < mask[0, at]).sum())  # all rows have the same documents
+            keys, values = (x[:, first : at + 1].transpose(1, 2) for x in (k_BSHD, v_BSHD))  # [B, H, pairs, D]
+            scores = q_BSHD[:, at][:, :, None] @ keys.transpose(2, 3) / q_BSHD.shape[-1] ** 0.5
+            found.append((scores.softmax(-1) @ values)[:, :, 0])
+        return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("name", OF_EACH_FAMILY)
+@pytest.mark.parametrize("lengths", [[20], [11, 6, 3]])
+def test_the_masked_count_is_that_of_torch_when_only_pairs_that_attend_are_multiplied(
+    name: str, lengths: list[int]
+) -> None:
+    torch.manual_seed(0)
+    length, model = sum(lengths), Decoder(**{**tiny(name), "n_layers": 1})
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(ROWS, -1).int()
+    more: tuple[Any, ...] = () if len(lengths) == 1 else (None, documents)
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
+    usual = model(tokens, *more)
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        block.attention.attend = OnePairAtATime()
+    torch.testing.assert_close(model(tokens, *more), usual, rtol=1e-4, atol=1e-5)
+    expected = model.training_flops().of(ROWS * length, ROWS * attended_pairs(lengths))
+    assert counted(step(model, length, *more)) == pytest.approx(expected, rel=0.01)
+    dense = model.training_flops().of(ROWS * length, dense_pairs(ROWS, length))
+    assert expected < 0.98 * dense  # so that the one count cannot be taken for the other
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3_1b", "llama3_8b", "qwen2_5_0_5b", "qwen3_0_6b"])
+def test_login_nodes_count_by_the_config_what_the_model_counts(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(**preset(name))
+    assert decoder_flops(DecoderShape.of(preset(name))) == model.training_flops()
+
+
+def test_llama_8b_takes_what_is_published() -> None:
+    flops = decoder_flops(DecoderShape.of(preset("llama3_8b")))
+    # 8.03e9 parameters less the embedding of 128,256 x 4,096, and 32 layers of 32 heads of 128 components.
+    assert flops.per_token == pytest.approx(6 * (8.030e9 - 128256 * 4096), rel=1e-3)
+    assert flops.per_pair == 12 * 32 * 32 * 128
+    # torchtitan's table of 2024-12: 5,762 tokens/s on an H100 at 8,192 tokens are "33 % to 39 % MFU" with 7,000 and less.
+    assert 5762 * flops.of(1, 8192) / 989.4e12 == pytest.approx(0.33, abs=0.02)
+
+
+def test_frozen_matrices_take_a_third_less() -> None:
+    model = Decoder(**tiny("llama3_8b"))
+    before = model.training_flops()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert model.training_flops() == ModelFlops(before.per_token * 4 // 6, before.per_pair)
+
+
+class Counting(nn.Module):
+    def flops_per_token(self, seq_len: int) -> int:
+        return 600 + 24 * seq_len
+
+
+def test_a_model_of_ones_own_says_what_a_token_takes() -> None:
+    assert flops_of(Counting()) == ModelFlops(600, 24)
+    assert flops_of(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda x, y: 1, lambda x: "many", lambda x: -x, lambda x: None, lambda x: 1 / (x - 1), 7]
+)
+def test_what_a_model_says_that_is_no_such_count_is_left_out_and_ends_no_training(answer: Any) -> None:
+    model = nn.Linear(2, 2)
+    setattr(model, "flops_per_token", answer)  # noqa: B010 (a model of somebody's)
+    assert flops_of(model) is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_models_of_transformers_are_counted_too(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160}
+    if kind != "gpt2":
+        sizes |= {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+    else:
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 160}
+    described = transformers.AutoConfig.for_model(kind, **sizes, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(described)
+    found = transformers_flops(model)
+    assert found is not None
+
+    class Logits(nn.Module):
+        def forward(self, tokens: Tensor) -> Any:
+            return model(tokens, use_cache=False).logits
+
+    if kind == "gpt2":  # its matrices lie the other way round, and 1.5 % of what torch counts are positions
+        assert found.per_token == 6 * (2 * 12 * 64 * 64 + 160 * 64)
+    assert counted(step(Logits())) == pytest.approx(found.of(ROWS * LENGTH, dense_pairs(ROWS, LENGTH)), rel=0.01)
+
+
+def test_a_mixture_of_experts_of_transformers_is_not_counted_wrong() -> None:
+    config = SimpleNamespace(num_experts=8, num_hidden_layers=1, num_attention_heads=1, hidden_size=2)
+    model = nn.Linear(2, 2)
+    setattr(model, "config", config)  # noqa: B010 (as transformers has it)
+    assert transformers_flops(model) is None
+
+
+def rows(documents: list[list[int]]) -> Tensor:
+    return torch.tensor(documents, dtype=torch.int32)
+
+
+def test_rows_are_counted_with_their_padding_and_documents() -> None:
+    tokens = torch.zeros(2, 9, dtype=torch.uint8)
+    assert row_counts([CompactRows(tokens, 16)]) == RowCounts(16, 128, 2 * 36)
+    packed = CompactRows(tokens, 16, documents=rows([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7]]))
+    assert row_counts([packed]) == RowCounts(16, 128, (6 + 15) + 8)
+    assert row_counts([packed, CompactRows(tokens, 16)]) == RowCounts(32, 256, 29 + 72)
+    longer = packed._replace(row_length=10)  # the padding is a document of its own
+    assert row_counts([longer]) == RowCounts(20, 200, 29 + 2 * 3)
+    batch = {"inputs": torch.zeros(2, 8), "targets": torch.zeros(2, 8, dtype=torch.int64)}
+    assert row_counts([WholeBatch(batch, 16)]) == RowCounts(16, 128, 72)
+    assert row_counts([WholeBatch({"x": torch.zeros(3)}, 0)]) == RowCounts()
+
+
+def test_pairs_of_rows_agree_with_the_mask_itself() -> None:
+    generator = np.random.default_rng(0)
+    cuts = [sorted(generator.choice(np.arange(1, 32), 4, replace=False).tolist()) for _ in range(3)]
+    documents = rows([[sum(at >= cut for cut in each) for at in range(32)] for each in cuts])
+    same = documents[:, :, None] == documents[:, None, :]
+    mask = same & torch.ones(32, 32, dtype=torch.bool).tril()
+    assert row_counts(
+        [CompactRows(torch.zeros(3, 33, dtype=torch.uint8), 96, documents=documents)]
+    ).attended_pairs == int(mask.sum())
+    lengths = [[end - begin for begin, end in pairwise([0, *each, 32])] for each in cuts]
+    assert sum(attended_pairs(each) for each in lengths) == int(mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H100 NVL", "bfloat16", 835.5),
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA GH200 480GB", "bfloat16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "float32", 19.5),
+        ("NVIDIA L40S", "bfloat16", 362.05),
+        ("NVIDIA L40", "bfloat16", 181.05),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("Tesla V100-SXM2-32GB", "float16", 125.0),
+        ("Tesla V100-PCIE-16GB", "float16", 112.0),
+        ("NVIDIA RTX 6000 Ada Generation", "bfloat16", 364.2),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(device: str, dtype: str, tflops: float) -> None:
+    assert peak_of(device, dtype).tflops == tflops
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [
+        (None, "float32", "no peak is known for CPUs; cluster.peak_tflops states one"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", "is a part of a GPU"),
+        ("Tesla V100-SXM2-32GB", "bfloat16", "V100 has no matrix units for bfloat16"),
+        ("NVIDIA Z9000", "bfloat16", "no peak is known for NVIDIA Z9000"),
+        ("NVIDIA A1000", "bfloat16", "no peak is known for NVIDIA A1000"),  # not that of an A100
+    ],
+)
+def test_where_no_peak_is_known_the_reason_is_said_unless_the_config_states_one(
+    device: str | None, dtype: str, why: str
+) -> None:
+    found = peak_of(device, dtype)
+    assert found.tflops is None and why in found.why
+    assert peak_of(device, dtype, stated_tflops=12.5).tflops == 12.5
+
+
+def test_peaks_fall_from_shorter_types_to_longer_ones() -> None:
+    for name, figures in PEAKS.items():
+        known = [figure for figure in figures if figure is not None]
+        assert known == sorted(known, reverse=True) and len(figures) == len(DTYPES), name

@@ -1,0 +1,193 @@
+"""Plans of whole configs: what fits, what is fastest, and up to how many nodes more of them help."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.memory_check import memory_by_dry_run
+from slurmtrain.planner.fit import GIB, ROOM, check_fits
+from slurmtrain.planner.plan import Plan, on_nodes, plan_of, scaled_learning_rate, search
+from slurmtrain.planner.shape import DecoderShape
+from slurmtrain.planner.step_time import Measured
+
+EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16", "data.seq_len=8192"]
+QWEN = [
+    *("cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel.param_dtype=bfloat16", "data.seq_len=4096"),
+    *(
+        "parallel=fsdp_tp_pp",
+        "parallel.tp=8",
+        "parallel.pp=2",
+        "train.global_batch_size=512",
+        "train.micro_batch_size=1",
+    ),
+]
+
+
+def planned(words: list[str]) -> Plan:
+    config = compose(words)
+    return plan_of(config, validate(config))
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("qwen2_5_72b", 72_706_203_648),
+    ],
+)
+def test_models_have_the_parameters_that_are_published(model: str, parameters: int) -> None:
+    assert DecoderShape.of(compose([f"model={model}"]).model).num_parameters() == parameters
+
+
+def test_72b_on_16_nodes_with_tp_8_and_pp_2() -> None:
+    """128 ranks = 8 data-parallel groups x TP 8 x PP 2: 2.27 GB of parameters on a rank, three times that of the rest."""
+    plan = planned(QWEN)
+    assert str(plan.dims) == "128 ranks = 8 data-parallel groups (8 shards) x TP 8 x PP 2"
+    assert [stage.parameters for stage in plan.memory] == [2_272_355_328, 2_272_359_424]
+    assert plan.fullest.kept == 4 * plan.fullest.parameters
+    assert plan.saving.weights / 1e9 == pytest.approx(145.4, abs=0.1)
+    assert plan.dims.micro_batches(plan.config.train) == 64
+    assert plan.step is not None
+    assert {each.axis: (each.ranks, each.nodes) for each in plan.step.traffic} == {
+        "tp": (8, 1),
+        "pp": (2, 2),
+        "dp_shard": (8, 8),
+    }
+    assert plan.step.bubble_share == pytest.approx(1 / 65)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*("cluster=a100x8", "cluster.nodes=2", "model=llama3_3b", "parallel=fsdp_tp_pp", "parallel.tp=4"),
+         *("parallel.pp=2", "data.seq_len=4096", "train.global_batch_size=16", "train.micro_batch_size=1")],
+    ],
+)  # fmt: skip
+def test_memory_agrees_with_the_model_that_is_built(words: list[str]) -> None:
+    config = compose(words)
+    built = memory_by_dry_run(config)
+    for ours, theirs in zip(planned(words).memory, built, strict=True):
+        assert ours.kept == pytest.approx(theirs.kept, rel=0.001)
+        assert ours.total == pytest.approx(theirs.total, rel=0.1)
+
+
+def test_the_cost_follows_from_speed_and_goodput() -> None:
+    config = compose([*EIGHT_B, "cluster.nodes=16", "train.global_batch_size=1024", "train.micro_batch_size=1"])
+    plan = plan_of(config, validate(config), tokens=15 * 10**12)
+    assert plan.step is not None and plan.gpu_hours is not None
+    seconds = 15e12 / plan.step.tokens_per_s / plan.goodput
+    assert plan.gpu_hours == pytest.approx(128 * seconds / 3600)
+    shorter = planned([*EIGHT_B, "train.steps=100", "train.global_batch_size=16"])
+    assert shorter.tokens == 100 * 16 * 8192
+
+
+def test_an_interval_is_never_shorter_than_a_save() -> None:
+    """Saves that hold training up for an instant could be made all the time, but not while the one before is written."""
+    plan = planned([*EIGHT_B, "cluster.storage_gb_per_s=0.1", "checkpoint.mtbf_hours=0.5"])
+    assert plan.saving.daly_s < plan.saving.write_s == plan.interval_s
+
+
+# More nodes.
+
+
+def test_more_nodes_are_worth_it_until_communication_shows() -> None:
+    """With 100 Gbit/s a node, adding up 8 billion gradients hides behind the sequences of 2 nodes, and not of 32."""
+    words = ["cluster=h100x8", "model=llama3_8b", "parallel=hsdp", "parallel.param_dtype=bfloat16", "data.seq_len=8192"]
+    words += ["cluster.network_gb_per_s=12.5", "cluster.nodes=2", "train.global_batch_size=1024"]
+    plan = planned([*words, "train.micro_batch_size=2", "parallel.activation_checkpointing=full"])
+    wasted = [each for each in plan.more_nodes if not each.worth_it]
+    assert plan.more_nodes[0].worth_it
+    assert {each.cause for each in wasted} == {"dp_replicate"}
+
+
+def test_a_global_batch_ends_with_one_sequence_for_each_rank() -> None:
+    plan = planned([*EIGHT_B, "train.global_batch_size=32", "train.micro_batch_size=4"])
+    assert [each.after.nodes for each in plan.more_nodes] == [2, 4]
+    assert plan.no_further is not None
+    assert plan.no_further.startswith("8 nodes: train.global_batch_size=32 does not divide by 64 ranks")
+
+
+def test_a_pipeline_runs_out_of_micro_batches() -> None:
+    plan = planned(QWEN)
+    assert plan.more_nodes[-1].cause == "bubble" or plan.no_further is None
+    causes = [each.cause for each in plan.more_nodes]
+    assert "bubble" in causes
+
+
+def test_a_layout_without_an_open_axis_grows_by_its_data_parallel_one() -> None:
+    config = compose([*EIGHT_B, "parallel.dp_replicate=1", "parallel.dp_shard=8", "train.global_batch_size=64"])
+    sized = on_nodes(config, 4)
+    assert not isinstance(sized, str)
+    assert (sized.parallel.dp_shard, sized.cluster.nodes) == (32, 4)
+    replicas = compose([*EIGHT_B, "parallel.dp_replicate=1", "parallel.tp=8", "parallel.dp_shard=1"])
+    sized = on_nodes(replicas, 2)
+    assert not isinstance(sized, str)
+    assert sized.parallel.dp_replicate == 2
+
+
+# The search.
+
+
+@pytest.mark.parametrize("words", [EIGHT_B, [*QWEN, "parallel.pp=4"]])
+def test_layouts_that_are_found_fit_and_can_be_typed(words: list[str]) -> None:
+    config = compose(words)
+    validate(config)
+    found = search(config)
+    assert found
+    for each in [found[0], found[len(found) // 2], found[-1]]:
+        typed = compose([*words, *each.overrides])
+        dims = validate(typed)
+        assert dims == each.dims
+        check_fits(typed, dims)
+        plan = plan_of(typed, dims)
+        assert plan.fullest.total == each.memory <= ROOM * 79 * GIB
+        assert plan.step is not None
+        assert plan.step.expected_s == pytest.approx(each.step.expected_s)
+    times = [each.step.expected_s for each in found]
+    assert all(after > 0.98 * before for before, after in itertools.pairwise(times))
+
+
+def test_a_slow_network_is_given_less_to_carry() -> None:
+    """70B on 8 nodes: with 10 GB/s between them, shards over all nodes are not the fastest any more."""
+    words = ["cluster=h100x8", "cluster.nodes=8", "model=llama3_70b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
+    words += ["data.seq_len=4096", "train.global_batch_size=256"]
+    fast, slow = search(compose(words))[0], search(compose([*words, "cluster.network_gb_per_s=10"]))[0]
+
+    def between_nodes(found: object) -> float:
+        return sum(each.bytes_sent for each in found.step.traffic if each.nodes > 1)  # type: ignore[attr-defined]
+
+    assert between_nodes(slow) < between_nodes(fast) / 2
+    assert slow.dims.tp * slow.dims.pp > fast.dims.tp * fast.dims.pp
+
+
+def test_short_sequences_are_not_divided() -> None:
+    config = compose([*EIGHT_B, "train.global_batch_size=8"])
+    assert {each.dims.cp for each in search(config)} == {1}
+    long = compose([*EIGHT_B, "data.seq_len=131072", "train.global_batch_size=8", "model.max_seq_len=131072"])
+    assert max(each.dims.cp for each in search(long)) > 1
+
+
+def test_nothing_is_ranked_without_a_rate() -> None:
+    config = compose(["experiment=smoke"])
+    with pytest.raises(ConfigError, match="no peak is known"):
+        search(config)
+    assert search(config, Measured(1e9))
+
+
+def test_other_models_are_refused_with_a_way_out() -> None:
+    config = compose(["model._target_=my.Model"])
+    with pytest.raises(ConfigError, match=r"our own decoder, and the model is my\.Model") as caught:
+        plan_of(config, validate(config))
+    assert "model=llama3_8b" in str(caught.value.hint)
+
+
+def test_learning_rates_grow_with_the_batch() -> None:
+    """Four times the batch: twice the rate for Adam, four times for SGD."""
+    assert scaled_learning_rate(3e-4, 256, 1024) == {"sqrt": pytest.approx(6e-4), "linear": pytest.approx(1.2e-3)}

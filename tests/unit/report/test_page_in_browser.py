@@ -1,0 +1,220 @@
+"""The report in a real browser: headless Chromium through playwright, and axe-core for contrast, names and keyboard.
+
+Needs `pip install playwright axe-playwright-python` and a Chromium, as Debian's package `chromium`; skipped without them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.report.page.render import render
+from slurmtrain.report.page.run_facts import read_run
+from slurmtrain.report.page.run_page import run_page
+from slurmtrain.report.page.serve import Latest, Server
+from tests.support.commands import FakeSlurm
+from tests.support.report_runs import BEGAN, interrupted_run, sweep_of_eight
+
+pytestmark = pytest.mark.slow
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SCHEMES = ("light", "dark")
+WIDTHS = (360, 1200)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright axe-playwright-python"
+    )
+    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"there is no browser on this machine: none of {', '.join(BROWSERS)}")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The report of an interrupted run and that of a sweep of eight, as files."""
+    root = tmp_path_factory.mktemp("reports")
+    monkeypatch = pytest.MonkeyPatch()
+    slurm = FakeSlurm(root / "fake-slurm")
+    slurm.directory.mkdir()
+    slurm.command("squeue", "exit 0")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(slurm.directory), prepend=":")
+        run, sweep = interrupted_run(root / "runs"), sweep_of_eight(root / "runs")
+        found = {"run": root / "run.html", "sweep": root / "sweep.html"}
+        assert main(["report", str(run.path), "--out", str(found["run"])]) == 0
+        assert main(["report", str(sweep), "--out", str(found["sweep"])]) == 0
+    return found
+
+
+@pytest.fixture
+def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
+    """Opens a report; at the end nothing may have been complained about, and nothing asked for but the page itself."""
+    contexts, complaints, requests = [], [], []
+
+    def open_page(what: str, scheme: str = "light", width: int = 1200) -> Any:
+        context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(pages[what].as_uri() if what in pages else what)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [url for url in requests if url not in [path.as_uri() for path in pages.values()]] == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
+    opened: Callable[..., Any], what: str, scheme: str, width: int
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page = opened(what, scheme, width)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    found = axe.Axe().run(page).response["violations"]
+    assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in found] == []
+
+
+def test_the_timeline_shows_each_attempt_of_a_run(opened: Callable[..., Any]) -> None:
+    page = opened("run")
+    rows = page.locator(".timeline .rows li")
+    assert [rows.nth(index).locator(".row-name").inner_text() for index in range(rows.count())] == [
+        f"Attempt {number}" for number in (1, 2, 3, 4)
+    ]
+    for index in range(rows.count()):
+        bars = rows.nth(index).locator("rect.k-productive")
+        assert sum(bars.nth(bar).bounding_box()["width"] for bar in range(bars.count())) > 50
+    lefts = [rows.nth(index).locator("rect.k-productive").first.bounding_box()["x"] for index in range(rows.count())]
+    assert lefts == sorted(lefts)
+
+
+def test_each_chart_is_reached_and_read_by_the_keyboard(opened: Callable[..., Any]) -> None:
+    page = opened("run")
+    charts, reached = page.locator("figure[data-kind=lines] .plot, figure[data-kind=stack] .plot"), set()
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        key = page.evaluate("document.activeElement.closest('figure')?.id || document.activeElement.tagName")
+        if page.evaluate("document.activeElement.classList.contains('plot')"):
+            reached.add(key)
+        if key == "BODY":
+            break
+    assert len(reached) == charts.count()
+    plot = page.locator("#chart-loss .plot")
+    plot.focus()
+    page.keyboard.press("Home")
+    first = plot.get_attribute("aria-valuetext")
+    page.keyboard.press("ArrowRight")
+    second = plot.get_attribute("aria-valuetext")
+    assert first.startswith("step 10: training loss ")
+    assert second.startswith("step 20: training loss ")
+    assert page.locator("#chart-loss .readout").inner_text() == second
+    whole = page.locator("#chart-loss path").first.get_attribute("d")
+    page.keyboard.press("+")
+    assert page.locator("#chart-loss path").first.get_attribute("d") != whole
+    assert int(plot.get_attribute("aria-valuemax")) < 3000
+    assert int(page.locator("#chart-mfu .plot").get_attribute("aria-valuemax")) < 3000  # all charts show the same steps
+    page.keyboard.press("0")
+    assert plot.get_attribute("aria-valuemax") == "3000"
+
+
+def test_dragging_over_a_chart_shows_those_steps_and_a_logarithmic_scale_can_be_had(opened: Callable[..., Any]) -> None:
+    page = opened("run")
+    plot = page.locator("#chart-loss .plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 50)
+    assert "step 7" in page.locator("#chart-loss .readout").inner_text()
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    assert 740 <= int(plot.get_attribute("aria-valuemin")) <= 760
+    assert 1490 <= int(plot.get_attribute("aria-valuemax")) <= 1510
+    scale = page.get_by_role("button", name="Logarithmic scale: Loss")
+    scale.click()
+    assert scale.get_attribute("aria-pressed") == "true"
+    assert "logarithmic" in page.locator("#chart-loss .xlabel").inner_text()
+    page.get_by_role("button", name="Show all steps: Loss").click()
+    assert plot.get_attribute("aria-valuemin") == "0"
+
+
+def test_a_table_of_points_is_sorted_by_a_column(opened: Callable[..., Any]) -> None:
+    page = opened("sweep")
+    page.get_by_role("button", name="best_valid_loss").click()
+    cells = page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts()
+    assert [float(cell) for cell in cells] == sorted(float(cell) for cell in cells)
+    page.get_by_role("button", name="best_valid_loss").click()
+    assert page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts() == cells[::-1]
+
+
+def test_what_a_run_directory_says_is_never_run(browser: Any, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("squeue", "exit 0")
+    run = interrupted_run(tmp_path / "runs")
+    evil = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+    info = json.loads(run.info_file.read_text())
+    run.info_file.write_text(json.dumps({**info, "name": evil, "overrides": [evil]}))
+    with run.metrics_file.open("a") as file:
+        file.write(json.dumps({"step": 3010, evil: 1.0}) + "\n")
+    path = tmp_path / "evil.html"
+    path.write_text(render(run_page(read_run(run, now=BEGAN + 1e5))))
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    assert page.evaluate("window.hacked") is None
+    # Nor would a script that somebody got into the page: the policy names the digest of ours alone.
+    page.evaluate(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)"
+    )
+    assert page.evaluate("window.hacked") is None
+    page.close()
+
+
+def test_a_served_page_is_refreshed_and_stays_as_a_person_has_unfolded_it(
+    browser: Any, tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
+    from dataclasses import replace
+
+    fake_slurm.command("squeue", "exit 0")
+    found = replace(run_page(read_run(interrupted_run(tmp_path / "runs"), now=BEGAN + 1e5)), alive=True)
+    now = [found]
+    server = Server(Latest(lambda: now[0], every_s=0.5), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        page = browser.new_page()
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(server.url)
+        page.locator("#chart-loss details").evaluate("each => { each.open = true; }")
+        page.locator("#chart-loss .plot").focus()
+        now[0] = replace(found, sentences=("It has got on.",))
+        page.get_by_text("It has got on.").wait_for(timeout=10_000)
+        assert page.locator("#chart-loss details").evaluate("each => each.open")
+        assert page.evaluate("document.activeElement.closest('figure').id") == "chart-loss"
+        now[0] = replace(found, state="finished", alive=False)
+        page.get_by_text("this page does not change any more").wait_for(timeout=10_000)
+        assert complaints == []
+        page.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,198 @@
+"""The page served on this machine: who is answered, with what, and how often the run is looked at."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.report.page.contents import Page
+from slurmtrain.report.page.serve import MOST_REQUESTS, Latest, Server, has_token, is_own_host, serve
+
+PAGE = Page(
+    "a run", "run", "running", "busy", ("It goes on.",), ("Nothing needs to be done.",), (), (), "Made now", alive=True
+)
+
+
+class Run:
+    """A run of which a page can be made, and how often one was."""
+
+    def __init__(self) -> None:
+        self.page, self.looks, self.broken = PAGE, 0, False
+
+    def make(self) -> Page:
+        self.looks += 1
+        if self.broken:
+            raise UnreadableRecordError("run.json is being written")
+        return self.page
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def server(run: Run) -> Iterator[Server]:
+    found = Server(Latest(run.make, every_s=0.0, clock=lambda: 0.0), 0)  # each request is a look
+    thread = threading.Thread(target=found.serve_forever, args=(0.01,))
+    thread.start()
+    yield found
+    found.shutdown()
+    found.server_close()
+    thread.join()
+
+
+def ask(
+    server: Server, path: str | None = None, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    try:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, f"/{server.token}/" if path is None else path, headers=named)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_whoever_has_the_token_gets_the_page_and_nobody_else_gets_anything(server: Server) -> None:
+    status, headers, text = ask(server)
+    assert status == 200
+    assert "It goes on." in text
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Frame-Options"] == "DENY"
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    for path in (
+        "/",
+        "/index.html",
+        f"/{server.token[:-1]}/",
+        "/../etc/passwd",
+        f"/x/{server.token}",
+        "//",
+        "/?" + server.token,
+    ):
+        status, _, text = ask(server, path)
+        assert status == 404
+        assert "It goes on." not in text
+        assert server.token not in text
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil", "", "[::2]:1"]
+)
+def test_a_page_elsewhere_that_points_its_name_at_this_machine_gets_nothing(server: Server, host: str) -> None:
+    status, _, text = ask(server, Host=host)
+    assert status == 403
+    assert "It goes on." not in text
+
+
+def test_a_tunnel_may_end_at_another_port() -> None:
+    assert all(
+        is_own_host([host])
+        for host in ("localhost:9999", "127.0.0.1:80", "127.0.0.1", "LOCALHOST", "[::1]:8000", "[::1]")
+    )
+    assert not is_own_host([])
+    assert not is_own_host(["localhost", "evil.example"])
+
+
+def test_a_token_is_compared_whole() -> None:
+    assert has_token("/abc/", "abc")
+    assert has_token("/abc", "abc")
+    assert not any(has_token(path, "abc") for path in ("/ab/", "/abcd/", "/ABC/", "", "/abc/abc", "http://[/abc/"))
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
+def test_nothing_can_be_sent_to_it(server: Server, method: str) -> None:
+    status, _, text = ask(server, method=method)
+    assert status == 501
+    assert "It goes on." not in text
+
+
+def test_a_page_that_is_as_it_was_is_not_sent_again(server: Server, run: Run) -> None:
+    _, headers, _ = ask(server)
+    assert ask(server, If_None_Match=headers["ETag"])[0] == 304
+    run.page = replace(PAGE, sentences=("It has got on.",))
+    status, _, text = ask(server, If_None_Match=headers["ETag"])
+    assert status == 200
+    assert "It has got on." in text
+
+
+def test_a_run_that_has_ended_is_not_asked_for_again(server: Server, run: Run) -> None:
+    assert '<meta name="slurmtrain-refresh-s"' in ask(server)[2]
+    run.page = replace(PAGE, state="finished", alive=False)
+    assert '<meta name="slurmtrain-refresh-s"' not in ask(server)[2]
+
+
+def test_the_last_page_stays_while_files_cannot_be_read(server: Server, run: Run) -> None:
+    run.broken = True
+    assert ask(server)[0] == 503
+    run.broken = False
+    assert ask(server)[0] == 200
+    run.broken = True
+    assert "It goes on." in ask(server)[2]
+
+
+def test_a_run_is_looked_at_only_so_often_however_many_ask(run: Run) -> None:
+    now = [0.0]
+    latest = Latest(run.make, every_s=10.0, clock=lambda: now[0])
+    for _ in range(20):
+        latest.get()
+    assert run.looks == 1
+    now[0] = 6.0
+    latest.get()
+    assert run.looks == 2
+
+
+def test_a_slow_look_is_followed_by_a_longer_pause(run: Run) -> None:
+    now = [0.0]
+
+    def slow() -> Page:
+        now[0] += 4.0
+        return run.make()
+
+    latest = Latest(slow, every_s=5.0, clock=lambda: now[0])
+    latest.get()
+    now[0] += 30.0
+    latest.get()
+    assert run.looks == 1
+    now[0] += 10.0
+    latest.get()
+    assert run.looks == 2
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HT", b"GET /wrong/ HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_who_holds_all_connections_open_keeps_nobody_out(server: Server, words: bytes) -> None:
+    held = [socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) for _ in range(MOST_REQUESTS)]
+    try:
+        for each in held:
+            each.sendall(words)
+        for _ in range(3):  # again and again, as a page that refreshes itself
+            assert ask(server)[0] == 200
+        assert held[0].recv(1) == b""  # the oldest were hung up on
+        held[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            held[-1].recv(1)  # and the newest were not
+    finally:
+        for each in held:
+            each.close()
+
+
+def test_it_listens_on_this_machine_alone_and_two_servers_have_other_tokens(server: Server, run: Run) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    with Server(Latest(run.make, 5.0), 0) as other:
+        assert other.token != server.token
+    assert len(server.token) >= 32
+    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/{re.escape(server.token)}/", server.url)
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence(server: Server, run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be had"):
+        serve(run.make, port=int(server.server_address[1]), every_s=5.0)

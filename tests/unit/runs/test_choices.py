@@ -1,0 +1,370 @@
+"""cluster=first: a run in several queues is taken by one job, whoever starts when and whoever dies when."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.launch.submit import preparing
+from slurmtrain.launch.submit_first import write_choices
+from slurmtrain.report import status as status_module
+from slurmtrain.report.status import state
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.choices import Claim, choices_of, claim_of, holds_no_more, is_open, take
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.take_run import take_or_leave
+from slurmtrain.slurm.client import GONE, JobFacts
+from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt
+
+TO_TWO = ["cluster=first", "cluster.choices=[a100x4,h100x8]", "train.steps=50"]
+
+
+class Slurm:
+    """One SLURM of which each job is `states[id]`, with the token of its choice; None: it does not answer."""
+
+    def __init__(self, run: RunDir, **states: str | None):
+        self.jobs = {job.removeprefix("j"): word for job, word in states.items()}
+        self.tokens = {choice.job_id: f"slurmtrain:{choice.token}" for choice in choices_of(run)}
+        self.cancelled: list[str] = []
+        self.answers = True
+
+    def __call__(self, conf: str | None) -> Slurm:
+        return self
+
+    def look(self, job_id: str) -> JobFacts | None:
+        if not self.answers:
+            raise ClusterError("SLURM does not answer")
+        word = self.jobs.get(job_id)
+        return JobFacts(word) if word is not None else None
+
+    def find_by_comment(self, word: str) -> list[str]:
+        if not self.answers:
+            raise ClusterError("SLURM does not answer")
+        gone = GONE
+        return [job for job, state in self.jobs.items() if self.tokens.get(job) == word and state not in gone]
+
+    def cancel(self, *job_ids: str) -> None:
+        self.cancelled += job_ids
+        self.jobs |= dict.fromkeys(job_ids, "CANCELLED")
+
+
+@pytest.fixture
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """sbatch gives the ids 1, 2, ...; squeue shows them, waiting, until they are cancelled."""
+    monkeypatch.setattr(status_module, "CONFIRM_EVERY_S", 0.0)
+    fake_slurm.command(
+        "sbatch",
+        'n=$(($(ls "$here" | grep -c "^script-") + 1)); cp "${!#}" "$here/script-$n"\n'
+        'for word in "$@"; do case "$word" in --comment=*) comment="${word#--comment=}" ;; esac; done\n'
+        'echo "$n PENDING $comment" >>"$here/jobs"; echo "Submitted batch job $n"',
+    )
+    fake_slurm.command(
+        "squeue",
+        'while read -r job word comment; do case "$*" in\n'
+        '*%A*) echo "$job|${job}_N/A|$word|N/A|Priority|$comment" ;;\n'
+        '*) echo "$job|$word|$comment" ;; esac; done <"$here/jobs"',
+    )
+    fake_slurm.command("scancel", 'for job in "$@"; do sed -i "s/^$job PENDING/$job CANCELLED/" "$here/jobs"; done')
+    return fake_slurm
+
+
+@pytest.fixture
+def queued(project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> RunDir:
+    """A run that was submitted to two clusters, as job 1 of a100x4 and job 2 of h100x8."""
+    assert main([*TO_TWO, "submit", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["choices"] == {"a100x4": "1", "h100x8": "2"}
+    return RunDir(Path(said["path"]))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = tmp_path_factory.mktemp("project")
+    words = ["train.steps=50", f"job.runs_dir={project}/runs"]
+    configs = {name: compose([f"cluster={name}", *words]) for name in ("a100x4", "h100x8")}
+    with preparing(configs["a100x4"], TO_TWO, project) as run_dir:
+        write_choices(run_dir, configs, dict.fromkeys(configs), project)
+    for number, choice in enumerate(choices_of(run_dir)):
+        replace(choice, token=f"{run_dir.id}:first0.{choice.name}", job_id=str(number + 1)).write()
+    return run_dir.path
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> RunDir:
+    """Such a run, without a SLURM."""
+    return RunDir(Path(shutil.copytree(template, tmp_path / template.name)))
+
+
+def no_sleep(seconds: float) -> None:
+    pass
+
+
+def starts(run: RunDir, choice: str, job_id: str, slurm: Slurm) -> bool:
+    return take_or_leave(run, choice, job_id, slurm, no_sleep)  # type: ignore[arg-type]
+
+
+def told(run: RunDir, event: Event) -> list[dict[str, object]]:
+    return [each for each in run.events() if each["event"] == event]
+
+
+# One takes it.
+
+
+def test_of_many_that_start_at_the_same_moment_one_takes_the_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.choices.mkdir()
+    gate, claims = threading.Barrier(8), []
+
+    def start(number: int) -> None:
+        gate.wait()
+        claims.append(take(run, f"c{number}", str(number), lambda claim: False))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(claims)) == 1 and len(claims) == 8 and claim_of(run) == claims[0]
+    assert [path.name for path in run.choices.iterdir()] == ["taken-0001.json"]
+
+
+def test_the_first_that_starts_makes_the_run_its_own_and_takes_the_others_back(run: RunDir) -> None:
+    slurm = Slurm(run, j1="PENDING", j2="RUNNING")
+    assert is_open(run) and starts(run, "h100x8", "2", slurm)
+    assert slurm.cancelled == ["1"] and not is_open(run)
+    config = load_frozen(run.config_file, with_secrets=False)
+    assert (config.cluster.gpu_type, config.cluster.choices, config.train.steps) == ("h100", [], 50)
+    assert "gpus-per-node=h100:8" in run.script.read_text() and "take-run" not in run.script.read_text()
+    assert run.info()["job_ids"] == ["2"]
+    assert [event["choice"] for event in told(run, Event.TAKEN)] == ["h100x8"]
+
+
+def test_one_that_starts_later_leaves_with_a_word_and_without_an_attempt(run: RunDir) -> None:
+    slurm = Slurm(run, j1="RUNNING", j2="RUNNING")
+    assert starts(run, "h100x8", "2", slurm)
+    slurm.jobs["1"] = "RUNNING"  # it had begun before it could be taken back
+    assert not starts(run, "a100x4", "1", slurm)
+    assert run.info()["job_ids"] == ["2"] and run.attempt_numbers() == []
+    assert [event["sentence"] for event in told(run, Event.NOT_TAKEN)] == ["job 2 of h100x8 has it"]
+
+
+def test_the_winner_keeps_the_run_when_it_is_requeued_and_what_was_changed_since_stays(run: RunDir) -> None:
+    slurm = Slurm(run, j1="PENDING", j2="RUNNING")
+    assert starts(run, "h100x8", "2", slurm)
+    run.config_file.write_text(run.config_file.read_text() + "# changed by the person since\n")
+    assert starts(run, "h100x8", "2", slurm)
+    assert run.config_file.read_text().endswith("since\n") and run.info()["job_ids"] == ["2"]
+
+
+# Whoever dies when.
+
+
+def test_a_job_that_is_killed_before_it_took_the_others_back_has_that_done_by_its_next_start(run: RunDir) -> None:
+    take(run, "h100x8", "2", lambda claim: False)  # and then it was killed, and requeued
+    slurm = Slurm(run, j1="PENDING", j2="RUNNING")
+    assert starts(run, "h100x8", "2", slurm)
+    assert slurm.cancelled == ["1"] and run.info()["job_ids"] == ["2"]
+
+
+def test_a_job_that_dies_after_it_took_the_run_and_before_it_began_loses_it_to_the_next(run: RunDir) -> None:
+    take(run, "h100x8", "2", lambda claim: False)
+    slurm = Slurm(run, j1="RUNNING", j2="NODE_FAIL")
+    assert starts(run, "a100x4", "1", slurm)
+    assert claim_of(run) == Claim(2, "a100x4", "1") and run.info()["job_ids"] == ["1"]
+    slurm.jobs["2"] = "RUNNING"  # somebody revives it
+    assert not starts(run, "h100x8", "2", slurm)
+
+
+def test_a_job_that_died_while_it_made_the_run_its_own_leaves_nothing_of_that(run: RunDir) -> None:
+    take(run, "h100x8", "2", lambda claim: False)
+    run.config_file.write_text((run.choices / "h100x8" / "config.yaml").read_text())
+    assert starts(run, "a100x4", "1", Slurm(run, j1="RUNNING", j2="FAILED"))
+    assert load_frozen(run.config_file, with_secrets=False).cluster.gpu_type == "a100"
+
+
+def test_a_job_that_cannot_ask_about_the_one_that_has_the_run_leaves_it_alone(run: RunDir) -> None:
+    take(run, "h100x8", "2", lambda claim: False)
+    slurm = Slurm(run, j1="RUNNING")
+    slurm.answers = False
+    assert not starts(run, "a100x4", "1", slurm)
+
+
+def test_a_run_that_has_begun_is_not_taken_by_another_though_its_job_is_gone(run: RunDir) -> None:
+    slurm = Slurm(run, j1="PENDING", j2="RUNNING")
+    assert starts(run, "h100x8", "2", slurm)
+    add_attempt(run, job_id="2")
+    slurm.jobs |= {"1": "RUNNING", "2": "NODE_FAIL"}
+    assert not starts(run, "a100x4", "1", slurm)
+
+
+@pytest.mark.parametrize(
+    ("word", "has_begun", "free"),
+    [
+        (None, False, True),
+        ("FAILED", False, True),
+        ("NODE_FAIL", False, True),
+        ("TIMEOUT", False, True),
+        ("CANCELLED", False, False),  # a person's scancel ends the run
+        ("PENDING", False, False),  # requeued
+        ("RUNNING", False, False),
+        ("COMPLETING", False, False),
+        (None, True, False),
+        ("NODE_FAIL", True, False),
+    ],
+)
+def test_the_rule_by_which_a_claim_is_given_up(word: str | None, has_begun: bool, free: bool) -> None:
+    assert holds_no_more(word, has_begun=has_begun) == free
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"choice": 1, "job_id": "2"}', '{"job_id": "2"}', '{"choice": "h100x8", "job_id": "-a"}']
+)
+def test_a_claim_that_cannot_be_read_is_nobodys_to_take(run: RunDir, text: str) -> None:
+    (run.choices / "taken-0001.json").write_text(text)
+    with pytest.raises(UnreadableRecordError, match=r"taken-0001\.json"):
+        starts(run, "a100x4", "1", Slurm(run, j1="RUNNING"))
+    assert run.info()["job_ids"] == []
+
+
+def test_a_node_that_cannot_write_there_leaves_the_run_to_the_next(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), target)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        assert main(["take-run", str(run.path), "a100x4"]) != 0
+    said = capsys.readouterr()
+    assert said.out == "" and "is its file system mounted and writable here?" in said.err
+    assert starts(run, "h100x8", "2", Slurm(run, j1="FAILED", j2="RUNNING"))
+
+
+# What a person sees and asks for.
+
+
+def test_status_shows_where_a_run_waits_and_cancel_takes_it_out_everywhere(
+    queued: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = queued
+    now = state(run)
+    assert (now.status, now.alive) == ("waiting", True)
+    assert "a100x4: job 1 is pending" in now.explanation and "h100x8: job 2 is pending" in now.explanation
+    assert main(["status", run.id]) == 0 and "the first job that starts takes it" in capsys.readouterr().out
+    assert main(["requeue", run.id]) != 0 and main(["preempt", run.id]) != 0
+    assert main(["cluster=a100x4", "submit", "--after", run.id]) != 0
+    assert main(["cancel", run.id]) == 0
+    assert {line.split()[1] for line in (slurm.directory / "jobs").read_text().splitlines()} == {"CANCELLED"}
+    now = state(run)
+    assert (now.status, now.alive) == ("stopped", False)
+
+
+def test_a_job_that_starts_while_the_run_is_cancelled_leaves(run: RunDir) -> None:
+    write_request(run, RunAction.CANCEL)
+    slurm = Slurm(run, j1="PENDING", j2="RUNNING")
+    assert not starts(run, "h100x8", "2", slurm)
+    assert slurm.cancelled == ["1"] and is_open(run)
+
+
+def test_resume_of_a_run_that_was_cancelled_while_it_waited_submits_it_to_each_again(
+    queued: RunDir, slurm: FakeSlurm
+) -> None:
+    run = queued
+    assert starts(run, "h100x8", "2", Slurm(run, j2="RUNNING")) or True
+    run.update_info(job_ids=[])  # as if it had died before it noted its job
+    assert main(["cancel", run.id]) == 0 and main(["resume", run.id]) == 0
+    assert [choice.job_id for choice in choices_of(run)] == ["3", "4"] and claim_of(run) is None
+    assert state(run).status == "waiting"
+    assert starts(run, "a100x4", "3", Slurm(run, j3="RUNNING", j4="PENDING"))
+
+
+def test_when_the_first_has_started_it_is_a_run_like_any_other(queued: RunDir, slurm: FakeSlurm) -> None:
+    run = queued
+    assert starts(run, "h100x8", "2", Slurm(run, j1="PENDING", j2="RUNNING"))
+    assert main(["cancel", run.id]) == 0
+    assert (slurm.directory / "jobs").read_text().count("CANCELLED") == 2  # the one that was not taken back, too
+    assert main(["resume", run.id]) == 0
+    assert len(slurm.submitted) == 3 and slurm.submitted[-1] == run.script.read_text()
+
+
+def test_a_choice_that_refuses_is_left_out_with_a_sentence(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (slurm.directory / "sbatch").read_text()
+    refuse = 'grep -q a100 "${!#}" && { echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1; }\n'
+    slurm.command("sbatch", refuse + whole.partition("\n")[2].partition("\n")[2])
+    assert main([*TO_TWO, "submit"]) == 0
+    said = capsys.readouterr()
+    assert "to h100x8 as job 1; the first that starts takes it" in said.out
+    assert "not submitted to a100x4" in said.err
+    slurm.refuse("sbatch: error: invalid partition specified: gpu")
+    before = len(lookup.all_runs(project / "runs"))
+    assert main([*TO_TWO, "submit"]) != 0
+    assert len(lookup.all_runs(project / "runs")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster=first", "submit"], "cluster=first names no clusters"),
+        ([*TO_TWO, "layout"], "is for `submit` of one run"),
+        ([*TO_TWO, "-m", "optim.lr=1e-3,1e-4", "submit"], "is for `submit` of one run"),
+        ([*TO_TWO, "render"], "render is for one cluster"),
+        ([*TO_TWO, "requeue=chain", "submit"], "a chain is a queue of its own"),
+        ([*TO_TWO, "job.singleton=true", "submit"], "would wait for each other"),
+        (["cluster=first", "cluster.choices=[a100x4,local]", "submit"], "which has no queue"),
+        (["cluster=first", "cluster.choices=[a100x4,local]", "submit", "--dry-run"], "which has no queue"),
+        (["cluster=first", "cluster.choices=[a100x4,first]", "submit", "--dry-run"], "'first' is no cluster"),
+        (["cluster=first", "cluster.choices=[a100x4,a100x4]", "submit"], "there twice"),
+        (["cluster=first", "cluster.choices=[a100x4,../x]", "submit"], "is no name"),
+        (["cluster=first", "cluster.choices=[a100x4,nowhere]", "submit"], "nowhere"),
+    ],
+)
+def test_what_cannot_go_to_several_clusters_is_refused_with_a_sentence(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words) != 0
+    assert said in capsys.readouterr().err
+    assert not slurm.submitted and not list(project.glob("runs/*/*"))
+
+
+def test_a_dry_run_prints_the_script_of_each(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TO_TWO, "submit", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("###")] == ["### a100x4", "### h100x8"]
+    assert "a100:4" in text and "h100:8" in text and not (project / "runs").exists()
+
+
+def test_records_of_choices_that_somebody_else_wrote_are_not_followed(run: RunDir, edit: Callable[..., None]) -> None:
+    edit(run.choices / "h100x8" / "choice.json", slurm_conf=7)
+    assert states_of(run) == "unreadable"
+
+
+def states_of(run: RunDir) -> str:
+    return str(status_module.states([run])[run.id].status)
+
+
+@pytest.fixture
+def edit() -> Callable[..., None]:
+    def change(path: Path, **values: object) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change

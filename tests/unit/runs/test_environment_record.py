@@ -1,0 +1,85 @@
+"""What each attempt ran with, and what `runs compare` says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.page.run_facts import read_run
+from slurmtrain.report.page.run_page import environment_rows
+from slurmtrain.runs.environment_record import newest_environment, record_environment, write_environment
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.process_facts import ProcessFacts, gather_facts
+from tests.support.runs import add_attempt, submitted_run
+
+
+def ran_with(run: RunDir, **groups: dict[str, str]) -> None:
+    write_environment(run.attempt(add_attempt(run, ended=2.0, verdict="done").number), ProcessFacts(**groups))
+
+
+def test_an_attempt_records_what_its_process_runs_with(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = submitted_run(project, "cluster=local")
+    assert newest_environment(run) is None
+    number = run.new_attempt()
+    monkeypatch.setenv("PYTHONPATH", f"{run.code}:/elsewhere")
+    record_environment(run.attempt(number)).join(60)
+    run.new_attempt()  # has not begun yet
+    found = newest_environment(run)
+    assert found is not None and found[0] == number and found[1].packages == gather_facts().packages
+    assert found[1].variables["PYTHONPATH"] == "$SLURMTRAIN_RUN_DIR/code:/elsewhere"  # the same for every run
+
+
+def test_submit_records_the_login_node_and_the_image_of_the_container(project: Path, tmp_path: Path) -> None:
+    image = tmp_path / "train.sif"
+    image.write_bytes(b"image")
+    container = [f"cluster.container.image={image}", "cluster.container.kind=apptainer"]
+    info = submitted_run(project, "cluster=a100x4", *container).info()
+    assert info["submitted_with"]["python"] == gather_facts().system["python"]
+    assert info["image"]["image"] == str(image) and info["image"]["bytes"] == 5
+    assert info["image"]["digest"].startswith("sha256:")
+    gone = submitted_run(project, "cluster=a100x4", "cluster.container.kind=pyxis", "cluster.container.image=nvcr.io/x")
+    assert gone.info()["image"] == {"image": "nvcr.io/x"}
+
+
+def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (submitted_run(project, "cluster=local") for _ in range(2))
+    assert main(["runs", "compare", a.id, b.id]) == 0
+    assert "what a and b ran with is not known: no attempt of them recorded it" in capsys.readouterr().out
+    many = {f"package-{number}": "1" for number in range(40)}
+    ran_with(a, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n1"})
+    ran_with(b, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n2"})
+    assert main(["runs", "compare", a.id, b.id]) == 0
+    assert "they ran with the same packages, driver, image and variables" in capsys.readouterr().out
+    ran_with(b, packages={"torch": "2.13.0\x1b[2J"}, gpu={"driver": "550"}, variables={"NCCL_ALGO": "Ring"})
+    assert main(["runs", "compare", a.id, b.id]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "packages: 29 more (--json has all)" in shown
+    rows = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines()}
+    assert rows["gpu driver"][2:] == ["535", "550"] and rows["variables NCCL_ALGO"][2:] == ["-", "Ring"]
+    assert "not all attempts of b ran with the same packages, gpu, variables; the newest is compared" in shown
+    assert main(["runs", "compare", a.id, b.id, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["environment"]
+    assert len(found["differences"]) == 43 and found["missing"] == []
+    assert {"group": "gpu", "name": "driver", "a": "535", "b": "550"} in found["differences"]
+    page = dict(environment_rows({**read_run(b, now=3.0).environment}))
+    assert page["gpu.driver"] == "550"
+
+
+def test_a_record_that_is_none_is_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (submitted_run(project, "cluster=local") for _ in range(2))
+    ran_with(a, packages={"torch": "2"})
+    record = b.attempt(b.new_attempt()).environment_file
+    record.symlink_to("/etc/passwd")
+    with pytest.raises(UnreadableRecordError, match="is a link"):
+        newest_environment(b)
+    assert main(["runs", "compare", a.id, b.id]) == 2
+    record.unlink()
+    record.write_text('{"packages": [[[')  # torn
+    assert main(["runs", "compare", a.id, b.id]) == 0
+    assert "what b ran with is not known" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""Slow nodes and slow links are told apart, and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from slurmtrain.choices import FindingKind
+from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
+from slurmtrain.runtime.preflight.measure import ranks_of_nodes
+from slurmtrain.runtime.preflight.rates import RankRates, Stated, partners, rounds, slow, summary
+
+NODES, TASKS = 8, 2
+
+
+def rates(
+    *, links: dict[tuple[str, str], float] | None = None, tflops: dict[int, float] | None = None, within: float = 300.0
+) -> list[RankRates]:
+    """16 ranks on 8 nodes: 600 TFLOP/s each, 45 GB/s between nodes (22.5 for each rank), 300 GB/s within."""
+    found = []
+    for rank in range(NODES * TASKS):
+        node, place = f"n{rank // TASKS}", rank % TASKS
+        pairs = {rank ^ 1: within}
+        for other in range(NODES):
+            if other != rank // TASKS:
+                pair = (min(node, f"n{other}"), max(node, f"n{other}"))
+                pairs[other * TASKS + place] = (links or {}).get(pair, 45.0) / TASKS
+        found.append(RankRates(rank, node, (tflops or {}).get(rank, 600.0), 40.0, 41.0, pairs))
+    return found
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, [each.sentence for each in found]
+    return found[0]
+
+
+def test_nothing_is_slow_where_all_are_alike() -> None:
+    assert slow(rates(), Stated()) == []
+
+
+def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
+    found = only(slow(rates(tflops={7: 310.0}), Stated()))
+    assert (found.kind, found.nodes, found.ranks, found.fault) == (FindingKind.SLOW_NODE, ("n3",), (7,), Fault.NODE)
+    assert found.sentence == "rank 7 on n3: computes 310 TFLOP/s; expected: 600, the median"
+    assert not found.fatal
+
+
+def test_a_slow_link_is_named_by_its_two_nodes_and_blames_neither() -> None:
+    found = only(slow(rates(links={("n1", "n5"): 12.0}), Stated()))
+    assert (found.kind, found.pair, found.fatal) == (FindingKind.SLOW_LINK, ("n1", "n5"), False)
+    assert found.sentence == "n1 and n5: 12 GB/s between them; expected: 45 GB/s, the median of all pairs of nodes"
+
+
+def test_a_node_all_of_whose_links_are_slow_is_slow_itself_and_its_partners_are_not() -> None:
+    links = {pair: 12.0 for pair in combinations([f"n{index}" for index in range(NODES)], 2) if "n4" in pair}
+    found = only(slow(rates(links=links), Stated()))
+    assert (found.kind, found.nodes) == (FindingKind.SLOW_NODE, ("n4",))
+    assert "its network gives 12 GB/s to 7 other nodes; expected: 45 GB/s" in found.sentence
+
+
+def test_a_slow_node_is_left_out_only_if_the_config_says_so() -> None:
+    assert error_of(slow(rates(tflops={7: 310.0}), Stated())) is None
+    error = error_of(slow(rates(tflops={7: 310.0}), Stated(excludes=True)))
+    assert error is not None and error.nodes == ("n3",)
+
+
+def test_two_gpus_of_a_node_without_a_fast_link_are_named() -> None:
+    found = rates()
+    found[6] = replace(found[6], pairs={**(found[6].pairs or {}), 7: 20.0})
+    one = only(slow(found, Stated()))
+    assert (one.kind, one.nodes, one.ranks) == (FindingKind.SLOW_LINK, ("n3",), (6, 7))
+    assert "20 GB/s between ranks 6 and 7; expected: 300 GB/s" in one.sentence
+
+
+def test_rates_are_compared_with_what_the_clusters_file_states() -> None:
+    assert slow(rates(), Stated(link_gb_per_s=400.0, network_gb_per_s=50.0)) == []
+    between, within = slow(rates(), Stated(link_gb_per_s=900.0, network_gb_per_s=400.0))
+    assert between.kind == within.kind == FindingKind.BELOW_STATED
+    assert "45 GB/s between nodes, the median of all pairs; expected: at least 70% of 400 GB/s" in between.sentence
+    assert "300 GB/s within a node" in within.sentence and "cluster.gpu_link_gb_per_s" in within.sentence
+
+
+def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() -> None:
+    assert slow(rates(tflops={7: 100.0}), Stated(shares_cpus=True)) == []
+    whole = only(slow(rates(tflops={6: 90.0, 7: 100.0}), Stated(shares_cpus=True)))
+    assert whole.nodes == ("n3",)
+
+
+def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:
+    two = [each for each in rates(links={("n0", "n1"): 1.0}) if each.node in ("n0", "n1")]
+    assert slow(two, Stated()) == []
+    assert only(slow(two, Stated(network_gb_per_s=45.0))).kind == FindingKind.BELOW_STATED
+
+
+def test_rates_come_through_a_message_as_they_were() -> None:
+    for each in rates():
+        assert RankRates.decode(each.encode()) == each
+    alone = RankRates(0, "n0", 1.0, pairs={})
+    assert RankRates.decode(alone.encode()) == alone
+    assert summary([alone])["links"] == []
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 7, 8])
+def test_in_the_rounds_each_meets_each_other_once_and_nobody_twice_at_a_time(members: int) -> None:
+    found = rounds(members)
+    assert sorted(pair for pairs in found for pair in pairs) == sorted(combinations(range(members), 2))
+    for pairs in found:
+        busy = [each for pair in pairs for each in pair]
+        assert len(busy) == len(set(busy))
+
+
+@pytest.mark.parametrize("tasks", [(1, 1), (2, 2, 2), (4, 2, 3), (1,), (8,) * 32])
+def test_partners_agree_on_when_they_meet(tasks: tuple[int, ...]) -> None:
+    nodes = ranks_of_nodes(tasks)
+    schedules = {rank: partners(rank, nodes) for ranks in nodes for rank in ranks}
+    assert len({len(schedule) for schedule in schedules.values()}) == 1  # all take part in the same barriers
+    for rank, schedule in schedules.items():
+        for round_, (partner, here) in enumerate(schedule):
+            if partner is not None:
+                assert schedules[partner][round_] == (rank, here)
+    met = [partner for partner, _ in schedules[0] if partner is not None]
+    assert len(met) == len(set(met))

@@ -1,0 +1,200 @@
+"""The facts of a cluster, read from what SLURM's commands printed on real ones: 22.05 with accounting, 24.11, 25.05."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.slurm.facts import (
+    ClusterFacts,
+    first_name,
+    parse_associations,
+    parse_config,
+    parse_gres,
+    parse_groups,
+    parse_minutes,
+    parse_partitions,
+    parse_qos,
+    parse_tres,
+)
+from slurmtrain.slurm.job_limits import bounds_of, job_limit, wall_limit
+from slurmtrain.slurm.read_facts import read_facts
+from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, SRUN_FORGETS_CPUS_PER_TASK
+from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
+
+ALPHAS = ("alpha_22_05", "alpha_24_11", "alpha_25_05")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_recorded_cluster_is_understood(name: str) -> None:
+    facts = facts_of(name)
+    assert facts.name
+    assert facts.version is not None
+    assert facts.partitions
+    for partition in facts.partitions:
+        groups = facts.nodes_of(partition.name)
+        assert sum(group.count for group in groups) == partition.nodes
+        assert all(group.cpus > 0 and group.memory_mb > 0 for group in groups)
+
+
+@pytest.mark.parametrize("name", ALPHAS)
+def test_partitions_with_their_limits_are_read_from_each_version(name: str) -> None:
+    facts = facts_of(name)
+    gpu, debug, cpu, closed = (facts.partition(each) for each in ("gpu", "debug", "cpu", "closed"))
+    assert gpu is not None
+    assert debug is not None
+    assert cpu is not None
+    assert closed is not None
+    assert facts.partition(None) == gpu
+    assert (gpu.max_time_min, gpu.default_time_min, gpu.preempt_mode, gpu.grace_s) == (2880, 60, "REQUEUE", 60.0)
+    assert gpu.allowed_qos == ("normal", "high")
+    assert (debug.max_time_min, debug.max_nodes, debug.cpus_per_node, debug.memory_mb) == (5, 1, 16, 64000)
+    assert (debug.preempt_mode, debug.grace_s) == ("CANCEL", 0.0)
+    assert (cpu.exclusive, cpu.min_nodes, cpu.max_time_min) == (True, 2, None)
+    assert (closed.state, closed.root_only) == ("INACTIVE", True)
+    assert facts.config["JobRequeue"] == "0"
+
+
+@pytest.mark.parametrize("name", ALPHAS)
+def test_nodes_are_grouped_by_what_they_have_whatever_their_names(name: str) -> None:
+    facts = facts_of(name)
+    racks, old = sorted(facts.nodes_of("gpu"), key=lambda group: -group.count)
+    assert (racks.count, racks.usable, racks.gpus) == (4, 4, (("a100", 4),))
+    assert racks.features == ("80gb", "a100", "ib")
+    # Two cores of two threads, and 8,000 MB, are kept for the system.
+    assert (racks.cpus, racks.threads, racks.memory_mb) == (60, 2, 507000)
+    assert racks.address == "127.0.0.1"
+    assert racks.version == facts.version
+    assert (old.count, old.gpus, old.cpus) == (2, (("v100", 8),), 40)
+    (odd,) = facts.nodes_of("cpu")
+    assert (odd.count, odd.gpus) == (3, ())
+
+
+def test_accounts_and_qos_are_read_with_the_limits_that_hold_for_a_job() -> None:
+    facts = facts_of("alpha_22_05")
+    assert facts.associations is not None
+    assert {each.account for each in facts.associations} == {"physics", "biology"}
+    assert facts.default_account == "biology"
+    assert facts.enforces("limits")
+    gpu = facts.partition("gpu")
+    assert gpu is not None
+    # The QOS comes before the account.
+    bounds = bounds_of(facts, gpu, "physics", "high")
+    wall, gpus = wall_limit(bounds), job_limit(bounds, "gres/gpu")
+    assert wall is not None
+    assert (wall.most, wall.of) == (240, "QOS high")
+    assert gpus is not None
+    assert (gpus.most, gpus.of) == (8, "QOS high")
+    wall = wall_limit(bounds_of(facts, gpu, "biology", None))
+    assert wall is not None
+    assert (wall.most, wall.of) == (1440, "account biology")
+
+
+@pytest.mark.parametrize("name", ALPHAS[1:])
+def test_without_accounting_there_are_no_accounts_to_know(name: str) -> None:
+    facts = facts_of(name)
+    assert not facts.keeps_accounts
+    assert (facts.associations, facts.qos) == (None, None)
+    assert facts.partitions[0]
+    assert bounds_of(facts, facts.partitions[0], None, None) == []
+
+
+def test_a_controller_that_does_not_answer_leaves_everything_unknown() -> None:
+    asked: list[Sequence[str]] = []
+
+    def ask(command: Sequence[str]) -> None:
+        asked.append(command)
+
+    facts = read_facts(ask)
+    assert facts == ClusterFacts(silent=facts.silent)
+    assert len(facts.silent) == len(asked) == 3
+
+
+@pytest.mark.parametrize("missing", list(answers_of("alpha_22_05")))
+def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -> None:
+    answers = answers_of("alpha_22_05")
+    facts = read_facts(lambda command: None if " ".join(command) == missing else answers[" ".join(command)], user="me")
+    assert facts.silent == (missing,)
+    if missing != "scontrol show config":
+        assert facts.name == "alpha"
+
+
+def test_submit_asks_seven_commands_at_most_and_probe_eleven() -> None:
+    answers = answers_of("alpha_22_05")
+    asked: list[str] = []
+
+    def ask(command: Sequence[str]) -> str | None:
+        asked.append(" ".join(command))
+        return answers[asked[-1]]
+
+    read_facts(ask, whole=False, user="me")
+    assert len(asked) == 7
+    asked.clear()
+    read_facts(ask, user="me")
+    assert len(asked) == 11
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("gpu:a100:4(S:0-1)", (("a100", 4),)),
+        ("gpu:4(S:0,2)", (("", 4),)),
+        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),nic:mlx:4", (("nvidia_h100_80gb_hbm3", 8),)),
+        ("gpu:a100:4,gpu:a100_1g.5gb:7,shard:8", (("a100", 4), ("a100_1g.5gb", 7))),
+        ("gpu", (("", 1),)),
+        ("gpu:0", ()),
+        ("(null)", ()),
+        ("craynetwork:4", ()),
+        ("gpu:a100:many", ()),
+    ],
+)
+def test_gpus_are_read_from_the_words_for_gres(text: str, gpus: tuple[tuple[str, int], ...]) -> None:
+    assert parse_gres(text) == gpus
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("n0", "n0"),
+        ("n[07-12,15]", "n07"),
+        ("rack[1-2]-n[01-04],x", "rack1-n01"),
+        ("0c[1-3]", "0c1"),
+        ("gpu-a.b,gpu-c", "gpu-a.b"),
+        ("broken[1-", ""),
+        ("", ""),
+    ],
+)
+def test_the_first_name_of_a_list_of_nodes(names: str, first: str) -> None:
+    assert first_name(names) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("2-00:00:00", 2880), ("00:05:00", 5), ("UNLIMITED", None), ("NONE", None), ("", None), ("soon", None)],
+)
+def test_limits_of_time_are_minutes(text: str, minutes: int | None) -> None:
+    assert parse_minutes(text) == minutes
+
+
+def test_amounts_of_accounting_are_read_with_memory_in_megabytes() -> None:
+    found = parse_tres("cpu=8,mem=1.50T,gres/gpu:a100=2,node=-1,bb/datawarp=5G")
+    assert found == {"cpu": 8, "mem": 1572864, "gres/gpu:a100": 2}
+
+
+def test_a_behaviour_that_a_later_release_has_taken_back_holds_for_the_releases_between() -> None:
+    releases = [(22, 5), (23, 2), (23, 11), (25, 5), None]
+    assert [SRUN_FORGETS_CPUS_PER_TASK.applies_to(each) for each in releases] == [True, True, False, False, False]
+    assert EXPEDITED_REQUEUE.applies_to(None)  # an unknown release counts as a current one
+
+
+@given(st.text(alphabet="PartionName=12,|:()[]-. \nabcALLgpu/", max_size=200))
+def test_odd_output_never_breaks_a_parser(text: str) -> None:
+    parse_config(text)
+    parse_partitions(text)
+    parse_groups(text)
+    parse_qos(text)
+    parse_associations(text, "alpha")
+    parse_tres(text)

@@ -1,0 +1,139 @@
+"""What a process says of itself: packages, driver, CUDA, container, variables; without secrets, and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.system import process_facts
+from slurmtrain.system.process_facts import (
+    FactDifference,
+    ProcessFacts,
+    fact_differences,
+    fingerprint_of,
+    gather_facts,
+    variables_that_matter,
+)
+
+
+def install(folder: Path, name: str, version: str, direct_url: dict[str, object] | None = None) -> None:
+    """A distribution, as pip leaves it."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nVersion: 9 of the text\n"
+    )
+    if direct_url is not None:
+        (info / "direct_url.json").write_text(json.dumps(direct_url))
+
+
+def test_packages_are_told_with_version_and_origin_and_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    install(first, "Some_Thing", "1.2")
+    install(second, "some-thing", "1.1")  # hidden by the one before
+    revision = {"vcs": "git", "commit_id": "abc123"}
+    install(first, "forked", "2.0", {"url": "https://me:pass@host/forked.git", "vcs_info": revision})
+    install(first, "wheel-of-ours", "3", {"url": "https://host/w.whl", "archive_info": {"hashes": {"sha256": "f00"}}})
+    (first / "broken-1.dist-info").mkdir()  # without metadata
+    (first / "torch").mkdir()
+    (first / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\ngit_version = 'cafe'\nhip = None\n")
+    install(first, "nvidia-nccl-cu12", "2.27.3")
+    monkeypatch.setattr(sys, "path", [str(first), str(second)])
+    facts = gather_facts({}, tmp_path)
+    assert facts.packages == {"forked": "2.0", "nvidia-nccl-cu12": "2.27.3", "some-thing": "1.2", "wheel-of-ours": "3"}
+    assert facts.origins == {
+        "forked": "git+https://host/forked.git@abc123",
+        "wheel-of-ours": "https://host/w.whl#sha256=f00",
+    }
+    assert facts.gpu == {"cuda": "12.8", "torch_revision": "cafe", "nccl": "2.27.3"}
+
+
+def test_a_node_tells_driver_gpus_and_adapters(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\n")
+    for number in range(2):
+        write(f"proc/driver/nvidia/gpus/0000:0{number}/information", "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 7\n")
+    write("sys/class/infiniband/mlx5_0/fw_ver", "28.39.1002\n")
+    write("etc/os-release", 'NAME="x"\nPRETTY_NAME="Rocky Linux 9.4"\n')
+    facts = gather_facts({"APPTAINER_CONTAINER": "/images/train.sif", "NCCL_VERSION": "2.22.3"}, tmp_path)
+    assert facts.gpu["driver"] == "535.129.03" and facts.gpu["models"] == "2 x NVIDIA H100 80GB HBM3"
+    assert facts.gpu["nccl"] == "2.22.3" and facts.network == {"mlx5_0": "firmware 28.39.1002"}
+    assert facts.container == {"kind": "apptainer", "image": "/images/train.sif"}
+    assert facts.system["os"] == "Rocky Linux 9.4"
+    write("sys/module/nvidia/version", "550.54.15\n")
+    assert gather_facts({}, tmp_path).gpu["driver"] == "550.54.15"
+
+
+def test_variables_that_matter_are_kept_and_secrets_are_not() -> None:
+    given = {
+        "NCCL_DEBUG": "INFO",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_ENDPOINT": "https://me:pass@hub.example/x",
+        "HF_HUB_PROXY": "https://me:p@ss@hub.example/x?rev=1&access_token=secret#top",
+        "HF_TOKEN": "hf_secret",
+        "DS_PASS": "secret",
+        "TORCH_AUTH": "secret",
+        "TORCH_API_KEY": "k",
+        "WANDB_API_KEY": "w",
+        "PATH": "/bin",
+        "TORCHELASTIC_RUN_ID": "7",
+    }
+    assert variables_that_matter(given) == {
+        "NCCL_DEBUG": "INFO",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_ENDPOINT": "https://hub.example/x",
+        "HF_HUB_PROXY": "https://hub.example/x?rev=1&access_token=***#top",
+    }
+
+
+def test_differences_are_named_by_group_and_the_host_is_none() -> None:
+    a = ProcessFacts(system={"host": "n1", "python": "3.11"}, packages={"torch": "2.11.0", "numpy": "2"})
+    b = ProcessFacts(system={"host": "n2", "python": "3.12"}, packages={"torch": "2.13.0", "numpy": "2", "triton": "3"})
+    assert fact_differences(a, b) == [
+        FactDifference("system", "python", "3.11", "3.12"),
+        FactDifference("packages", "torch", "2.11.0", "2.13.0"),
+        FactDifference("packages", "triton", None, "3"),
+    ]
+
+
+def test_facts_read_back_as_they_were_and_foreign_values_are_left_out() -> None:
+    facts = gather_facts()
+    assert ProcessFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert ProcessFacts.from_json([1]) == ProcessFacts.from_json(None) == ProcessFacts()
+    strange = {"packages": {"torch": 2, "numpy": "1" * 9999, "x": None}, "gpu": 7, "other": {"a": "b"}}
+    read = ProcessFacts.from_json(strange)
+    assert list(read.packages) == ["numpy"] and len(read.packages["numpy"]) == process_facts.LONGEST
+
+
+def test_a_large_file_is_told_from_another_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = tmp_path / "image.sif"
+    image.write_bytes(b"x" * 100)
+    assert fingerprint_of(image).startswith("sha256:")
+    monkeypatch.setattr(process_facts, "WHOLE_BYTES", 1 << 20)
+    for size in (5 << 20, (5 << 20) + 1):
+        with image.open("wb") as file:
+            file.truncate(size)
+        blank = fingerprint_of(image)
+        with image.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"y")
+        assert blank.startswith("sampled-sha256:") and fingerprint_of(image) != blank
+
+
+def test_gathering_imports_no_torch() -> None:
+    check = (
+        "import sys; from slurmtrain.system.process_facts import gather_facts; print(gather_facts().packages['torch'])"
+    )
+    told = subprocess.run([sys.executable, "-c", f"{check}; assert 'torch' not in sys.modules"], capture_output=True)
+    assert told.returncode == 0 and told.stdout.strip()
