@@ -155,7 +155,8 @@ def test_a_node_whose_ranks_are_stopped_is_named_and_training_goes_on_in_the_sam
     undisturbed: Run, project: Project
 ) -> None:
     """No rank of that node could say so, or end them: the process beside them does, or SLURM where they had just begun."""
-    run = project.submit(*LONG, "watchdog.min_s=5", "watchdog.factor=2", nodes="n0,n1")
+    limits = ["watchdog.min_s=5", "watchdog.factor=2", "watchdog.save_s=20", "watchdog.evaluation_s=20"]
+    run = project.submit(*LONG, *limits, nodes="n0,n1")  # they may be stopped while they save or evaluate
     run.wait_for_checkpoint()
     for pid in run.rank_pids()[2:]:
         os.kill(pid, signal.SIGSTOP)
