@@ -25,7 +25,7 @@ from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
 from slurmtrain.launch.cluster_drift import Drift, Kind, drift
-from slurmtrain.launch.cluster_file import ClusterFile, describe, group_words, preemption_of
+from slurmtrain.launch.cluster_file import ClusterFile, describe, group_words
 from slurmtrain.launch.login_node import LoginNode, look_at_login_node
 from slurmtrain.launch.submit import dry_run, slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
@@ -34,10 +34,12 @@ from slurmtrain.resources import shipped
 from slurmtrain.runs.lookup import runs_root
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, run_command
 from slurmtrain.slurm.facts import ClusterFacts
-from slurmtrain.slurm.read_facts import own_groups, read_facts
+from slurmtrain.slurm.preemption import preemption_of
+from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.file_systems import WRITTEN_MB
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.paths import absolute, current_folder
+from slurmtrain.system.user import own_groups
 
 ACCEPTS_S = 3.0  # for SLURM's word on a job of the file
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # what +cluster=NAME can have
@@ -179,10 +181,10 @@ def _print_list(title: str, sentences: Sequence[str]) -> None:
 def _row(facts: ClusterFacts, name: str, default: bool) -> list[str]:
     partition = facts.partition(name)
     assert partition is not None
-    mode, grace_s, _ = preemption_of(facts, partition, None)
-    preempted = mode.lower() or "?"
-    if mode not in ("", "OFF") and grace_s is not None:
-        preempted += f" after {grace_s:.0f} s"
+    found = preemption_of(facts, partition)
+    preempted = found.mode.lower() or "?"
+    if found.mode not in ("", "OFF") and found.grace_s is not None:
+        preempted += f" after {found.grace_s:.0f} s"
     limit = "none" if partition.max_time_min is None else f"{partition.max_time_min} min"
     nodes = "; ".join(map(group_words, facts.nodes_of(name)))
     return [name + (" (default)" if default else ""), limit, preempted, nodes]

@@ -30,6 +30,7 @@ from slurmtrain.slurm.job_limits import (
     wall_limit,
 )
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.preemption import NOT_AT_ALL, preemption_of
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
 
 WIDTH = 112
@@ -168,7 +169,7 @@ def describe(
         chosen.name,
         title,
         tuple(entries),
-        notes_of(facts, chosen, qos, login),
+        notes_of(facts, chosen, account, qos, login),
         observed(facts, chosen, account, qos),
     )
 
@@ -275,10 +276,11 @@ def _where(
         yield Entry("qos", qos, "the one that was asked for")
     elif facts.enforces("qos") and association is not None and len(association.qos) > 1:
         its = qos_of(facts, association, None)
-        wanted = partition.allowed_qos is not None and (its is None or its.name not in partition.allowed_qos)
-        usable = [each for each in association.qos if partition.allowed_qos is None or each in partition.allowed_qos]
-        if wanted and usable:
-            yield Entry("qos", usable[0], f"the partition takes {_list(partition.allowed_qos or ())} alone (AllowQos)")
+        usable = [each for each in association.qos if partition.takes_qos(each)]
+        if partition.allowed_qos is not None and (its is None or not partition.takes_qos(its.name)) and usable:
+            yield Entry("qos", usable[0], f"the partition takes {_list(partition.allowed_qos)} alone (AllowQos)")
+        elif its is not None and not partition.takes_qos(its.name) and usable:
+            yield Entry("qos", usable[0], f"the partition does not take {its.name}, your default one (DenyQos)")
         else:
             default = f"; it is {its.name} unless you name one" if its is not None else ""
             yield Entry("qos", None, f"Which QOS? You may use {_list(usable)}{default}", question=True)
@@ -298,7 +300,7 @@ def _account(facts: ClusterFacts, partition: Partition, account: str | None) -> 
             yield Entry("account", None, why, question=True)
         return
     mine = list(dict.fromkeys(each.account for each in facts.associations if each.partition in ("", partition.name)))
-    usable = [each for each in mine if _may_use(partition, each)]
+    usable = [each for each in mine if partition.takes_account(each)]
     if not mine:
         why = f"Which one? Accounting knows none of yours for partition {partition.name}; ask who runs the cluster"
         yield Entry("account", None, why, question=True)
@@ -308,13 +310,11 @@ def _account(facts: ClusterFacts, partition: Partition, account: str | None) -> 
         only = "the only one of yours" if len(mine) == 1 else "yours that may run in this partition"
         yield Entry("account", usable[0], f"{only} (sacctmgr)")
     else:
-        why = f"The partition takes none of yours ({_list(mine)}): ask for one of {_list(partition.allowed_accounts or ())}"
+        takes = (
+            f": ask for one of {_list(partition.allowed_accounts)}" if partition.allowed_accounts else " (DenyAccounts)"
+        )
+        why = f"The partition takes none of yours ({_list(mine)}){takes}"
         yield Entry("account", None, why, question=True)
-
-
-def _may_use(partition: Partition, account: str) -> bool:
-    allowed = partition.allowed_accounts is None or account in partition.allowed_accounts
-    return allowed and account not in partition.denied_accounts
 
 
 def _shape_entries(partition: Partition, shape: Shape, groups: Sequence[NodeGroup]) -> Iterable[Entry]:
@@ -435,10 +435,12 @@ def _storage(login: LoginNode) -> Iterable[Entry]:
     yield Entry("storage_gb_per_s", None, why, question=True)
 
 
-def notes_of(facts: ClusterFacts, partition: Partition, qos: str | None, login: LoginNode) -> tuple[str, ...]:
+def notes_of(
+    facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None, login: LoginNode
+) -> tuple[str, ...]:
     """Return what else a person should know, a sentence or two each."""
     groups = facts.nodes_of(partition.name)
-    found = [_versions(facts, groups), preemption_note(facts, partition, qos), _requeue_note(facts, partition)]
+    found = [_versions(facts, groups), preemption_note(facts, partition, account, qos), _requeue_note(facts)]
     if len(groups) > 1:
         found.append("Nodes of this partition: " + "; ".join(map(group_words, groups)) + ".")
     others = [each for each in facts.partitions if each.name != partition.name]
@@ -466,11 +468,11 @@ def _release(version: Version) -> str:
     return f"{version[0]}.{version[1]:02d}"
 
 
-def preemption_note(facts: ClusterFacts, partition: Partition, qos: str | None) -> str:
+def preemption_note(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> str:
     """Say what happens to a job of this partition that is preempted, and how long it has."""
-    mode, grace_s, of = preemption_of(facts, partition, qos)
-    by = facts.config.get("PreemptType", "").removeprefix("preempt/")
-    if by in ("", "none", "(null)") or mode in ("", "OFF"):
+    found = preemption_of(facts, partition, account=account, qos=qos)
+    mode, grace_s, of = found.mode, found.grace_s, found.of
+    if facts.config.get("PreemptType", "") in NOT_AT_ALL or mode in ("", "OFF"):
         return "Jobs of this partition are not preempted."
     if "SUSPEND" in mode:
         return "A preempted job is suspended on its nodes and goes on later: nothing is saved, and it is not requeued."
@@ -496,20 +498,7 @@ def preemption_note(facts: ClusterFacts, partition: Partition, qos: str | None) 
     return f"A preempted job {then}: {first}{rest}.{tight} slurmtrain requeues it itself.{once_more}"
 
 
-def preemption_of(facts: ClusterFacts, partition: Partition, qos: str | None) -> tuple[str, float | None, str]:
-    """Return how a job of this partition is preempted, its grace time in seconds, and whose setting that is."""
-    by = facts.config.get("PreemptType", "")
-    cluster = facts.config.get("PreemptMode", "")
-    if by == "preempt/qos":
-        its = qos_of(facts, association_of(facts, None, partition.name), qos)
-        if its is None:
-            return cluster, None, "its QOS"
-        mode = its.preempt_mode.upper()
-        return (cluster if mode in ("", "CLUSTER") else mode), its.grace_s, f"QOS {its.name}"
-    return partition.preempt_mode or cluster, partition.grace_s, f"partition {partition.name}"
-
-
-def _requeue_note(facts: ClusterFacts, partition: Partition) -> str:
+def _requeue_note(facts: ClusterFacts) -> str:
     if facts.config.get("JobRequeue") == "0":
         return (
             "SLURM requeues no job that does not ask for it (JobRequeue=0); slurmtrain's jobs ask. Where the cluster "
@@ -594,14 +583,14 @@ def observed(facts: ClusterFacts, partition: Partition, account: str | None, qos
         )
         if name in facts.config
     }
-    mode, grace_s, _ = preemption_of(facts, partition, qos)
+    preemption = preemption_of(facts, partition, account=account, qos=qos)
     bounds = bounds_of(facts, partition, account, qos)
     found = {
         "SLURM": facts.config.get("SLURM_VERSION", "?"),
         "partition": partition.name,
         **settings,
-        "PreemptMode": mode or "?",
-        "GraceTime": "?" if grace_s is None else f"{grace_s:.0f} s",
+        "PreemptMode": preemption.mode or "?",
+        "GraceTime": "?" if preemption.grace_s is None else f"{preemption.grace_s:.0f} s",
         "time limit": "none" if partition.max_time_min is None else _minutes(partition.max_time_min),
         "nodes": "; ".join(sorted(map(group_words, facts.nodes_of(partition.name)))),
         "accounts": _known(None if facts.associations is None else {each.account for each in facts.associations}),

@@ -77,12 +77,7 @@ def check_request(
         return _judged_by_plugins(facts, [_no_partition(facts, missing[0])])
     account = _check_account(facts, cluster)
     each_has = [
-        [
-            *_check_access(facts, partition, cluster, groups, user_id),
-            *_check_time(facts, partition, cluster),
-            *_check_nodes(facts, partition, cluster),
-            *_check_limits(facts, partition, cluster),
-        ]
+        _check_partition(facts, partition, cluster, groups, user_id)
         for _, partition in partitions
         if partition is not None
     ]
@@ -90,6 +85,35 @@ def check_request(
     best = min(each_has, key=lambda found: sum(each.fatal for each in found))
     found = [*account, *best, *_check_container(facts, cluster)]
     return sorted(_judged_by_plugins(facts, found), key=lambda each: not each.fatal)
+
+
+def _check_partition(
+    facts: ClusterFacts,
+    partition: Partition,
+    cluster: ClusterConfig,
+    groups: Collection[str] | None,
+    user_id: int | None,
+) -> list[Finding]:
+    """Return what does not suit a partition in a request, or its Alternate, which gets its jobs while it takes none."""
+    found = []
+    instead = facts.partition(partition.alternate) if partition.alternate and not partition.takes_jobs else None
+    if instead is not None:
+        found.append(
+            Finding(
+                "cluster.partition",
+                f"partition {partition.name} takes no jobs at present (State={partition.state}), and SLURM puts them into "
+                f"{instead.name} (Alternate)",
+                fatal=False,
+            )
+        )
+        partition = instead
+    return [
+        *found,
+        *_check_access(facts, partition, cluster, groups, user_id),
+        *_check_time(facts, partition, cluster),
+        *_check_nodes(facts, partition, cluster),
+        *_check_limits(facts, partition, cluster),
+    ]
 
 
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
@@ -165,7 +189,7 @@ def _check_access(
                 "cluster.partition",
                 f"{of} starts no jobs at present (State={partition.state})",
                 "`sinfo` shows those that do",
-                fatal=partition.state == "INACTIVE",  # which refuses jobs; the others let them wait
+                fatal=not partition.takes_jobs,  # the others let them wait
             )
         )
     if partition.root_only and user_id != 0:
@@ -207,10 +231,11 @@ def _check_account_and_qos(facts: ClusterFacts, partition: Partition, cluster: C
                 )
             )
     account = association.account if association is not None else None
-    if account is not None and not _allowed(account, partition.allowed_accounts, partition.denied_accounts):
-        mine = {each.account for each in facts.associations or ()}
+    if account is not None and not partition.takes_account(account):
         usable = [
-            each for each in sorted(mine) if _allowed(each, partition.allowed_accounts, partition.denied_accounts)
+            each
+            for each in sorted({each.account for each in facts.associations or ()})
+            if partition.takes_account(each)
         ]
         found.append(
             Finding(
@@ -221,13 +246,6 @@ def _check_account_and_qos(facts: ClusterFacts, partition: Partition, cluster: C
             )
         )
     return [*found, *_check_qos(facts, partition, association, cluster.qos)]
-
-
-def _allowed(name: str, allowed: Collection[str] | None, denied: Collection[str]) -> bool:
-    low = name.lower()
-    if allowed is not None:  # with AllowAccounts, DenyAccounts is not looked at (slurm.conf(5))
-        return low in {each.lower() for each in allowed}
-    return low not in {each.lower() for each in denied}
 
 
 def _check_qos(
@@ -250,8 +268,8 @@ def _check_qos(
             )
         ]
     its = qos_of(facts, association, wanted)
-    if its is not None and not _allowed(its.name, partition.allowed_qos, partition.denied_qos):
-        usable = [each for each in association.qos if _allowed(each, partition.allowed_qos, partition.denied_qos)]
+    if its is not None and not partition.takes_qos(its.name):
+        usable = [each for each in association.qos if partition.takes_qos(each)]
         said = f"cluster.qos={wanted}" if wanted else f"your default QOS {its.name}"
         return [
             Finding(
@@ -307,7 +325,8 @@ def _check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {most} nodes is less than partition {partition.name} asks for, {partition.min_nodes} (MinNodes)",
+                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} asks for, "
+                f"{partition.min_nodes} (MinNodes)",
                 f"write at least cluster.nodes={partition.min_nodes}",
                 fatal=not _lifts(facts, partition, cluster, "partitionminnodes"),
             )

@@ -148,6 +148,30 @@ def test_a_job_that_does_not_suit_the_cluster_is_refused_before_anything_is_crea
     assert not Path("runs").exists()
 
 
+def test_of_a_sweep_every_request_is_compared_with_the_cluster(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["cluster.backend=slurm", "cluster.partition=gpu", "+experiment=smoke", "train.seed=1,2"]
+    assert main([*words, "cluster.time_limit_min=30,3000", "-m", "submit"]) == 78
+    assert "cluster.time_limit_min=3000" in capsys.readouterr().err
+    assert alpha.submitted == []
+    assert not Path("runs").exists()
+
+
+def test_a_drill_whose_tiny_jobs_a_partition_does_not_take_says_so_before_it_submits_any(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--partition", "cpu", "--account", "physics", "--no-speed"]) == 0
+    assert main(["+cluster=alpha-cpu", "drill"]) == 78
+    said = capsys.readouterr().err
+    assert (
+        "a tiny job of the drill cannot run: a job of 1 node is less than partition cpu asks for, 2 (MinNodes)" in said
+    )
+    assert "cluster.nodes=2" in said
+    assert alpha.submitted == []
+    assert not Path("runs").exists()
+
+
 def test_a_job_that_suits_the_cluster_is_submitted(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--no-speed"]) == 0
     assert main(["+cluster=alpha", "+experiment=smoke", "submit"]) == 0
