@@ -20,12 +20,23 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM, Parser
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.config.compose import OWN_CLUSTERS, compose, config_groups, from_program, search_folders, to_values
+from slurmtrain.config.compose import (
+    OWN_CLUSTERS,
+    Primary,
+    compose,
+    compose_from,
+    config_groups,
+    from_program,
+    search_folders,
+    to_values,
+)
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
-from slurmtrain.launch.cluster_drift import Drift, Kind, drift
-from slurmtrain.launch.cluster_file import ClusterFile, describe, group_words
+from slurmtrain.launch.cluster_file.content import ClusterFile
+from slurmtrain.launch.cluster_file.describe import describe
+from slurmtrain.launch.cluster_file.drift import Drift, Kind, drift
+from slurmtrain.launch.cluster_file.words import group_words
 from slurmtrain.launch.login_node import LoginNode, look_at_login_node
 from slurmtrain.launch.submit import dry_run, slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
@@ -217,6 +228,24 @@ def _config_of(values: dict[str, Any]) -> Config:
     return from_program(OmegaConf.create({**to_values(compose([])), "cluster": values}))
 
 
+def _composed(path: Path, text: str) -> Config:
+    """Return the config that a cluster's file makes with those that its defaults list names, as +cluster=NAME would.
+
+    Raises:
+        UsageError, ConfigError: it cannot be composed.
+    """
+    folders = search_folders("config", None, None)
+    beside = path.resolve().parent.parent
+    if path.resolve().parent.name == "cluster" and beside not in folders:
+        folders.append(beside)
+    with tempfile.TemporaryDirectory(prefix="slurmtrain-probe-") as folder:
+        # Under a name that no other file has: a shipped cluster of the same name would be taken instead.
+        copy = Path(folder) / "cluster" / f"{path.stem}-checked.yaml"
+        copy.parent.mkdir()
+        copy.write_text(text)
+        return compose_from(Primary("config", [*folders, Path(folder)]), [f"cluster={copy.stem}"])
+
+
 def _object(
     facts: ClusterFacts, described: ClusterFile, path: Path, refused: str | None, took_s: float
 ) -> dict[str, Any]:
@@ -255,8 +284,7 @@ def _check(options: argparse.Namespace) -> int:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no fields", hint=f"see {OWN_CLUSTERS}/*.yaml of the package for examples")
-    values.pop("defaults", None)
-    config = _config_of(values)
+    config = _composed(path, text) if "defaults" in values else _config_of(values)
     cluster = config.cluster
     if cluster.backend != Backend.SLURM:
         raise UsageError(f"{path} is no cluster of SLURM's (backend: {cluster.backend})", hint="name another file")

@@ -18,7 +18,8 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.logger_check import check_loggers
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.queue_check import check_request, raise_fatal, with_choices_of_the_shell
+from slurmtrain.launch.queue_check.finding import raise_fatal
+from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
 from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import check_slurm_is_here, interrupted, preparing, slurm_conf_of, submit

@@ -14,9 +14,11 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe, switch_sizes
+from slurmtrain.launch.cluster_file.content import WIDTH, ClusterFile
+from slurmtrain.launch.cluster_file.describe import describe
+from slurmtrain.launch.cluster_file.notes import switch_sizes
 from slurmtrain.launch.login_node import Folder, LoginNode, wanted_modules
-from slurmtrain.launch.queue_check import check_request
+from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
 from slurmtrain.system.file_systems import Mount
 from tests.support.recorded_slurm import CLUSTERS, facts_of

@@ -9,7 +9,8 @@ import pytest
 
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.queue_check import Finding, check_request, raise_fatal, with_choices_of_the_shell
+from slurmtrain.launch.queue_check.finding import Finding, raise_fatal
+from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
 from slurmtrain.slurm.facts import Account, ClusterFacts
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
