@@ -27,6 +27,7 @@ from slurmtrain.slurm.parse_facts import (
     with_account_limits,
     with_nodes,
 )
+from slurmtrain.slurm.preemption import NOT_AT_ALL
 from slurmtrain.system.user import own_user
 
 Ask = Callable[[Sequence[str]], str | None]
@@ -110,18 +111,20 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
 def read_preemption(ask: Ask, *, user: str | None = None) -> ClusterFacts:
     """Return the facts by which jobs are preempted: partitions, and where QOS preempt each other, those and this user's.
 
-    It takes two commands, and three more where QOS preempt each other.
+    It takes one command where nothing is preempted, two where partitions preempt each other, and five where QOS do.
 
     Args:
         ask, user: as for `read_facts`.
     """
     silent: list[str] = []
-    first = _answers(ask, [CONFIG, PARTITIONS], silent)
-    config = parse_config(first[CONFIG])
-    found = ClusterFacts(config=config, partitions=parse_partitions(first[PARTITIONS]) if config else ())
-    if config.get("PreemptType") == "preempt/qos" and found.keeps_accounts:
+    found = ClusterFacts(config=parse_config(_answers(ask, [CONFIG], silent)[CONFIG]))
+    by = found.config.get("PreemptType", "")
+    if by not in NOT_AT_ALL:
         user = user or own_user()
-        found = _with_accounts(found, _answers(ask, _of_accounts(user), silent), user, silent)
+        by_accounts = by == "preempt/qos" and found.keeps_accounts
+        answers = _answers(ask, [PARTITIONS, *(_of_accounts(user) if by_accounts else ())], silent)
+        found = replace(found, partitions=parse_partitions(answers[PARTITIONS]))
+        found = _with_accounts(found, answers, user, silent) if by_accounts else found
     return replace(found, silent=tuple(silent))
 
 

@@ -39,12 +39,14 @@ def read(answers: dict[str, str], asked: list[str] | None = None) -> ClusterFact
 def test_how_long_a_preempted_job_lives_takes_two_short_questions() -> None:
     asked: list[str] = []
     facts = read({"config": CONFIG, "partition": PARTITIONS}, asked)
-    assert sorted(asked) == ["scontrol --all --oneliner show partition", "scontrol show config"]
+    assert asked == ["scontrol show config", "scontrol --all --oneliner show partition"]
     for low in (None, "low", "low,high"):
         assert preemption_times(facts, low) == PreemptionTimes(30, 120, "partition low")
     assert preemption_times(facts, "high") == preemption_times(facts, "high,low") == PreemptionTimes(30)
     assert preemption_times(facts, "nope") == PreemptionTimes(30)
-    assert preemption_times(read({}), None) is None
+    asked.clear()
+    assert preemption_times(read({}, asked), None) is None
+    assert asked == ["scontrol show config"]  # a controller that does not answer is not asked on
 
 
 def test_where_nobody_is_preempted_or_jobs_are_suspended_only_the_time_to_kill_counts() -> None:
