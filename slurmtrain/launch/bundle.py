@@ -28,10 +28,10 @@ from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.ownership import foreign_link
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import temporary_beside
+from slurmtrain.system.files import give_name, temporary_beside
 from slurmtrain.system.process_facts import ProcessFacts
 from slurmtrain.system.records import printable
-from slurmtrain.system.redaction import SECRET_VARIABLE, SHORTEST, redacted
+from slurmtrain.system.redaction import SECRET_VARIABLE, SHORTEST, bytes_of, redacted
 
 FORMAT = 1
 MANIFEST, CONFIG, ENVIRONMENT, LOCK = "bundle.json", "config.yaml", "environment.json", "requirements.txt"
@@ -187,7 +187,7 @@ def write_bundle(packed: Packed, target: Path) -> str:
             os.fsync(file.fileno())
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.link(temporary, target)  # unlike a rename it replaces nothing
+        give_name(temporary, target)
         return digest
     except FileExistsError:
         raise ConfigError(f"{target} is there already", hint="name another file, or remove it") from None
@@ -269,10 +269,10 @@ def _code_of(run_dir: RunDir, record: CodeRecord, exclude: Sequence[str]) -> _Co
             (found.links if leads_inside(name, target, record.links) else found.links_out)[name] = target
     if found.changed:
         found.warnings.append(
-            f"changed or gone since the run was submitted: {_some(found.changed)}; packed as they are now"
+            f"changed or gone since the run was submitted: {some(found.changed)}; packed as they are now"
         )
     if found.links_out:
-        found.warnings.append(f"links that lead out of the code are not in the bundle: {_some(list(found.links_out))}")
+        found.warnings.append(f"links that lead out of the code are not in the bundle: {some(list(found.links_out))}")
     return found
 
 
@@ -303,8 +303,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, each) or fnmatch.fnmatchcase(Path(name).name, each) for each in plain)
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first few of these in a line, and how many there are besides."""
+    return printable(separator.join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # Secrets.
@@ -316,7 +317,7 @@ def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], allow: Sequence[
     found: list[str] = []
     for member in members:
         of_code = member.name.startswith("code/")
-        known = next((name for name, value in values.items() if value.encode() in member.content), None)
+        known = next((name for name, value in values.items() if bytes_of(value) in member.content), None)
         if known is not None:
             found.append(f"{member.name} holds the value of {known}")
         elif of_code and _matches(member.name.removeprefix("code/"), allow):
@@ -330,9 +331,8 @@ def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], allow: Sequence[
         f"{CONFIG}: {key} looks like a secret that is written out" for key in _written_out(run_dir.config_values())
     ]
     if found:
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise ConfigError(
-            f"a bundle holds no secrets, but {printable('; '.join(found[:5]))}{more}",
+            f"a bundle holds no secrets, but {some(found, separator='; ')}",
             hint="--exclude PATTERN leaves files of the code out; --allow PATTERN packs what only looks like a secret; a "
             "variable of this shell whose value is none can be unset",
         )
