@@ -66,9 +66,7 @@ def compose(
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type.
     """
-    primary = Primary(config_name, search_folders(config_name, config_dir, config_path))
-    with explaining(overrides, primary), initialized(primary):
-        return finish(composed_by_hydra(primary, overrides), overrides)
+    return compose_from(Primary(config_name, search_folders(config_name, config_dir, config_path)), overrides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +105,16 @@ def search_folders(config_name: str, config_dir: str | None, config_path: str | 
     if here.is_dir() and here.parent not in folders:
         folders.append(here.parent)
     return folders
+
+
+def compose_from(primary: Primary, overrides: Sequence[str]) -> Config:
+    """Compose a config from these folders.
+
+    Raises:
+        UsageError, ConfigError: as for `compose`.
+    """
+    with explaining(overrides, primary), initialized(primary):
+        return finish(composed_by_hydra(primary, overrides), overrides)
 
 
 @contextmanager
