@@ -38,6 +38,7 @@ from slurmtrain.launch.bundle import (
     FORMAT,
     MANIFEST,
     MOST_BYTES,
+    PATCH,
     is_inside,
     leads_inside,
     some,
@@ -106,7 +107,7 @@ class Bundle:
         if workdir is None:
             return None
         git = self.manifest["git"]
-        patch = self.folder / "changes.patch"
+        patch = self.folder / PATCH
         diff = patch.read_text(errors="surrogateescape") if patch.is_file() else None if git["dirty"] else ""
         record = CodeRecord(
             **{name: git[name] for name in _GIT}, diff=diff, untracked=tuple(self.manifest["untracked"])

@@ -20,7 +20,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch import unbundle
-from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, write_bundle
+from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, without_files, write_bundle
 from slurmtrain.launch.unbundle import opened, package_sentence
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.environment_record import write_environment
@@ -178,6 +178,37 @@ def test_a_bundle_never_holds_a_secret(
     run.config_file.write_text(config.replace("  env: {}", "  env:\n    WANDB_API_KEY: written-out"))
     with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY looks like a secret"):
         pack(run, exclude=["client.py", ".env"], allow=["notes.txt"])
+    pack(run, exclude=["client.py", ".env"], allow=["notes.txt", "config.yaml"])
+    run.config_file.write_text(config.replace("  env: {}", "  env:\n    NAMED: opensesame"))
+    with pytest.raises(ConfigError, match=r"config\.yaml holds the value of MY_TOKEN"):
+        pack(run, exclude=["client.py", ".env"], allow=["*"])
+
+
+def test_a_secret_in_the_changes_of_a_file_goes_with_the_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "WIDTH = 8")  # what git has of the file, so the patch has it as a line that is gone
+    with pytest.raises(ConfigError, match=r"changes\.patch holds the value of MY_TOKEN"):
+        pack(run, allow=["*"])
+    assert "changes.patch" not in {member.name for member in pack(run, exclude=["lib/*"]).members}
+    monkeypatch.delenv("MY_TOKEN")
+    run.config_file.write_text(run.config_file.read_text().replace("secrets: {}", "secrets: {HF_TOKEN: env}"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert any("not looked for in the bundle: the secrets HF_TOKEN" in said for said in pack(run).warnings)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "diff --git a/lib/a b.py b/lib/a b.py\n--- a/lib/a b.py\t\n+++ b/lib/a b.py\t\n@@ -1 +1 @@\n-x\n+y\n",
+        "diff --git lib/a.py lib/a.py\n--- lib/a.py\n+++ lib/a.py\n@@ -1 +1 @@\n-x\n+y\n",
+        "diff --git a/lib/a.py b/other.py\nsimilarity index 100%\nrename from lib/a.py\nrename to other.py\n",
+        "diff --git a/lib/a.png b/lib/a.png\nBinary files a/lib/a.png and b/lib/a.png differ\n",
+        "diff --git a/lib/a.py b/lib/a.py\ndeleted file mode 100644\n--- a/lib/a.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n",
+    ],
+)
+def test_the_parts_of_a_diff_on_a_file_are_left_out(header: str) -> None:
+    kept = "diff --git a/kept.py b/kept.py\n--- a/kept.py\n+++ b/kept.py\n@@ -1 +1 @@\n-diff --git a/lib/a\n+y\n"
+    assert without_files(header + kept + header, ["lib/*"]) == kept
+    assert without_files(header + kept, []) == header + kept
 
 
 def test_keys_that_are_assigned_to_a_name_are_found_and_ordinary_code_is_not() -> None:
