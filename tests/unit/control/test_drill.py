@@ -454,6 +454,9 @@ class Controller:
         self.asked += 1
         return {"7": QueuedJob("COMPLETING")} if self.now < self.leaves_s else {}
 
+    def clock(self) -> float:
+        return self.now
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
@@ -471,7 +474,7 @@ def test_at_the_end_a_controller_is_asked_a_few_times_whether_jobs_are_left() ->
     for leaves_s, left in ((0.0, True), (6.0, True), (math.inf, False)):
         controller = Controller(leaves_s)
         client = cast(SlurmClient, controller)
-        assert all_leave([], client, clock=lambda seen=controller: seen.now, sleep=controller.sleep) is left
+        assert all_leave([], client, clock=controller.clock, sleep=controller.sleep) is left
         assert controller.asked <= 9
         assert leaves_s == math.inf or controller.now <= leaves_s + 4
 
