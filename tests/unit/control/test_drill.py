@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,10 +21,22 @@ from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.own import OwnEvidence, OwnPlan, first_step_after, is_due, judge_own, own_config
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
 from slurmtrain.control.drill.sameness import Parting, Sameness, compare_logs, describe, likely_causes
+from slurmtrain.control.drill.scratch import Remains, Watched, all_leave, drilling
+from slurmtrain.control.drill.site import interrupt
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import NoAnswerError, UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import QueuedJob, SlurmClient
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.parse_facts import (
+    ASSOC_COLUMNS,
+    QOS_COLUMNS,
+    parse_associations,
+    parse_partitions,
+    parse_qos,
+)
+from tests.support.runs import add_attempt
 
 SAME = Sameness(steps=(1, 2), names=("loss",), checkpoint=2)
 TOLD = Attempt(
@@ -162,15 +176,32 @@ def test_a_way_that_fails_says_why_and_what_to_set(given: Evidence, words: str, 
         (evidence(undisturbed="it has not finished"), "its bits cannot be compared"),
         (evidence(Way.PREEMPTION, attempts=[told(cause=None, verdict="done")]), "SLURM did not preempt it"),
         (
-            evidence(mode=RequeueMode.CHAIN, refused="disabled"),
-            "with requeue.mode=chain SLURM does not requeue the job",
+            evidence(unanswered="the controller did not answer", attempts=[told(cause=None, verdict="done")]),
+            "it could not be found out whether SLURM does that: the controller did not answer",
+        ),
+        (
+            evidence(unanswered="the controller did not answer", attempts=[told(cause=None, verdict=None)], over=False),
+            "it could not be found out",
         ),
     ],
 )
 def test_what_is_not_known_is_no_failure(given: Evidence, words: str) -> None:
     found = judge(given)
-    assert found.result is Result.NOT_TRIED
+    assert found.result is Result.NOT_TRIED and found.undecided
     assert words in found.sentence
+
+
+def test_what_cannot_be_tried_here_leaves_nothing_to_look_at() -> None:
+    found = judge(evidence(mode=RequeueMode.CHAIN, refused="disabled"))
+    assert (found.result, found.undecided) == (Result.NOT_TRIED, False)
+    assert "with requeue.mode=chain SLURM does not requeue the job" in found.sentence
+    assert not judge(evidence(cannot="cluster=local has no SLURM")).undecided
+
+
+def test_a_request_that_was_done_although_nobody_said_so_counts() -> None:
+    assert judge(evidence(unanswered="the controller did not answer")).result is Result.PASSED
+    lost = evidence(unanswered="it did not answer", attempts=[told(cause=None, committed_step=4), BACK])
+    assert "killed without having been told" in judge(lost).sentence
 
 
 def test_attempts_before_the_interruption_do_not_count(tmp_path: Path) -> None:
@@ -208,9 +239,29 @@ PARTITIONS = (
 BY_PARTITION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
 
 
+def facts_of(
+    configuration: dict[str, str], partitions: str = PARTITIONS, qos: Sequence[str] = (), may_use: str = ""
+) -> ClusterFacts:
+    """A cluster, by what SLURM's commands print of it.
+
+    Args:
+        qos: lines of sacctmgr: name, those that it preempts, and how it is preempted.
+        may_use: the QOS that this person may use.
+    """
+    rows = (dict(zip(("Name", "Preempt", "PreemptMode"), line.split("|"), strict=True)) for line in qos)
+    text = "\n".join("|".join(row.get(column, "") for column in QOS_COLUMNS) for row in rows)
+    mine = {"Cluster": "c", "Account": "physics", "QOS": may_use}
+    associations = "|".join(mine.get(column, "") for column in ASSOC_COLUMNS)
+    return ClusterFacts(
+        config={"ClusterName": "c", **configuration},
+        partitions=parse_partitions(partitions),
+        qos=parse_qos(text),
+        associations=parse_associations(associations, "c"),
+    )
+
+
 def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_first() -> None:
-    found = preemptors(BY_PARTITION, PARTITIONS, "", "", partition=None, own_qos=None)
-    assert found == [
+    assert preemptors(facts_of(BY_PARTITION), partition=None) == [
         Preemptor(("--partition=high",), "partition high"),
         Preemptor(("--partition=urgent",), "partition urgent"),
     ]
@@ -220,31 +271,47 @@ def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_fir
     ("configuration", "partitions", "partition", "words"),
     [
         ({"PreemptType": "preempt/none"}, PARTITIONS, "low", "preempts nothing here"),
-        ({}, "", None, "preempts nothing here"),
+        ({}, PARTITIONS, None, "preempts nothing here"),
         (BY_PARTITION, PARTITIONS, "high", "PreemptMode=OFF"),
         (BY_PARTITION, PARTITIONS.replace("PreemptMode=REQUEUE", "PreemptMode=GANG,SUSPEND"), "low", "are suspended"),
         (BY_PARTITION, PARTITIONS.splitlines()[0], "low", "no other partition on its nodes"),
         (BY_PARTITION, PARTITIONS, "nowhere", "does not say how partition nowhere"),
+        (BY_PARTITION, PARTITIONS.replace("Default=YES", "Default=NO"), None, "no default partition"),
+        (BY_PARTITION, "", "low", "did not say who preempts whom"),
         ({"PreemptType": "preempt/site"}, PARTITIONS, "low", "nothing is known of PreemptType=preempt/site"),
     ],
 )
 def test_where_nothing_preempts_the_reason_is_told(
     configuration: dict[str, str], partitions: str, partition: str | None, words: str
 ) -> None:
-    found = preemptors(configuration, partitions, "", "", partition=partition, own_qos=None)
+    found = preemptors(facts_of(configuration, partitions), partition=partition)
     assert isinstance(found, str) and words in found
 
 
+def test_a_controller_that_says_nothing_is_not_one_that_preempts_nothing() -> None:
+    assert preemptors(ClusterFacts(), partition=None) == "SLURM's controller did not say who preempts whom"
+
+
 def test_a_qos_that_preempts_is_used_only_where_the_person_may() -> None:
-    by_qos, qos = {"PreemptType": "preempt/qos"}, "cheap||requeue\nfast|cheap|cluster\nboss|cheap,fast|cluster\n"
-    assert preemptors(by_qos, "", qos, "cheap,fast\n", partition=None, own_qos="cheap") == [
-        Preemptor(("--qos=fast",), "QOS fast")
-    ]
+    by_qos, qos = {"PreemptType": "preempt/qos"}, ["cheap||requeue", "fast|cheap|cluster", "boss|cheap,fast|cluster"]
+    two = facts_of(by_qos, qos=qos, may_use="cheap,fast")
+    assert preemptors(two, partition=None, qos="cheap") == [Preemptor(("--qos=fast",), "QOS fast")]
+    cheap = facts_of(by_qos, qos=qos, may_use="cheap")
     assert "you may use none of the QOS that preempt cheap: fast, boss" in preemptors(
-        by_qos, "", qos, "cheap\n", partition=None, own_qos="cheap"
+        cheap, partition=None, qos="cheap"
     )
-    assert "no QOS preempts QOS boss" in preemptors(by_qos, "", qos, "boss\n", partition=None, own_qos="boss")
-    assert "cluster.qos is not set" in preemptors(by_qos, "", qos, "", partition=None, own_qos=None)
+    assert preemptors(cheap, partition=None) == preemptors(cheap, partition=None, qos="cheap")  # the only one of theirs
+    boss = facts_of(by_qos, qos=qos, may_use="boss")
+    assert "no QOS preempts QOS boss" in preemptors(boss, partition=None, qos="boss")
+    assert "does not show QOS gone" in preemptors(boss, partition=None, qos="gone")
+    assert "cluster.qos is not set" in preemptors(facts_of(by_qos, qos=qos), partition=None)
+
+
+def test_a_qos_that_is_preempted_as_the_cluster_says_may_be_suspended_or_left_alone() -> None:
+    qos = ["cheap||cluster", "fast|cheap|cluster"]
+    for mode, words in (("GANG,SUSPEND", "of QOS cheap are suspended"), ("OFF", "of QOS cheap are not preempted")):
+        facts = facts_of({"PreemptType": "preempt/qos", "PreemptMode": mode}, qos=qos, may_use="cheap,fast")
+        assert words in preemptors(facts, partition=None, qos="cheap")
 
 
 def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[str, Any]]:
@@ -368,6 +435,65 @@ def test_a_program_is_stopped_at_its_step_or_by_the_clock_if_it_shows_none() -> 
     assert not is_due(0, PLAN, begun, saving, 1000.0)  # its first checkpoint is still to come
     assert is_due(0, OwnPlan(stop_after_s=5.0), begun, saving, 105.0)
     assert not is_due(0, PLAN, dataclasses.replace(begun, stepping=160.0), silent, 170.0)  # it took a minute to load
+
+
+class Controller:
+    """A client whose controller does not answer requests, and says that jobs are in the queue for some seconds.
+
+    Args:
+        leaves_s: after which no job is left.
+    """
+
+    def __init__(self, leaves_s: float = math.inf):
+        self.now, self.leaves_s, self.asked = 0.0, leaves_s, 0
+
+    def requeue(self, job_id: str, *, ended: bool) -> None:
+        raise NoAnswerError("the controller did not answer")
+
+    def queue(self, jobs: Sequence[str]) -> dict[str, QueuedJob]:
+        self.asked += 1
+        return {"7": QueuedJob("COMPLETING")} if self.now < self.leaves_s else {}
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_request_without_an_answer_is_followed_and_not_given_up(tmp_path: Path) -> None:
+    run = Watched("requeue", RunDir(tmp_path), compose(["cluster=a100x4"]))
+    run.run_dir.interrupted_file.write_text('{"step": 7, "time": 1.0}')
+    add_attempt(run.run_dir, job_id="7")
+    interrupt(run, Way.REQUEUE, cast(SlurmClient, Controller()))
+    assert (run.refused, run.given_up, run.unanswered) == (None, False, "the controller did not answer")
+    assert run.told_at is not None  # once: it may have been done
+
+
+def test_at_the_end_a_controller_is_asked_a_few_times_whether_jobs_are_left() -> None:
+    for leaves_s, left in ((0.0, True), (6.0, True), (math.inf, False)):
+        controller = Controller(leaves_s)
+        client = cast(SlurmClient, controller)
+        assert all_leave([], client, clock=controller.clock, sleep=controller.sleep) is left
+        assert controller.asked <= 9
+        assert leaves_s == math.inf or controller.now <= leaves_s + 4
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "kept"), [(True, None, True), (False, None, False), (False, KeyboardInterrupt, True)]
+)
+def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: bool, error: type[BaseException] | None, kept: bool
+) -> None:
+    caplog.set_level("INFO")
+    with contextlib.suppress(KeyboardInterrupt), drilling(tmp_path, None) as drill:
+        drill.runs.append(Watched("undisturbed", RunDir(drill.folder / "run"), compose([])))
+        if error is not None:
+            raise error
+        drill.keep = keep
+    assert drill.folder.exists() == kept
+    assert drill.remains == Remains(drill.folder if kept else None)
+    assert (str(drill.folder) in caplog.text) == (error is not None)
 
 
 def test_words_of_the_cluster_alone_drill_the_site() -> None:
