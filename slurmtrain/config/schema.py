@@ -59,6 +59,28 @@ class ContainerConfig:
 
 
 @dataclass
+class StageConfig:
+    """What each node gets a copy of before the ranks start, from which they then import and read.
+
+    A node copies once, however many ranks it has; the copies are removed when the job ends.
+    """
+
+    code: bool = False  # the run's snapshot of the code
+    # the virtual or conda environment of the ranks: packed into one archive when a job first uses it, and again after changes
+    environment: bool = False
+    data: list[str] = field(default_factory=list)  # files and folders; a data source that names them reads the copies
+    # The folder of each node: a path, which may begin with a variable of the job, as in $SLURM_TMPDIR. null: $TMPDIR, else /tmp
+    dir: str | None = None
+    # End the attempt (exit 78) if a node has no sound copy; false: the ranks of that node use the shared folders
+    required: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be copied."""
+        return self.code or self.environment or bool(self.data)
+
+
+@dataclass
 class ClusterConfig:
     """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in conf/cluster/."""
 
@@ -110,6 +132,7 @@ class ClusterConfig:
     conda_env: str | None = None  # a conda environment to activate instead, by name or path
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
     env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # of NCCL and gloo: its name, "auto" (the one that reaches rank 0) or "none"
     # TCP ports, such as 29000-29100, on one of which rank 0 waits for the others (MASTER_PORT, too); null: any free one. NCCL

@@ -71,6 +71,12 @@ EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not t
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
+# The same where nodes have copies of their own (cluster.stage): the file `use` of the node puts them first.
+STAGED = (
+    """bash -c 'trap "" USR2 TERM; case " $SLURMTRAIN_NOT_STAGED " in *" $SLURMD_NODENAME "*) ;; *) """
+    """if [ -n "$SLURMTRAIN_STAGE" ]; then . "$SLURMTRAIN_STAGE/$SLURMD_NODENAME/use"; fi ;; esac; """
+    """exec "${SLURMTRAIN_PYTHON:-$0}" "$@"'"""
+)
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
 
@@ -208,6 +214,9 @@ def _render(config: Config, paths: JobPaths, template: jinja2.Template, version:
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
         local_copies=config.checkpoint.local if config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None,
         own_program=config.job.kind == JobKind.COMMAND,
+        stage=config.cluster.stage,
+        stage_folder=stage_folder(config.cluster),
+        python=rank_python(started.cluster, paths),
     )
 
 
@@ -508,7 +517,8 @@ def explained_srun(
         lines.append(Line('--pwd "$PWD"', "otherwise it would be the image's own"))
         lines += [Line(shlex.quote(word), own_args) for word in container.args]
         lines.append(Line(shlex.quote(str(container.image)), "cluster.container.image"))
-    rank = f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
+    shielded = STAGED if cluster.stage.wanted else SHIELDED
+    rank = f'{shielded} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
     lines.append(
         Line(
             rank, "the rank (cluster.python, venv or conda_env); it ignores signals until Python has handlers for them"
@@ -556,6 +566,16 @@ def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list
     named = [f"--nodelist={','.join(nodes)}"] if nodes else []
     each = [f"--ntasks-per-node={cluster.tasks_per_node}"] if cluster.node_range.elastic else []
     return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *each, *named]
+
+
+def stage_folder(cluster: ClusterConfig) -> str:
+    """Return the folder of a node under which its copies lie, as a word of the script."""
+    if cluster.stage.dir is None:
+        return '"${TMPDIR:-/tmp}"'
+    variable, slash, below = cluster.stage.dir.partition("/")
+    if not variable:
+        return shlex.quote(cluster.stage.dir)
+    return f'"${{{variable[1:]}:-/tmp}}"' + shlex.quote(slash + below) * bool(below)
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:

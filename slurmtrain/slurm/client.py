@@ -21,6 +21,7 @@ from pathlib import Path
 from slurmtrain.errors import ClusterError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.system.node_copies import without_copies
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -604,7 +605,7 @@ def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = Non
 
 def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
     """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
-    kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    kept = {name: value for name, value in without_copies(variables).items() if not belongs_to_a_job(name)}
     if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
         kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
