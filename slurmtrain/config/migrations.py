@@ -71,6 +71,10 @@ ADDED: dict[str, Any] = {
     "preflight": dataclasses.asdict(PreflightConfig()),
     "cluster.port_range": None,
     "cluster.choices": [],
+    "cluster.compile_cache": None,
+    "cluster.switches": None,
+    "cluster.switches_wait_min": None,
+    "cluster.segment": None,
     "cluster.stage": dataclasses.asdict(StageConfig()),
 }
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"

@@ -121,6 +121,14 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # node list that the job must not get
     exclusive: bool = False  # no other job runs on the job's nodes
+    switches: int | None = (
+        None  # the most leaf switches that the nodes may be behind, where SLURM knows a tree of switches
+    )
+    switches_wait_min: int | None = (
+        None  # with switches: how long to wait for such nodes; then any will do. null: for ever
+    )
+    # nodes come in groups of this many, each within one block, where SLURM knows blocks (topology/block, from 24.05 on)
+    segment: int | None = None
     # further sbatch options by their long name, which sbatch judges; true is a bare flag
     sbatch: dict[str, Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
@@ -133,6 +141,8 @@ class ClusterConfig:
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
     container: ContainerConfig = field(default_factory=ContainerConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    # With parallel.compile: a folder that all nodes see, in which jobs keep compiled code for later ones; null: none is kept
+    compile_cache: str | None = None
     env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # of NCCL and gloo: its name, "auto" (the one that reaches rank 0) or "none"
     # TCP ports, such as 29000-29100, on one of which rank 0 waits for the others (MASTER_PORT, too); null: any free one. NCCL

@@ -94,6 +94,7 @@ def validate(config: Config) -> ParallelDims:
     _check_cluster(config.cluster, singleton=config.job.singleton)
     _check_strings(config.cluster)
     _check_stage(config)
+    _check_placement(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
     usable_sizes(config)
@@ -396,6 +397,30 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             f"job.singleton=true with cluster.sbatch.dependency={dependency!r}: SLURM cannot combine `?` with others",
             hint="join the conditions with commas, or set job.singleton=false",
         )
+
+
+def _check_placement(cluster: ClusterConfig) -> None:
+    for name in ("switches", "switches_wait_min", "segment"):
+        value = getattr(cluster, name)
+        if value is not None:
+            _at_least(f"cluster.{name}", value, 1)
+        if value is not None and name in cluster.sbatch:
+            raise ConfigError(
+                f"cluster.{name}={value} and cluster.sbatch.{name}={cluster.sbatch[name]} are the same option of sbatch",
+                hint="leave one of them out",
+            )
+    if cluster.switches_wait_min is not None and cluster.switches is None:
+        raise ConfigError(
+            f"cluster.switches_wait_min={cluster.switches_wait_min} waits for nothing", hint="set cluster.switches, too"
+        )
+    nodes = cluster.node_range
+    for count in (nodes.least + cluster.spare_nodes, nodes.most + cluster.spare_nodes):
+        if cluster.segment is not None and count % cluster.segment:
+            spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
+            raise ConfigError(
+                f"cluster.segment={cluster.segment} does not divide the {count} nodes of cluster.nodes={cluster.nodes}{spare}",
+                hint="SLURM gives whole segments only",
+            )
 
 
 def _check_stage(config: Config) -> None:

@@ -70,6 +70,7 @@ def _cluster(cluster: ClusterConfig, cwd: Path) -> ClusterConfig:
         stage=dataclasses.replace(
             cluster.stage, data=[os.path.normpath(absolute(path, cwd)) for path in cluster.stage.data]
         ),
+        compile_cache=str(absolute(cluster.compile_cache, cwd)) if cluster.compile_cache else None,
         slurm_conf=str(absolute(cluster.slurm_conf, cwd)) if cluster.slurm_conf else cluster.slurm_conf,
         venv=str(absolute(cluster.venv, cwd)) if cluster.venv else cluster.venv,
         conda_env=_program(cluster.conda_env, cwd),

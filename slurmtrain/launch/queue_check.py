@@ -24,6 +24,8 @@ from slurmtrain.slurm.job_limits import (
     qos_of,
     wall_limit,
 )
+from slurmtrain.slurm.topology import kind_of_topology
+from slurmtrain.slurm.versions import SEGMENTS
 
 _FEATURE = re.compile(r"[A-Za-z0-9_.+-]+")  # a constraint that names one feature
 
@@ -88,7 +90,7 @@ def check_request(
     ]
     # Of several partitions SLURM takes one in which the job can run.
     best = min(each_has, key=lambda found: sum(each.fatal for each in found))
-    found = [*account, *best, *_check_container(facts, cluster)]
+    found = [*account, *best, *_check_container(facts, cluster), *_check_placement(facts, cluster)]
     return sorted(_judged_by_plugins(facts, found), key=lambda each: not each.fatal)
 
 
@@ -498,6 +500,27 @@ def _check_amount(bounds: Sequence[Bound], name: str, each: int, nodes: int, wor
     if at_least is not None and total < at_least.most and (total or name != "mem"):
         message = f"the job asks for {total} {words}, and {at_least.of} wants at least {at_least.most}"
         found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos"))
+    return found
+
+
+def _check_placement(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
+    """Find what is asked of a network that SLURM does not know: it would take the option, and do nothing."""
+    found = []
+    if cluster.segment is not None and facts.version is not None and not SEGMENTS.applies_to(facts.version):
+        release = f"{facts.version[0]}.{facts.version[1]:02d}"
+        message = f"cluster.segment={cluster.segment}: SLURM {release} has no segments, which came with 24.05"
+        return [Finding("cluster.segment", message, "cluster.segment=null")]
+    kind = kind_of_topology(facts.config)
+    for field, value, needs in (
+        ("segment", cluster.segment, ("block",)),
+        ("switches", cluster.switches, ("tree",)),
+    ):
+        if value is not None and kind not in needs:
+            has = f"has topology/{kind}" if kind else "knows no topology"
+            message = (
+                f"cluster.{field}={value} does nothing here: it is for topology/{needs[0]}, and this cluster {has}"
+            )
+            found.append(Finding(f"cluster.{field}", message, f"cluster.{field}=null", fatal=False))
     return found
 
 

@@ -129,11 +129,14 @@ def render_script(config: Config, paths: JobPaths) -> str:
     return _render(config, paths, _environment().get_template(TEMPLATE))
 
 
-def explain_script(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+def explain_script(
+    config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
+) -> list[Line]:
     """Return the lines of `render_script`, each with the reason why it is there.
 
     Args:
         version: the release of SLURM on the cluster; None: not known, and the reasons are those of all releases.
+        order: how ranks are numbered over nodes there; see `slurm.topology`.
     """
     environment = _environment()
     environment.filters["words"] = lambda lines, between: between.join(
@@ -141,7 +144,7 @@ def explain_script(config: Config, paths: JobPaths, version: Version | None = No
     )
     source = (shipped("jobs") / TEMPLATE).read_text()
     template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
-    return _with_reasons(_render(config, paths, template, version))
+    return _with_reasons(_render(config, paths, template, version, order))
 
 
 def _with_reasons(marked: str) -> list[Line]:
@@ -177,7 +180,13 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(config: Config, paths: JobPaths, template: jinja2.Template, version: Version | None = None) -> str:
+def _render(
+    config: Config,
+    paths: JobPaths,
+    template: jinja2.Template,
+    version: Version | None = None,
+    order: str | None = None,
+) -> str:
     started = as_started(config)
     variables = [*OF_RANKS, *config.cluster.env, *config.secrets]
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
@@ -185,7 +194,7 @@ def _render(config: Config, paths: JobPaths, template: jinja2.Template, version:
     return template.render(
         version=__version__,
         guard_why=", as SLURM does after a preemption (24.05 and later)" if once_more else "",
-        directives=explained_directives(config, paths, version),
+        directives=explained_directives(config, paths, version, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         choice=paths.choice,
@@ -238,7 +247,9 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
     return [line.text for line in explained_directives(config, paths)]
 
 
-def explained_directives(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+def explained_directives(
+    config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
+) -> list[Line]:
     """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
     cluster, elastic = as_started(config).cluster, config.cluster.node_range.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
@@ -263,6 +274,8 @@ def explained_directives(config: Config, paths: JobPaths, version: Version | Non
         ("reservation", cluster.reservation),
         ("exclude", cluster.exclude),
         ("exclusive", cluster.exclusive),
+        ("switches", _switches(cluster)),
+        ("segment", cluster.segment),
         ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
         # A dead node leaves the job its others.
@@ -276,6 +289,8 @@ def explained_directives(config: Config, paths: JobPaths, version: Version | Non
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     reasons = reasons_of_options(config, paths, version)
+    if order is not None:
+        reasons["nodes"] += f"; {order}"
     return [
         Line(text, reasons.get(name, f"cluster.sbatch.{name}: yours, as it stands"))
         for name, value in options
@@ -320,6 +335,9 @@ def reasons_of_options(config: Config, paths: JobPaths, version: Version | None)
         "constraint": "cluster.constraint",
         "reservation": "cluster.reservation",
         "exclude": "cluster.exclude",
+        "switches": "cluster.switches"
+        + (", and cluster.switches_wait_min: then any nodes will do" if cluster.switches_wait_min else ""),
+        "segment": "cluster.segment: nodes come in groups of so many, each within one block",
         "exclusive": "cluster.exclusive: no other job runs on these nodes",
         "array": several + (f", {paths.parallelism} at a time" if paths.parallelism else ""),
         "dependency": "what the job waits for: --after, job.singleton, cluster.sbatch.dependency",
@@ -433,6 +451,13 @@ def _directive(name: str, value: object) -> str:
     if isinstance(value, list):
         value = ",".join(str(item) for item in value)
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+
+
+def _switches(cluster: ClusterConfig) -> str | None:
+    """Format what switches are asked for. `man sbatch`: --switches=COUNT[@MINUTES]."""
+    if cluster.switches is None:
+        return None
+    return f"{cluster.switches}" + (f"@{cluster.switches_wait_min}" if cluster.switches_wait_min is not None else "")
 
 
 def _gigabytes(amount: int | None) -> str | None:

@@ -47,10 +47,14 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
     return render_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def explained(config: Config, cwd: Path, version: Version | None) -> list[Line]:
-    """Return the lines of `dry_run` with the reason of each, for this release of SLURM (None: not known)."""
+def explained(config: Config, cwd: Path, version: Version | None, order: str | None = None) -> list[Line]:
+    """Return the lines of `dry_run` with the reason of each.
+
+    Args:
+        version, order: as of `explain_script`.
+    """
     config = with_absolute_paths(config, cwd)
-    return explain_script(config, _paths_of_a_dry_run(config, cwd), version)
+    return explain_script(config, _paths_of_a_dry_run(config, cwd), version, order)
 
 
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from slurmtrain.slurm.facts import (
     with_account_limits,
     with_nodes,
 )
+from slurmtrain.slurm.topology import kind_of_topology
 
 Ask = Callable[[Sequence[str]], str | None]
 
@@ -84,7 +85,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
         wanted += [associations, QOS, default_account]
     if whole:
         wanted += [MPI_TYPES, SRUN_HELP, *([nodes] if nodes[-1] else [])]
-        wanted += [TOPOLOGY] if _has_topology(config) else []
+        wanted += [TOPOLOGY] if kind_of_topology(config) is not None else []
     answers = _answers(ask, wanted, silent)
     found = ClusterFacts(
         config=config,
@@ -113,11 +114,6 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
 def _one_of_each(groups: Sequence[object]) -> list[str]:
     names = [first_name(getattr(group, "names", "")) for group in groups]
     return list(dict.fromkeys(name for name in names if name))[:NODES_ASKED]
-
-
-def _has_topology(config: Mapping[str, str]) -> bool:
-    plugin = config.get("TopologyPlugin", "").removeprefix("topology/")
-    return plugin not in ("", "none", "default", "flat", "(null)")
 
 
 def _answers(ask: Ask, commands: Sequence[tuple[str, ...]], silent: list[str]) -> dict[tuple[str, ...], str]:

@@ -27,6 +27,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, StageConfig
 from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import (
     JobPaths,
     Line,
@@ -70,7 +71,7 @@ APPTAINER = """
 STAGE = """
     cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64  cluster.venv=/home/me/envs/train
     cluster.stage.code=true  cluster.stage.environment=true  cluster.stage.data=['/data/my tokens',/data/valid]
-    cluster.stage.dir=$SLURM_TMPDIR/me
+    cluster.stage.dir=$SLURM_TMPDIR/me  cluster.switches=1  cluster.switches_wait_min=30
 """
 
 
@@ -207,6 +208,22 @@ def test_the_reasons_name_the_fields_that_decide_and_what_the_clusters_release_n
     guard = '[ "${SLURM_RESTART_COUNT'
     assert "24.05 and later" in why(newest, guard)
     assert "24.05" not in why(lines, guard)
+
+
+def test_nodes_are_asked_for_behind_switches_and_in_segments_and_the_order_of_ranks_is_explained() -> None:
+    config = config_of("cluster=a100x4  cluster.nodes=4  cluster.switches=2  cluster.segment=2")
+    lines = explain_script(config, PATHS, (24, 5), "ranks are numbered switch by switch")
+    assert {"#SBATCH --switches=2", "#SBATCH --segment=2"} <= {line.text for line in lines}
+    assert why(lines, "#SBATCH --nodes") == "cluster.nodes; ranks are numbered switch by switch"
+    for words, said in {
+        "cluster.nodes=3  cluster.segment=2": "cluster.segment=2 does not divide the 3 nodes",
+        "cluster.nodes=2  cluster.spare_nodes=1  cluster.segment=2": "does not divide the 3 nodes",
+        "cluster.switches_wait_min=5": "waits for nothing",
+        "cluster.switches=1  +cluster.sbatch.switches=1": "are the same option of sbatch",
+        "cluster.switches=0": "cluster.switches=0",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            config_of(f"cluster=a100x4  {words}")
 
 
 def test_render_explains_beside_each_line_and_for_programs(
