@@ -27,8 +27,8 @@ def kind_of_topology(config: Mapping[str, str]) -> str | None:
 
 
 def order_of_ranks(config: Mapping[str, str]) -> str | None:
-    """Say in which order ranks are numbered over the nodes of a job; None if SLURM's configuration is not known."""
-    if not config:
+    """Say in which order ranks are numbered over the nodes of a job; None if SLURM's configuration does not say."""
+    if "TopologyPlugin" not in config:
         return None
     kind = kind_of_topology(config)
     if kind is None:

@@ -570,17 +570,17 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
         for attempt in (1, 2)
         for rank in range(4)
     }
+    (top,) = local.glob("slurmtrain-*")
     for each in seen.values():
-        own = next(local.glob("slurmtrain-*"), local) / "x"
-        parts = [Path(each[name]).relative_to(own.parent).parts[1:] for name in ("helper", "prefix", "data")]
+        found = [Path(each[name]).relative_to(top).parts[1:] for name in ("helper", "prefix", "data")]
         node = each["node"]
-        assert parts == [(node, "code", "helper.py"), (node, "environment"), (node, "data", "words")]
+        assert found == [(node, "code", "helper.py"), (node, "environment"), (node, "data", "words")]
         assert each["words"] == "some words"
     assert len({each["made"] for each in seen.values()}) == 2  # copied once on each of two nodes
     (staged,) = events(run, "staged")
     assert staged["without"] == {} and staged["attempt"] == 1
-    assert list(next(local.glob("slurmtrain-*")).iterdir()) == []  # they are gone with the job
-    assert len(list((run.run_dir.path.parent.parent).glob(".environments-*/*.tar"))) == 1
+    assert list(top.iterdir()) == []  # they are gone with the job
+    assert len(list(run.run_dir.path.parent.parent.glob(".environments-*/*.tar"))) == 1
 
 
 def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -> None:

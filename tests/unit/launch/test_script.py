@@ -232,14 +232,15 @@ def test_render_explains_beside_each_line_and_for_programs(
     words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
     assert main(words) == 0
     script = capsys.readouterr().out.splitlines()
-    fake_slurm.command("scontrol", 'echo "SLURM_VERSION = 25.11.1"')
+    known = {"SLURM_VERSION": "25.11.1", "TopologyPlugin": "topology/tree", "TopologyParam": "SwitchAsNodeRank"}
+    fake_slurm.command("scontrol", "\n".join(f"echo '{name} = {value}'" for name, value in known.items()))
     assert main([*words, "--explain", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
     assert [line["line"] for line in lines] == script
     assert "--requeue=expedite" in next(each["why"] for each in lines if each["line"] == "#SBATCH --requeue")
     assert main([*words, "--explain"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^#SBATCH --nodes=2 +\| cluster.nodes$", shown, re.MULTILINE)
+    assert re.search(r"^#SBATCH --nodes=2 +\| cluster.nodes; ranks are numbered switch by", shown, re.MULTILINE)
     assert all(line.strip() in shown for line in script)
     assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
     assert main([*words, "--json"]) == 2
