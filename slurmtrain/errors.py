@@ -62,6 +62,10 @@ class ClusterError(SlurmtrainError):
     """SLURM refused, is not there, or did not answer."""
 
 
+class NoAnswerError(ClusterError):
+    """SLURM's controller did not answer: it may have done what was asked, or may not."""
+
+
 class RunFailedError(SlurmtrainError):
     """A run has ended without a result: it failed, or its job is gone."""
 

@@ -32,7 +32,7 @@ from slurmtrain.checkpoint.save.pipeline import SavePipeline, SaveSettings
 from slurmtrain.checkpoint.save.staging import Staging
 from slurmtrain.checkpoint.store import shared_directory
 from slurmtrain.checkpoint.store.fencing import Incarnation
-from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import CheckpointError, nearest
@@ -232,11 +232,11 @@ class Checkpointer:
         The newest checkpoint of at most this step is never removed to make room for newer ones, which may be from after a
         trouble that nobody has noticed yet. A training that looks at its numbers sets it.
         """
-        return self._saves.sound_step
+        return self._saves.soundness.sound_step
 
     @sound_step.setter
     def sound_step(self, step: int | None) -> None:
-        self._saves.sound_step = step
+        self._saves.soundness = self._saves.soundness._replace(sound_step=step)
 
     @property
     def unchecked_step(self) -> int | None:
@@ -246,11 +246,15 @@ class Checkpointer:
         whether a step was sound sets it after `sound_step`: else it may lose the checkpoint that turns out to be the last
         sound one.
         """
-        return self._saves.unchecked_step
+        return self._saves.soundness.unchecked_step
 
     @unchecked_step.setter
     def unchecked_step(self, step: int | None) -> None:
-        self._saves.unchecked_step = step
+        self._saves.soundness = self._saves.soundness._replace(unchecked_step=step)
+
+    def set_soundness(self, soundness: Soundness) -> None:
+        """Set `sound_step` and `unchecked_step` at once."""
+        self._saves.soundness = soundness
 
     def remove_newer(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`, to which training has gone back. All ranks call it together.

@@ -35,7 +35,7 @@ from slurmtrain.checkpoint.restore.reader import need_of
 from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import CheckpointError, UsageError, nearest
-from slurmtrain.system.files import fsync_directory, temporary_beside
+from slurmtrain.system.files import fsync_directory, give_name, temporary_beside
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -209,13 +209,9 @@ def _publish(temporary: Path, out: Path, *, force: bool) -> None:
         temporary.replace(out)
     else:
         try:
-            os.link(temporary, out)  # unlike a rename it never replaces what came meanwhile
+            give_name(temporary, out)
         except FileExistsError:
             raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force") from None
-        except OSError:  # file systems without links
-            if os.path.lexists(out):
-                raise
-            temporary.rename(out)
     fsync_directory(out.parent)
 
 

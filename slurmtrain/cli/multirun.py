@@ -62,7 +62,7 @@ def submit(arguments: Arguments) -> int:
     if "--dry-run" in options:
         return _dry_run(grid, preview(sweep_plan, cwd, parallelism, after))
     local = sweep_plan.first.cluster.backend == Backend.LOCAL
-    client = None if local else client_of(sweep_plan.first)
+    client = None if local else client_of(sweep_plan.first, sweep_plan.asking.values())
     sweep = None if "--again" in options else find_same(sweep_plan)
     there = sweep is not None
     if sweep is None:

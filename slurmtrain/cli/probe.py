@@ -20,12 +20,23 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM, Parser
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.config.compose import OWN_CLUSTERS, compose, config_groups, from_program, search_folders, to_values
+from slurmtrain.config.compose import (
+    OWN_CLUSTERS,
+    Primary,
+    compose,
+    compose_from,
+    config_groups,
+    from_program,
+    search_folders,
+    to_values,
+)
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
-from slurmtrain.launch.cluster_drift import Drift, Kind, drift
-from slurmtrain.launch.cluster_file import ClusterFile, describe, group_words, preemption_of
+from slurmtrain.launch.cluster_file.content import ClusterFile
+from slurmtrain.launch.cluster_file.describe import describe
+from slurmtrain.launch.cluster_file.drift import Drift, Kind, drift
+from slurmtrain.launch.cluster_file.words import group_words
 from slurmtrain.launch.login_node import LoginNode, look_at_login_node
 from slurmtrain.launch.submit import dry_run, slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
@@ -34,10 +45,12 @@ from slurmtrain.resources import shipped
 from slurmtrain.runs.lookup import runs_root
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, run_command
 from slurmtrain.slurm.facts import ClusterFacts
-from slurmtrain.slurm.read_facts import own_groups, read_facts
+from slurmtrain.slurm.preemption import preemption_of
+from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.file_systems import WRITTEN_MB
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.paths import absolute, current_folder
+from slurmtrain.system.user import own_groups
 
 ACCEPTS_S = 3.0  # for SLURM's word on a job of the file
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # what +cluster=NAME can have
@@ -179,10 +192,10 @@ def _print_list(title: str, sentences: Sequence[str]) -> None:
 def _row(facts: ClusterFacts, name: str, default: bool) -> list[str]:
     partition = facts.partition(name)
     assert partition is not None
-    mode, grace_s, _ = preemption_of(facts, partition, None)
-    preempted = mode.lower() or "?"
-    if mode not in ("", "OFF") and grace_s is not None:
-        preempted += f" after {grace_s:.0f} s"
+    found = preemption_of(facts, partition)
+    preempted = found.mode.lower() or "?"
+    if found.mode not in ("", "OFF") and found.grace_s is not None:
+        preempted += f" after {found.grace_s:.0f} s"
     limit = "none" if partition.max_time_min is None else f"{partition.max_time_min} min"
     nodes = "; ".join(map(group_words, facts.nodes_of(name)))
     return [name + (" (default)" if default else ""), limit, preempted, nodes]
@@ -213,6 +226,24 @@ def _config_of(values: dict[str, Any]) -> Config:
     from omegaconf import OmegaConf
 
     return from_program(OmegaConf.create({**to_values(compose([])), "cluster": values}))
+
+
+def _composed(path: Path, text: str) -> Config:
+    """Return the config that a cluster's file makes with those that its defaults list names, as +cluster=NAME would.
+
+    Raises:
+        UsageError, ConfigError: it cannot be composed.
+    """
+    folders = search_folders("config", None, None)
+    beside = path.resolve().parent.parent
+    if path.resolve().parent.name == "cluster" and beside not in folders:
+        folders.append(beside)
+    with tempfile.TemporaryDirectory(prefix="slurmtrain-probe-") as folder:
+        # Under a name that no other file has: a shipped cluster of the same name would be taken instead.
+        copy = Path(folder) / "cluster" / f"{path.stem}-checked.yaml"
+        copy.parent.mkdir()
+        copy.write_text(text)
+        return compose_from(Primary("config", [*folders, Path(folder)]), [f"cluster={copy.stem}"])
 
 
 def _object(
@@ -253,8 +284,7 @@ def _check(options: argparse.Namespace) -> int:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no fields", hint=f"see {OWN_CLUSTERS}/*.yaml of the package for examples")
-    values.pop("defaults", None)
-    config = _config_of(values)
+    config = _composed(path, text) if "defaults" in values else _config_of(values)
     cluster = config.cluster
     if cluster.backend != Backend.SLURM:
         raise UsageError(f"{path} is no cluster of SLURM's (backend: {cluster.backend})", hint="name another file")

@@ -32,31 +32,48 @@ ADDRESS = re.compile(r"[\w.%+-]+(@[\w.%+-]+)?")
 SSH_FAILED = 255  # `man ssh`, EXIT STATUS
 ONLY_HERE = ("train", "render", "sandbox")  # what they start or write would be looked for on this machine
 OPTIONS = ("--host", "--host-python")
+MAKE_THE_FOLDER = ("probe",)  # what one types before the first submit
 
-# Run by a login shell, which knows what the person has set up there. $1: the folder, $2: Python, then our words.
+# Run by a login shell in the home directory, which knows what the person has set up there. $1: the folder, $2: Python, then
+# our words. Both may begin with ~/, which the shell of this machine leaves as it is within a word, or be relative to that.
+_BEGIN = r"""
+fail() { echo "slurmtrain: error: $1" >&2; echo "  hint: $2" >&2; exit "$3"; }
+cd 2>/dev/null || case $1 in
+  /*) cd / ;;
+  *) fail "there is no home directory ${HOME:-} on $(hostname)" "ask for one, or name a folder: --host $5:/path/to/it" 1 ;;
+esac
+case $1 in "~") set -- "$HOME" "${@:2}" ;; "~/"*) set -- "$HOME/${1#\~/}" "${@:2}" ;; esac
+python=$2
+case $python in "~/"*) python=$HOME/${python#\~/} ;; /*) ;; */*) python=$HOME/$python ;; esac
+[ "$python" != python ] || command -v python >/dev/null || python=python3
+if ! command -v "$python" >/dev/null; then what="there is no Python $python on $(hostname)"
+elif ! "$python" -c 'import slurmtrain' 2>/dev/null; then what="$python on $(hostname) has no slurmtrain"; fi
+[ -z "${what:-}" ] || fail "$what" "ssh $5, install it there once, as in: python3 -m venv ~/venv && \
+~/venv/bin/pip install slurmtrain; then --host-python venv/bin/python names that Python" 78
+"""
 _VERB = """
-cd -- "$1" 2>/dev/null || { echo "slurmtrain: error: there is no folder $1 on $(hostname): submit makes it" >&2; exit 2; }
+if [ -n "$6" ]; then mkdir -p -- "$1"; fi
+cd -- "$1" 2>/dev/null || fail "there is no folder $1 in $PWD on $(hostname)" "submit makes it; --host $5:FOLDER \
+names another" 2
 export SLURMTRAIN_RUNS="$PWD/runs"
 """
 # $3: where the code goes, below the folder; $4: the folder of the command, below that. The code comes in on standard input.
 _CODE = """
-mkdir -p -- "$1" && cd -- "$1" && export SLURMTRAIN_RUNS="$PWD/runs" && mkdir -p "$3" && cd "$3" && tar -xzf - || {
-  echo "slurmtrain: error: the code could not be unpacked into $1/$3 on $(hostname)" >&2; exit 1; }
+mkdir -p -- "$1" && cd -- "$1" && export SLURMTRAIN_RUNS="$PWD/runs" && mkdir -p "$3" && cd "$3" && tar -xzf - || \
+  fail "the code could not be unpacked into $1/$3 on $(hostname)" "is its disk full, or your quota?" 1
 exec </dev/null
 if command -v git >/dev/null; then git init -q . && git add --all --force; fi
 cd -- "$4" || exit 1
 """
 _RUN = """
-python="$2"; shift 4
-"$python" -c 'import slurmtrain' 2>/dev/null || {
-  echo "slurmtrain: error: $python on $(hostname) has no slurmtrain; --host-python PATH names one that has" >&2; exit 78; }
+shift 6
 exec "$python" -m slurmtrain "$@"
 """
 
 
 @dataclass(frozen=True)
 class Host:
-    """The login node, and the folder there in which runs are made: one that is relative is below the home directory."""
+    """The login node, the folder there in which runs are made, and its Python: a relative path is below the home directory."""
 
     address: str
     folder: str
@@ -77,6 +94,11 @@ def main(words: Sequence[str]) -> int:
         raise UsageError("--host needs a verb", hint="--host user@login status")
     if verb in ONLY_HERE:
         raise UsageError(f"--host does not go with {verb}, which is for this machine", hint=f"ssh {host.address}")
+    if verb == "probe" and not {word.partition("=")[0] for word in words} & {"--out", "--check", "--help", "-h"}:
+        raise UsageError(
+            f"probe would write its file on {host.address}, and submit sends the cluster files of this machine",
+            hint=f"--host {host.address} probe --out - > conf/cluster/NAME.yaml writes it here",
+        )
     if shutil.which("ssh") is None:
         raise ClusterError("there is no `ssh` on this machine", hint="install OpenSSH's client")
     sends = verb is not None and VERBS[verb].composes
@@ -125,8 +147,10 @@ def remote_command(host: Host, words: Sequence[str], *, code: str | None = None,
         code: the folder for the code that comes in on standard input, below `host.folder`; None: no code is sent.
         below: the folder of the command in it.
     """
-    script = (_VERB if code is None else _CODE) + _RUN
-    return shlex.join(["bash", "-lc", script, "slurmtrain", host.folder, host.python, code or "", below, *words])
+    script = _BEGIN + (_VERB if code is None else _CODE) + _RUN
+    makes = "yes" if find_verb(words) in MAKE_THE_FOLDER else ""
+    facts = [host.folder, host.python, code or "", below, host.address, makes]
+    return shlex.join(["bash", "-lc", script, "slurmtrain", *facts, *words])
 
 
 def _run(host: Host, words: Sequence[str]) -> int:

@@ -114,10 +114,10 @@ def _resume_everywhere(run_dir: RunDir, overrides: Sequence[str], *, code: bool)
 
     if overrides or code:
         raise UsageError(f"run {run_dir.id} has not started anywhere yet", hint="submit it anew, with the changes")
-    choices.forget_claims(run_dir)
+    choices.open_again(run_dir)
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event(Event.RESUME_ASKED)
-    jobs = submit_to_each(run_dir)
+    jobs = submit_to_each(run_dir).jobs
     to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
     return f"run {run_dir.id} is submitted again to {to}; the first that starts takes it"
 

@@ -96,7 +96,7 @@ def _submit(sweep_plan: SweepPlan, configs: Sequence[Config], arguments: Argumen
         raise UsageError(
             f"--at-once {at_once}: a number of sizes was expected", hint="--at-once 1: one after the other"
         )
-    client = client_of(sweep_plan.first)
+    client = client_of(sweep_plan.first, sweep_plan.asking.values())
     sweep = None if "--again" in arguments.options else find_same(sweep_plan)
     if sweep is None:
         sweep = create_sweep(

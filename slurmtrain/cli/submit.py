@@ -174,7 +174,6 @@ def _submit_to_choices(config: Config, arguments: Arguments) -> int:
         what = "render" if arguments.verb == "render" else "--after"
         raise UsageError(f"{what} is for one cluster, and cluster.choices has {len(names)}", hint=f"cluster={names[0]}")
     others = [word for word in arguments.overrides if not _chooses_cluster(word)]
-    configs: dict[str, tuple[Config, ParallelDims]] = {}
     dry, cwd = "--dry-run" in arguments.options, current_folder()
     for place, name in enumerate(names):
         if not CHOICE_NAME.fullmatch(name) or name in names[:place]:
@@ -183,18 +182,28 @@ def _submit_to_choices(config: Config, arguments: Arguments) -> int:
                 + ("there twice" if name in names[:place] else "no name"),
                 hint="names of cluster files, such as [a100x4,h100x8]",
             )
-    for name in names:
-        one = _composed(arguments, [f"cluster={name}", *others])
-        configs[name] = one, validate(one)
-        check(one, configs[name][1], cwd, look_at_files=not dry)
-    if dry:
-        from slurmtrain.launch.submit_first import dry_run_of_each
+    from slurmtrain.launch import submit_first
 
-        print(dry_run_of_each({name: one for name, (one, _) in configs.items()}, cwd, PLACEHOLDER_ID), end="")
+    composed = {name: _composed(arguments, [f"cluster={name}", *others]) for name in names}
+    submit_first.refuse_unsuitable(composed)
+    configs = submit_first.Suitable[tuple[Config, ParallelDims]]()
+    for name, one in composed.items():
+        with configs.leaving_out(name):
+            dims = validate(one)
+            check(one, dims, cwd, look_at_files=not dry)
+            configs.values[name] = one, dims
+    if dry:
+        configs.require_some()
+        suitable = {name: one for name, (one, _) in configs.values.items()}
+        print(submit_first.dry_run_of_each(suitable, cwd, PLACEHOLDER_ID), end="")
         return 0
-    run_dir, jobs = submit_to_choices(configs, arguments.overrides, cwd)
+    run_dir, submitted = submit_to_choices(configs, arguments.overrides, cwd)
+    jobs = submitted.jobs
     if "--json" in arguments.options:
-        print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": list(jobs.values()), "choices": jobs})
+        facts = {"left_out": submitted.left_out, "unknown": submitted.unknown}
+        print_json(
+            {"run": run_dir.id, "path": str(run_dir.path), "job_ids": list(jobs.values()), "choices": jobs, **facts}
+        )
         return 0
     to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
     print(f"submitted run {run_dir.id} to {to}; the first that starts takes it\n  {run_dir.path}")

@@ -29,6 +29,7 @@ from slurmtrain.config.typed import structured, typed
 from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
+from slurmtrain.system import records
 from slurmtrain.system.redaction import SECRET_NAME, SECRET_VARIABLE, hide
 
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
@@ -65,9 +66,7 @@ def compose(
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type.
     """
-    primary = Primary(config_name, search_folders(config_name, config_dir, config_path))
-    with explaining(overrides, primary), initialized(primary):
-        return finish(composed_by_hydra(primary, overrides), overrides)
+    return compose_from(Primary(config_name, search_folders(config_name, config_dir, config_path)), overrides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +105,16 @@ def search_folders(config_name: str, config_dir: str | None, config_path: str | 
     if here.is_dir() and here.parent not in folders:
         folders.append(here.parent)
     return folders
+
+
+def compose_from(primary: Primary, overrides: Sequence[str]) -> Config:
+    """Compose a config from these folders.
+
+    Raises:
+        UsageError, ConfigError: as for `compose`.
+    """
+    with explaining(overrides, primary), initialized(primary):
+        return finish(composed_by_hydra(primary, overrides), overrides)
 
 
 @contextmanager
@@ -306,27 +315,29 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
         ConfigError: it is missing, is not a config of this version or an earlier one, or a secret is not in the
             environment.
     """
-    import yaml
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = path.read_text()
-        values = yaml.safe_load(text)
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
-        left_out = migrate(values, version_of(text))
-        if left_out:
-            import logging  # here, since --help loads this module and needs none
-
-            logging.getLogger(__name__).warning("not known any more, and left out: %s of %s", ", ".join(left_out), path)
-        if with_secrets:
-            values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
-        return to_config(values)
+        data = path.read_bytes()
+        values = records.parse_yaml(data)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing", hint="is this a run directory, and is its file system mounted?"
         ) from None
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
+    left_out = migrate(values, version_of(data.decode()))
+    if left_out:
+        import logging  # here, since --help loads this module and needs none
+
+        logging.getLogger(__name__).warning("not known any more, and left out: %s of %s", ", ".join(left_out), path)
+    try:
+        if with_secrets:
+            values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
+        return to_config(values)
+    except OmegaConfBaseException as error:
         raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
 
 

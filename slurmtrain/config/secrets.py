@@ -17,7 +17,7 @@ from typing import Any
 from slurmtrain.config.keys import all_keys
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
-from slurmtrain.system.redaction import SHORTEST, hide, redact_output
+from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact_output
 
 ENV, FILE = "env", "file:"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,7 +87,7 @@ def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None
         ConfigError: a secret is in them.
     """
     for name, value in values.items():
-        if len(value) >= SHORTEST and value.encode() in pickled:
+        if len(value) >= SHORTEST and bytes_of(value) in pickled:
             raise ConfigError(
                 f"{what} holds the value of the secret {name}, which would lie on disk in clear text",
                 hint=f"every rank has it in its environment as {name}; read it there, inside the function",

@@ -244,9 +244,12 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     """
     from slurmtrain.config.compose import load_frozen
     from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
+    from slurmtrain.slurm.preemption import preemption_times
+    from slurmtrain.slurm.read_facts import read_preemption
 
     cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
-    times = client(run_dir).preemption_times(cluster.partition, cluster.qos)
+    facts = read_preemption(client(run_dir).glance)
+    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -15,12 +18,14 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.logger_check import check_loggers
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.queue_check import check_request, raise_fatal, with_choices_of_the_shell
+from slurmtrain.launch.queue_check.finding import raise_fatal
+from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
 from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import check_slurm_is_here, interrupted, preparing, slurm_conf_of, submit
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.submit_once import check as ask_slurm
+from slurmtrain.launch.time_limit_check import check as check_time_limit
 from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
@@ -28,9 +33,16 @@ from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.read_facts import own_groups, read_facts
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.read_facts import read_facts
+from slurmtrain.system.user import own_groups
+
+if TYPE_CHECKING:
+    from slurmtrain.launch.submit_first import Submitted, Suitable
 
 log = logging.getLogger(__name__)
+
+MOST_REQUESTS = 100  # of a sweep that are compared with the cluster; those of its points are seldom more than a few
 
 
 def check(config: Config, dims: ParallelDims, cwd: Path, *, later: bool = False, look_at_files: bool = True) -> None:
@@ -99,37 +111,39 @@ def submit_run(
 
 
 def submit_to_choices(
-    configs: Mapping[str, tuple[Config, ParallelDims]], overrides: Sequence[str], cwd: Path
-) -> tuple[RunDir, dict[str, str]]:
+    configs: Suitable[tuple[Config, ParallelDims]], overrides: Sequence[str], cwd: Path
+) -> tuple[RunDir, Submitted]:
     """Prepare one run and submit it to each of several clusters or partitions, of which the first to start takes it.
+
+    One whose SLURM is not there, or refuses the job, is left out with a warning.
 
     Args:
         configs: config and parallel dims of the run on each, after all checks, by the name of the choice.
         overrides, cwd: as for `submit_run`.
 
     Returns:
-        The run, and its jobs by the name of the choice.
+        The run, and what has become of it at each choice.
 
     Raises:
-        ConfigError, ClusterError: as `submit_run`; or what is chosen does not go together.
+        ConfigError, ClusterError: as `submit_run`, if no choice is left; or what is chosen does not go together.
     """
     from slurmtrain.launch import submit_first
 
-    plain = {name: config for name, (config, _) in configs.items()}
-    confs = submit_first.check_choices(plain, cwd)
-    for config, dims in configs.values():
-        client_of(config)
+    confs: dict[str, str | None] = {}
+    for name, (config, _) in list(configs.values.items()):
+        with configs.leaving_out(name):
+            confs[name] = client_of(config).slurm_conf
+    configs.require_some()
+    plain = {name: config for name, (config, _) in configs.values.items()}
+    confs = {name: confs[name] for name in plain}
+    submit_first.check_choices(plain, confs, cwd)
+    for config, dims in configs.values.values():
         warn_of_memory(config, dims)
     with preparing(next(iter(plain.values())), overrides, cwd) as run_dir:
         submit_first.write_choices(run_dir, plain, confs, cwd)
-        try:
-            jobs = submit_first.submit_to_each(run_dir)
-        except KeyboardInterrupt:
-            log.info(
-                "run %s may be in some of the queues: `status %s`, `cancel %s`", run_dir.id, run_dir.id, run_dir.id
-            )
-            raise
-    return run_dir, jobs
+        submitted = submit_first.submit_to_each(run_dir)
+    left_out = {name: error.message for name, error in configs.left_out.items()}
+    return run_dir, replace(submitted, left_out=left_out | submitted.left_out)
 
 
 def starting_after(config: Config, runs: str) -> Config:
@@ -143,31 +157,43 @@ def starting_after(config: Config, runs: str) -> Config:
     return dependencies.starting_after(config, runs, lookup.runs_root())
 
 
-def client_of(config: Config) -> SlurmClient:
-    """Check that SLURM is there, and has what the config asks for, before anything is created, and return its client.
+def client_of(config: Config, others: Iterable[Config] = ()) -> SlurmClient:
+    """Check that SLURM is there, and has what the configs ask for, before anything is created, and return its client.
 
     Warnings of likely problems are logged.
 
+    Args:
+        others: further points of a sweep, on the same cluster.
+
     Raises:
-        ConfigError: SLURM would refuse the job, or never start it.
+        ConfigError: SLURM would refuse a job, or never start it.
         ClusterError: SLURM is not there.
     """
+    return look_at_cluster(config, others)[0]
+
+
+def look_at_cluster(config: Config, others: Iterable[Config] = ()) -> tuple[SlurmClient, ClusterFacts]:
+    """Do what `client_of` does, and return what SLURM has said of the cluster as well."""
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
-    for warning in _compare_with_cluster(config, client):
+    facts = read_facts(client.glance, whole=False)
+    asking = {repr(each.cluster): each for each in (config, *others)}
+    warnings: dict[str, None] = {}  # the same of several points is said once
+    for each in islice(asking.values(), MOST_REQUESTS):
+        warnings |= dict.fromkeys(compare_with_cluster(facts, each))
+        check_time_limit(each.cluster, None, None)
+    warnings |= dict.fromkeys(look_ahead(config, Path(config.job.runs_dir).expanduser(), facts))
+    for warning in warnings:
         log.warning(warning)
-    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
-        log.warning(warning)
-    return client
+    return client, facts
 
 
-def _compare_with_cluster(config: Config, client: SlurmClient) -> list[str]:
-    """Compare what the config asks for with what SLURM says of the cluster, and return warnings.
+def compare_with_cluster(facts: ClusterFacts, config: Config) -> list[str]:
+    """Compare what a config asks for with what SLURM says of the cluster, and return warnings.
 
     Raises:
         ConfigError: SLURM would refuse the job, or never start it.
     """
-    facts = read_facts(client.glance, whole=False)
     cluster = with_choices_of_the_shell(config.cluster, os.environ)
     return raise_fatal(check_request(facts, cluster, groups=own_groups(), user_id=os.getuid()))
 

@@ -28,13 +28,14 @@ from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.ownership import foreign_link
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import temporary_beside
+from slurmtrain.system.files import give_name, temporary_beside
 from slurmtrain.system.process_facts import ProcessFacts
 from slurmtrain.system.records import printable
-from slurmtrain.system.redaction import SECRET_VARIABLE, SHORTEST, redacted
+from slurmtrain.system.redaction import SECRET_VARIABLE, SHORTEST, bytes_of, redacted
 
 FORMAT = 1
 MANIFEST, CONFIG, ENVIRONMENT, LOCK = "bundle.json", "config.yaml", "environment.json", "requirements.txt"
+PATCH = "changes.patch"
 MOST_BYTES = 2 << 30  # of all files of a bundle
 TORCH_INDEX = "https://download.pytorch.org/whl"
 PICKLED = re.compile(r"slurmtrain\.runtime\.(jobs\.)?(map_task|hydra_task)\b")  # programs of job.command
@@ -98,8 +99,8 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
     """Collect what a bundle of a run holds.
 
     Args:
-        exclude: patterns of files of the code that are left out.
-        allow: patterns of files of the code that are packed although they look like secrets.
+        exclude: patterns of files of the code that are left out, also of the patch.
+        allow: patterns of files that are packed although they look like secrets.
 
     Raises:
         UnreadableRecordError: the run's records cannot be read, or are too large.
@@ -133,10 +134,9 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
         Member(LOCK, _lock(facts).encode()),
         Member(ENVIRONMENT, _json({**facts.to_json(), "system": _without_host(facts.system)})),
         *([Member("job.sbatch", records.read_bytes(run_dir.script))] if run_dir.script.is_file() else []),
-        *([Member("changes.patch", record.diff.encode(errors="surrogateescape"))] if record.diff else []),
+        *([Member(PATCH, bytes_of(diff))] if (diff := without_files(record.diff or "", exclude)) else []),
     ]
     members = sorted([*about, *code.members], key=lambda member: member.name)
-    _refuse_secrets(run_dir, members, allow)
     manifest = {
         "format": FORMAT,
         **facts_of_run,
@@ -155,6 +155,12 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
         },
     }
     first = Member(MANIFEST, _json(with_digest(redacted(manifest))))
+    known, unknown = _known_secrets(run_dir)
+    _refuse_secrets(run_dir, [first, *members], known, allow)
+    if unknown:
+        code.warnings.append(
+            f"not known in this shell, and so not looked for in the bundle: the secrets {some(unknown)}"
+        )
     name = info["name"] if NAME.fullmatch(info["name"]) else "run"  # the record may be somebody else's
     return Packed(f"{name}-{run_dir.id}", int(info["created"]), [first, *members], code.warnings)
 
@@ -187,7 +193,7 @@ def write_bundle(packed: Packed, target: Path) -> str:
             os.fsync(file.fileno())
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.link(temporary, target)  # unlike a rename it replaces nothing
+        give_name(temporary, target)
         return digest
     except FileExistsError:
         raise ConfigError(f"{target} is there already", hint="name another file, or remove it") from None
@@ -269,10 +275,10 @@ def _code_of(run_dir: RunDir, record: CodeRecord, exclude: Sequence[str]) -> _Co
             (found.links if leads_inside(name, target, record.links) else found.links_out)[name] = target
     if found.changed:
         found.warnings.append(
-            f"changed or gone since the run was submitted: {_some(found.changed)}; packed as they are now"
+            f"changed or gone since the run was submitted: {some(found.changed)}; packed as they are now"
         )
     if found.links_out:
-        found.warnings.append(f"links that lead out of the code are not in the bundle: {_some(list(found.links_out))}")
+        found.warnings.append(f"links that lead out of the code are not in the bundle: {some(list(found.links_out))}")
     return found
 
 
@@ -303,52 +309,75 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, each) or fnmatch.fnmatchcase(Path(name).name, each) for each in plain)
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first few of these in a line, and how many there are besides."""
+    return printable(separator.join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # Secrets.
 
 
-def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], allow: Sequence[str]) -> None:
+def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], known: Mapping[str, str], allow: Sequence[str]) -> None:
     """Raise ConfigError if a file holds a value that is secret here, or looks like a secret itself."""
-    values = _known_secrets(run_dir)
     found: list[str] = []
     for member in members:
         of_code = member.name.startswith("code/")
-        known = next((name for name, value in values.items() if value.encode() in member.content), None)
-        if known is not None:
-            found.append(f"{member.name} holds the value of {known}")
-        elif of_code and _matches(member.name.removeprefix("code/"), allow):
+        content = member.content
+        name = next((name for name, value in known.items() if bytes_of(value) in content), None)
+        if name is not None:
+            found.append(f"{member.name} holds the value of {name}")
             continue
-        elif of_code and SECRET_FILE.fullmatch(Path(member.name).name):
+        if _matches(member.name.removeprefix("code/"), allow):
+            continue
+        if member.name == PATCH:
+            content = bytes_of(without_files(content.decode(errors="surrogateescape"), allow))
+        if of_code and SECRET_FILE.fullmatch(Path(member.name).name):
             found.append(f"{member.name} is a file that usually holds secrets")
-        elif match := SECRET_TEXT.search(member.content):
-            line = member.content.count(b"\n", 0, match.start()) + 1
+        elif match := SECRET_TEXT.search(content):
+            line = content.count(b"\n", 0, match.start()) + 1
             found.append(f"{member.name} looks as if it held a secret, in line {line}")
-    found += [
-        f"{CONFIG}: {key} looks like a secret that is written out" for key in _written_out(run_dir.config_values())
-    ]
+    if not _matches(CONFIG, allow):
+        found += [
+            f"{CONFIG}: {key} looks like a secret that is written out" for key in _written_out(run_dir.config_values())
+        ]
     if found:
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise ConfigError(
-            f"a bundle holds no secrets, but {printable('; '.join(found[:5]))}{more}",
+            f"a bundle holds no secrets, but {some(found, separator='; ')}",
             hint="--exclude PATTERN leaves files of the code out; --allow PATTERN packs what only looks like a secret; a "
             "variable of this shell whose value is none can be unset",
         )
 
 
-def _known_secrets(run_dir: RunDir) -> dict[str, str]:
-    """Return the secrets whose value is known here: those of this shell by name, and those of the run that can be read."""
+def without_files(diff: str, patterns: Sequence[str]) -> str:
+    """Return a diff of git's without the parts on files that match one of these patterns."""
+    if not patterns:
+        return diff
+    parts = re.split(r"^(?=diff --git )", diff, flags=re.MULTILINE)
+    return "".join(part for part in parts if not any(_matches(name, patterns) for name in _files_of(part)))
+
+
+def _files_of(part: str) -> Iterator[str]:
+    """Yield the names of the file that a part of a diff is about, before and after."""
+    head = part.partition("\n@@")[0].splitlines()
+    for line in head[1:]:
+        if found := re.match(r"(?:---|\+\+\+|rename from|rename to|copy from|copy to) \"?(.*?)\"?\t?$", line):
+            yield found[1]
+            yield found[1].partition("/")[2]  # after git's a/ and b/
+    for name in head[0].split()[2:] if head else ():  # of an empty or a binary file
+        yield name.strip('"').partition("/")[2]
+
+
+def _known_secrets(run_dir: RunDir) -> tuple[dict[str, str], list[str]]:
+    """Return the secrets whose value is known here, of this shell by name and of the run, and the names of the run's others."""
     found = {name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)}
-    values = run_dir.config_values()
+    values, unknown = run_dir.config_values(), []
     named = values.get("secrets") if isinstance(values, Mapping) else None
     for name, source in named.items() if isinstance(named, Mapping) else ():
         try:
             found |= secrets.read({str(name): str(source)})
-        except ConfigError:  # it is not known in this shell, which then cannot look for it
-            continue
-    return {name: value for name, value in found.items() if len(value) >= SHORTEST}
+        except ConfigError:
+            unknown.append(str(name))
+    return {name: value for name, value in found.items() if len(value) >= SHORTEST}, unknown
 
 
 def _written_out(values: Any, where: str = "") -> Iterator[str]:

@@ -223,7 +223,7 @@ def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
 
     Checkpoints that the program names relatively are such files.
 
-    They are links, so that the former snapshot stays whole. Making a link changes a file's ctime, by which it is
+    They are links, or copies, so that the former snapshot stays whole. Making one changes a file's ctime, by which it is
     recognised at the next change; a file of the snapshot itself has had its own since before `since`.
     """
     for folder, _, names in os.walk(run_dir.code):
@@ -234,7 +234,7 @@ def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
             target = fresh / source.relative_to(run_dir.code)
             if source.lstat().st_ctime > since and not os.path.lexists(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(source, target, follow_symlinks=False)
+                files.link_or_copy(source, target)
 
 
 def undo_unfinished(run_dir: RunDir) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import hashlib
 import os
 import socket
@@ -40,6 +39,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.user import own_user
 
 
 def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
@@ -229,7 +229,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "steps": None,
         **{key: trained[key] for key in ("code", "workdir", "submit_dir", "version")},
         "import_roots": trained.get("import_roots", []),
-        "user": getpass.getuser(),
+        "user": own_user(),
         "host": socket.gethostname(),
         "created": time.time(),
         "slurm_conf": slurm_conf_of(config) if config.cluster.backend == Backend.SLURM else None,

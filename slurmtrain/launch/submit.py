@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
 import shutil
@@ -35,6 +34,7 @@ from slurmtrain.system import files
 from slurmtrain.system.node_copies import shared_interpreter
 from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
+from slurmtrain.system.user import own_user
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ def run_info(
         **({"bundle": dict(source.bundle)} if source.bundle else {}),
         "workdir": snapshot.workdir,
         "import_roots": list(snapshot.roots),
-        "user": getpass.getuser(),
+        "user": own_user(),
         "host": socket.gethostname(),
         "submit_dir": str(cwd),
         "created": time.time(),

@@ -5,22 +5,25 @@ What the run is on each of them lies in the run directory, so that its first job
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.compose import freeze, load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ClusterError, ConfigError
+from slurmtrain.errors import ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch import node_exclusion
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.script import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import check_slurm_is_here, job_paths, slurm_conf_of
+from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import NotSubmittedError, export_option, submit_exactly_once
 from slurmtrain.runs.choices import CHOICES_MAX, Choice, choices_of, claim_of
 from slurmtrain.runs.events import Event
@@ -33,21 +36,49 @@ from slurmtrain.system.node_copies import shared_interpreter
 log = logging.getLogger(__name__)
 
 
-def check_choices(configs: Mapping[str, Config], cwd: Path) -> dict[str, str | None]:
-    """Check that a run can be submitted to each of these, and return the slurm.conf of each.
+T = TypeVar("T")
+
+
+class Suitable(Generic[T]):
+    """The choices that suit, of those that a person named, and why each other one is left out."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, T] = {}
+        self.left_out: dict[str, SlurmtrainError] = {}
+
+    @contextlib.contextmanager
+    def leaving_out(self, name: str) -> Iterator[None]:
+        """Leave a choice out if the block finds that its config, or its cluster, does not suit."""
+        try:
+            yield
+        except (ConfigError, ClusterError) as error:
+            self.values.pop(name, None)
+            self.left_out[name] = error
+
+    def require_some(self) -> None:
+        """Raise what is wrong with the first choice if none suits, and else say with warnings which are left out."""
+        if not self.values and self.left_out:
+            error = next(iter(self.left_out.values()))
+            if len({its.message for its in self.left_out.values()}) == 1:
+                raise error
+            kind = ClusterError if isinstance(error, ClusterError) else ConfigError
+            said = "; ".join(f"{name}: {its.message}" for name, its in self.left_out.items())
+            raise kind(f"none of cluster.choices suits: {said}", hint=error.hint)
+        for name, error in self.left_out.items():
+            log.warning("%s is left out: %s%s", name, error.message, f" ({error.hint})" if error.hint else "")
+
+
+def check_choices(configs: Mapping[str, Config], confs: Mapping[str, str | None], cwd: Path) -> None:
+    """Check that a run can be submitted to all of these together.
 
     Args:
         configs: the config of the run on each choice, by the choice's name.
+        confs: the slurm.conf of each.
         cwd: the folder of the command.
 
     Raises:
         ConfigError: it cannot.
-        ClusterError: the sandbox of one is not running, or there is no SLURM here.
     """
-    refuse_unsuitable(configs)
-    confs = {name: slurm_conf_of(config) for name, config in configs.items()}
-    for conf in set(confs.values()):
-        check_slurm_is_here(conf)
     if len(set(confs.values())) > 1 and None in confs.values():
         own = [name for name, conf in confs.items() if conf is None]
         raise ConfigError(
@@ -56,7 +87,6 @@ def check_choices(configs: Mapping[str, Config], cwd: Path) -> dict[str, str | N
             hint="set cluster.slurm_conf in each of the files, to a path that all their nodes see",
         )
     _check_same_code(configs, cwd)
-    return confs
 
 
 def refuse_unsuitable(configs: Mapping[str, Config]) -> None:
@@ -121,30 +151,67 @@ def write_choices(run_dir: RunDir, configs: Mapping[str, Config], confs: Mapping
     run_dir.update_info(slurm_conf=None)  # none of them yet
 
 
-def submit_to_each(run_dir: RunDir) -> dict[str, str]:
-    """Submit a run to each of its choices until one of its jobs has started, and return the jobs by name.
+@dataclass(frozen=True)
+class Submitted:
+    """What has become of a run at its choices.
 
-    A choice that cannot be reached, or refuses, is left out with a warning, unless all do.
+    Attributes:
+        jobs: its jobs, by the name of the choice.
+        left_out: why the other choices have none, in sentences.
+        unknown: the choices that may have one; who takes the run looks for it, and so do `status` and `cancel`.
+    """
+
+    jobs: dict[str, str]
+    left_out: dict[str, str]
+    unknown: dict[str, str]
+
+
+def submit_to_each(run_dir: RunDir) -> Submitted:
+    """Submit a run to each of its choices until one of its jobs has started.
+
+    A choice that cannot be reached, or refuses, is left out with a warning, unless all do. Before sbatch is called the
+    choice's record has the token by which its job is found, so that no job is lost whatever comes then.
 
     Raises:
         NotSubmittedError: no choice has accepted the job.
         ClusterError: it is not known whether one has.
     """
     submitted: dict[str, str] = {}
-    problems: dict[str, NotSubmittedError] = {}
+    problems: dict[str, SlurmtrainError] = {}
+    unknown: dict[str, SlurmtrainError] = {}
     number = sum(event["event"] == Event.SUBMITTING for event in run_dir.events())
     for choice in choices_of(run_dir):
         if claim_of(run_dir) is not None:
             break
         try:
             submitted[choice.name] = _submit(run_dir, choice, number)
-        except NotSubmittedError as error:
+        except _UnknownError as error:
+            unknown[choice.name] = error
+        except (ClusterError, ConfigError) as error:
             problems[choice.name] = error
+        except (KeyboardInterrupt, OSError):
+            log.warning(
+                "run %s may be in some of the queues: `status %s`, `cancel %s`", run_dir.id, run_dir.id, run_dir.id
+            )
+            raise
+    if not submitted and unknown:
+        raise next(iter(unknown.values()))
     if not submitted and problems:
-        raise next(iter(problems.values()))
+        first = next(iter(problems.values()))
+        raise first if isinstance(first, NotSubmittedError) else NotSubmittedError(first.message, hint=first.hint)
     for name, problem in problems.items():
         log.warning("not submitted to %s: %s", name, problem.message)
-    return submitted
+    for name, problem in unknown.items():
+        log.warning("%s: %s; a job that is there leaves when another one has the run", name, problem.message)
+    return Submitted(
+        submitted,
+        {name: problem.message for name, problem in problems.items()},
+        {name: problem.message for name, problem in unknown.items()},
+    )
+
+
+class _UnknownError(ClusterError):
+    """It is not known whether a choice has the job."""
 
 
 def _submit(run_dir: RunDir, choice: Choice, number: int) -> str:
@@ -154,15 +221,21 @@ def _submit(run_dir: RunDir, choice: Choice, number: int) -> str:
     choice = dataclasses.replace(choice, token=f"{run_dir.id}:first{number}.{choice.name}", job_id=None)
     choice.write()  # before sbatch is called: who takes the run finds the job by its token
     exclusion = node_exclusion.for_new_job([run_dir], choice.asking_script, client, config)
+    options = [*export_option(config), *exclusion.options]
     run_dir.event(Event.SUBMITTING, token=choice.token)
-    job_id = submit_exactly_once(
-        script,
-        run_dir.path / "submitit",
-        choice.token,
-        client,
-        options=[*export_option(config), *exclusion.options],
-        finds_out=f"`status {run_dir.id}` shows its jobs",
-    )
+    try:
+        job_id = submit_exactly_once(
+            script,
+            run_dir.path / "submitit",
+            choice.token,
+            client,
+            options=options,
+            finds_out=f"`status {run_dir.id}` shows its jobs",
+        )
+    except NotSubmittedError:
+        raise
+    except ClusterError as error:
+        raise _UnknownError(error.message, hint=error.hint) from None
     dataclasses.replace(choice, job_id=job_id).write()
     run_dir.event(Event.SUBMITTED, job_id=job_id, choice=choice.name)
     if exclusion.blamed:

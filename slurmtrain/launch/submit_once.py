@@ -27,41 +27,12 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.script import directive, set_aside
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.slurm.answers import NOT_THERE, UNSURE
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, submission_environment
 
 log = logging.getLogger(__name__)
 
-# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First transient errors after which
-# the request was certainly not processed: the controller was never reached, or has refused it unread.
-NOT_THERE = (
-    "unable to contact slurm controller (connect failure)",
-    "connection refused",
-    "slurm temporarily unable to accept job",
-    "unable to create job record, try again",
-    "rate limit exceeded",
-    "in standby",
-)
-# After these the request had been sent, or was being sent: the job may exist, as after words in none of the lists.
-UNSURE = (
-    "unable to contact slurm controller",  # send, receive and shutdown failure; 22.05 says it without a reason, too
-    "message send failure",
-    "message receive failure",
-    "communication shutdown failure",
-    "communication connection failure",
-    "unspecified error",
-    "protocol authentication error",
-    "incompatible versions of client and server",
-    "insane message length",
-    "socket timed out",
-    "transport endpoint is not connected",
-    "zero bytes were transmitted",
-    "unexpected message received",
-    "unexpected missing socket",
-    "broken pipe",
-    "connection reset",
-    "connection timed out",
-    "resource temporarily unavailable",
-)
+# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05), besides those of `slurm.answers`.
 # Answers of slurmctld to a request that it has read and refuses.
 REFUSED = (
     *("invalid", "permission denied", "access denied", "not permitted", "no partition specified", "specification"),

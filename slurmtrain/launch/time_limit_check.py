@@ -20,7 +20,8 @@ from slurmtrain.errors import ConfigError, UnreadableRecordError
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.system.records import finite
 
 ROOM = 1.25  # factor of the advice over the measurement, since steps and saves vary
@@ -51,19 +52,19 @@ class Measured:
         return self.step_s + self.save_s
 
 
-def look_ahead(config: Config, runs_dir: Path, client: SlurmClient) -> list[str]:
+def look_ahead(config: Config, runs_dir: Path, facts: ClusterFacts) -> list[str]:
     """Check the plan of a job that is about to be submitted, and return warnings.
 
-    SLURM is asked only if there is something to compare with its answer.
+    Args:
+        facts: those of its cluster; how long a preempted job lives is compared with what runs have measured.
 
     Raises:
         ConfigError: the plan cannot work.
     """
     measured = measured_before(config, lookup.all_runs(runs_dir)[-RUNS_LOOKED_AT:])
-    if measured is None:
-        return check(config.cluster, None, None)
-    check(config.cluster, measured, None)
-    return check(config.cluster, measured, client.preemption_times(config.cluster.partition, config.cluster.qos))
+    cluster = config.cluster
+    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    return check(cluster, measured, times)
 
 
 def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTimes | None) -> list[str]:

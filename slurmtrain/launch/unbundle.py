@@ -20,7 +20,6 @@ import stat
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +38,10 @@ from slurmtrain.launch.bundle import (
     FORMAT,
     MANIFEST,
     MOST_BYTES,
+    PATCH,
     is_inside,
     leads_inside,
+    some,
     with_digest,
 )
 from slurmtrain.launch.changes import changed, schema_version_of
@@ -50,11 +51,13 @@ from slurmtrain.runs.code_record import CodeRecord
 from slurmtrain.system import records
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 from slurmtrain.system.records import COUNT, FLAG, NOTHING, OBJECT, TEXT, TEXTS, printable
+from slurmtrain.system.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
 LIST_BYTES = 32 << 20  # of bundle.json
-MOST_AT_ONCE = 64 << 20  # bytes that a header of tar may make a reader read at once
+HEADER_BYTES = 1 << 20  # of all headers of tar before a file: they are kept in memory, and hold a long path at most
+PIECE_BYTES = 1 << 20
 ASK_S = 60
 SHOWN = 8  # packages that differ
 QUESTION = """
@@ -104,7 +107,7 @@ class Bundle:
         if workdir is None:
             return None
         git = self.manifest["git"]
-        patch = self.folder / "changes.patch"
+        patch = self.folder / PATCH
         diff = patch.read_text(errors="surrogateescape") if patch.is_file() else None if git["dirty"] else ""
         record = CodeRecord(
             **{name: git[name] for name in _GIT}, diff=diff, untracked=tuple(self.manifest["untracked"])
@@ -132,15 +135,12 @@ def opened(path: Path) -> Iterator[Bundle]:
         UsageError: there is no such file, or it may be somebody else's work.
         ConfigError: it is torn, is no bundle, or holds what its list does not name.
     """
-    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-bundle-"))
-    try:
+    with scratch_folder("slurmtrain-bundle-") as folder:
         with _own_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
             manifest = _unpack(path, file, folder)
         yield Bundle(path, digest, manifest, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -168,21 +168,40 @@ def _own_file(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _Limited(io.RawIOBase):
-    """What is unpacked of a file, up to a limit: a few bytes can stand for terabytes."""
+    """What is unpacked of a file, up to a limit that is set anew for each part: a few bytes can stand for terabytes.
+
+    tarfile reads a header as long as it says it is into the memory, and any number of them after each other. It can move
+    on only.
+    """
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile):
-        self._file, self._read = file, 0
+        self._file, self._position, self._end = file, 0, 0
+
+    def allow(self, size: int) -> None:
+        """Let the next `size` bytes be read, and no more."""
+        self._end = self._position + size
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or offset < self._position:
+            raise tarfile.ReadError("its files overlap")
+        while self._position < offset and self.read(min(PIECE_BYTES, offset - self._position)):
+            pass
+        return self._position
+
     def read(self, size: int = -1) -> bytes:
-        if size < 0 or size > MOST_AT_ONCE:
-            raise tarfile.ReadError("a header that is too long")
+        if size < 0 or self._position + size > self._end:
+            raise tarfile.ReadError("it is longer than it says, or has a header that is too long")
         data = self._file.read(size)
-        self._read += len(data)
-        if self._read > MOST_BYTES + LIST_BYTES:
-            raise tarfile.ReadError(f"more than {MOST_BYTES} bytes")
+        self._position += len(data)
         return data
 
 
@@ -192,13 +211,15 @@ def _unpack(path: Path, file: io.BufferedReader, folder: Path) -> Mapping[str, A
     file.seek(0)
     try:
         stream = _Limited(gzip.GzipFile(fileobj=file) if packed else file)
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
+        stream.allow(HEADER_BYTES)
+        with tarfile.open(fileobj=stream, mode="r:") as tar:
             first = tar.next()
             if first is None or not first.isreg() or not first.name.endswith(f"/{MANIFEST}") or first.size > LIST_BYTES:
                 raise ConfigError(f"{path} is no bundle: it does not begin with {MANIFEST}", hint="see `runs bundle`")
-            manifest = _checked(path, json.loads(_content(tar, first)))
-            _unpack_files(path, tar, first.name.removesuffix(MANIFEST), manifest, folder)
-        while stream.read(1 << 16):  # up to the checksum at the end
+            manifest = _checked(path, json.loads(b"".join(_pieces(stream, tar, first))))
+            _unpack_files(path, stream, tar, first.name.removesuffix(MANIFEST), manifest, folder)
+        stream.allow(HEADER_BYTES)
+        while stream.read(tarfile.BLOCKSIZE):  # up to the checksum at the end
             pass
         for name, target in manifest["links"].items():  # after the files, so that none is written through one
             link = folder / "code" / name
@@ -218,25 +239,30 @@ def _unpack(path: Path, file: io.BufferedReader, folder: Path) -> Mapping[str, A
     return manifest
 
 
-def _unpack_files(path: Path, tar: tarfile.TarFile, prefix: str, manifest: Mapping[str, Any], folder: Path) -> None:
+def _unpack_files(
+    path: Path, stream: _Limited, tar: tarfile.TarFile, prefix: str, manifest: Mapping[str, Any], folder: Path
+) -> None:
     files, seen = manifest["files"], set()
-    while (entry := tar.next()) is not None:
+    while (entry := _next_entry(stream, tar)) is not None:
         name = entry.name.removeprefix(prefix)
         listed = files.get(name)
         if not entry.name.startswith(prefix) or not entry.isreg() or listed is None or name in seen:
             raise ConfigError(f"{path} holds {printable(entry.name)[:200]!r}, which its list does not name as a file")
         tarfile.data_filter(entry, str(folder))
-        content = _content(tar, entry) if entry.size == listed["size"] else b""
-        if hashlib.sha256(content).hexdigest() != listed["sha256"] or len(content) != entry.size:
+        target = folder / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        digest, size = hashlib.sha256(), 0
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as out:
+            for piece in _pieces(stream, tar, entry) if entry.size == listed["size"] else ():
+                out.write(piece)
+                digest.update(piece)
+                size += len(piece)
+        if digest.hexdigest() != listed["sha256"] or size != entry.size:
             raise ConfigError(
                 f"{path}: {printable(name)} is not what the bundle's list says it is",
                 hint="copy the bundle again: a part of it was damaged or replaced",
             )
         seen.add(name)
-        target = folder / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as out:
-            out.write(content)
         if listed["executable"]:
             target.chmod(0o700)
     if len(seen) < len(files):
@@ -244,13 +270,27 @@ def _unpack_files(path: Path, tar: tarfile.TarFile, prefix: str, manifest: Mappi
         raise ConfigError(f"{path} is torn: it has {len(seen)} of {len(files)} files; {printable(missing)} is missing")
 
 
-def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    """Read a file of the archive, in pieces, so that what is claimed and what is there cannot differ unseen."""
-    source, pieces = tar.extractfile(entry), []
+def _next_entry(stream: _Limited, tar: tarfile.TarFile) -> tarfile.TarInfo | None:
+    """Return the next file of the archive. Those of before are forgotten: nothing goes back to them."""
+    tar.members = []  # type: ignore[attr-defined]  # they would be kept with all of their headers
+    stream.allow(HEADER_BYTES)
+    entry = tar.next()
+    if tar.pax_headers:
+        raise tarfile.ReadError("a header for all files")
+    return entry
+
+
+def _pieces(stream: _Limited, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> Iterator[bytes]:
+    """Yield a file of the archive in pieces, so that what is claimed and what is there cannot differ unseen."""
+    if entry.issparse():
+        raise tarfile.ReadError("a file with holes")
+    source = tar.extractfile(entry)
     assert source is not None
-    while piece := source.read(1 << 20):
-        pieces.append(piece)
-    return b"".join(pieces)
+    stream.allow(entry.size + PIECE_BYTES)  # it may be read ahead
+    left = entry.size
+    while left and (piece := source.read(min(PIECE_BYTES, left))):
+        left -= len(piece)
+        yield piece
 
 
 def _checked(path: Path, manifest: Any) -> Mapping[str, Any]:
@@ -278,6 +318,9 @@ def _checked(path: Path, manifest: Any) -> Mapping[str, Any]:
         whole = isinstance(listed, dict) and TEXT.holds(listed.get("sha256")) and COUNT.holds(listed.get("size"))
         if not whole or not FLAG.holds(listed.get("executable")) or listed["size"] < 0 or not is_inside(name):
             raise wrong
+    for name in (CONFIG, ENVIRONMENT):
+        if name not in manifest["files"]:
+            raise ConfigError(f"{path}: its {MANIFEST} names no {name}, without which it is no run")
     if sum(listed["size"] for listed in manifest["files"].values()) > MOST_BYTES:
         raise ConfigError(f"{path} unpacks to more than {MOST_BYTES} bytes, the most that a bundle has")
     workdir, roots = manifest["workdir"], manifest["import_roots"]
@@ -367,13 +410,9 @@ def package_sentence(then: ProcessFacts, here: ProcessFacts) -> str:
     missing = [name for name in then.packages if name not in here.packages and name != "slurmtrain"]
     if then.system.get("python") not in (None, here.system.get("python")):
         other.insert(0, f"python {here.system.get('python')} (was {then.system['python']})")
-    parts = [f"other versions: {_some(other)}"] if other else []
-    parts += [f"not installed: {_some(missing)}"] if missing else []
-    return printable("; ".join(parts))
-
-
-def _some(words: Sequence[str]) -> str:
-    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+    parts = [f"other versions: {some(other, SHOWN)}"] if other else []
+    parts += [f"not installed: {some(missing, SHOWN)}"] if missing else []
+    return "; ".join(parts)
 
 
 def _packages_of(interpreter: str) -> ProcessFacts | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import PreemptionTimes
+from slurmtrain.slurm.preemption import PreemptionTimes
 
 POLL_S = 0.2  # seconds between looks at a file on a shared file system
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import os
 import re
 import socket
@@ -36,6 +35,7 @@ from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import process
 from slurmtrain.system.records import is_job_id, read_text
+from slurmtrain.system.user import name_of
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7
@@ -112,7 +112,7 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     with nothing. A run whose files cannot be used is "unreadable", and its sentence says why.
     """
     found: dict[str, RunState] = {}
-    records, me = [], _me()
+    records, me = [], name_of(os.getuid())
     known: dict[str, str | None] = {}  # whom the folders belong to above many runs
     for run_dir in run_dirs:
         try:
@@ -156,7 +156,7 @@ def state(run_dir: RunDir) -> RunState:
 
 def is_over(run_dir: RunDir) -> bool:
     """Return whether the run's own files say that it has ended. SLURM is not asked; `state` may know more."""
-    return _read(run_dir, _me(), {}).over
+    return _read(run_dir, name_of(os.getuid()), {}).over
 
 
 def process_lives(attempt: Attempt) -> bool | None:
@@ -299,12 +299,6 @@ class _Record:
 
     def _has_log(self, job_id: str | None) -> bool:
         return self.run_dir.job_log(job_id or "") is not None
-
-
-def _me() -> str | None:
-    with contextlib.suppress(KeyError, OSError):  # a container may have no name for its user
-        return getpass.getuser()
-    return None
 
 
 def _read(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> _Record:

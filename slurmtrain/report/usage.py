@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pwd
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient, parse_time
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.system.user import name_of
 
 STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 
@@ -255,22 +255,16 @@ def _by_run(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> lis
 
 def _by_user(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
     """Return a row for each owner of folders of runs: what run.json says of its user anybody can write."""
-    names: dict[int, str] = {}
-    owners = [_owner(each.run_dir, names) for each in runs]
+    owners = [_owner(each.run_dir) for each in runs]
     return sorted(_grouped(runs, owners, samples, accounted), key=_cost, reverse=True)
 
 
-def _owner(run_dir: RunDir, names: dict[int, str]) -> str:
+def _owner(run_dir: RunDir) -> str:
     try:
         uid = os.stat(run_dir.path).st_uid
     except OSError:
         return "unknown"
-    if uid not in names:
-        try:
-            names[uid] = pwd.getpwuid(uid).pw_name
-        except KeyError:  # as in a container
-            names[uid] = str(uid)
-    return names[uid]
+    return name_of(uid) or str(uid)
 
 
 def _by_node(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:

@@ -45,6 +45,7 @@ from slurmtrain.system.records import (
     Kind,
     is_number,
 )
+from slurmtrain.system.user import own_user
 
 TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
 LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
@@ -660,4 +661,4 @@ def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
 def write_request(run_dir: RunDir, action: RunAction) -> None:
     """Write a person's request to the run, with the number of its last attempt."""
     asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
-    write_json(run_dir.request_file, {**asked, "by": os.environ.get("USER", "")})
+    write_json(run_dir.request_file, {**asked, "by": own_user()})

@@ -1,8 +1,10 @@
 """cluster=first: a run that is submitted to several clusters or partitions, and that the first job that starts takes.
 
 `choices/NAME/` holds what the run is if that job is the first: its frozen config, its batch script with and without the
-question who has taken the run, and `choice.json`, by which its job is found. `choices/taken-0001.json` says who has taken
-it. It is made by a link, so of several jobs that start at the same moment one makes it; whoever comes later leaves.
+question who has taken the run, and `choice.json`, by which its job is found. `choices/taken-0001/claim.json` says who has
+taken it. The folder gets its name with the file in it, by a rename, which no file system makes over a folder that holds
+something: so of several jobs that start at the same moment one makes it, on file systems without hard links, too, and
+whoever comes later leaves. Claims are numbered and never removed. The newest counts, and one of nobody opens the run again.
 
 The one that has taken the run makes its config, script and job those of the run directory (`settle` in
 `runtime/take_run.py`). From then on the run is one like any other.
@@ -11,6 +13,8 @@ The one that has taken the run makes its config, script and job those of the run
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +27,14 @@ from slurmtrain.slurm.client import GONE
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, temporary_beside, write_json
+from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import COUNT, JOB_IDS, NOTHING, TEXT
 
 CHOICES_MAX = 64
 SEEN_S = 0.1
 _OF_A_CHOICE = {"name": TEXT, "place": COUNT, "slurm_conf": TEXT | NOTHING, "token": TEXT, "job_ids": JOB_IDS}
-_OF_A_CLAIM = {"choice": TEXT, "job_id": TEXT}
+_OF_A_CLAIM = {"choice": TEXT | NOTHING, "job_id": TEXT | NOTHING}
+_CLAIM_NAME = re.compile(r"taken-(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Claim:
-    """Who has taken a run: the job `job_id` of the choice `choice`. The one with the highest number counts."""
+    """Who has taken a run: the job `job_id` of the choice `choice`."""
 
     number: int
     choice: str
@@ -133,16 +139,32 @@ def claim_of(run_dir: RunDir) -> Claim | None:
     Raises:
         UnreadableRecordError: the claim cannot be used.
     """
-    made = sorted(run_dir.choices.glob("taken-*.json"))
+    return _newest_claim(run_dir)[1]
+
+
+def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
+    """Return the number of the newest claim, 0 for none, and the claim; None for a claim of nobody. Raises as `claim_of`."""
+    try:
+        names = os.listdir(run_dir.choices)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+    made = {int(found[1]): name for name in names if (found := _CLAIM_NAME.fullmatch(name))}
     if not made:
-        return None
-    values = read_json(made[-1])
+        return 0, None
+    number = max(made)
+    path = run_dir.choices / made[number] / "claim.json"
+    values = read_json(path)
     if values is None or any(key not in values for key in _OF_A_CLAIM):
-        raise UnreadableRecordError(f"{made[-1]} does not say who has taken the run")
-    records.check_fields(values, _OF_A_CLAIM, made[-1])
-    if not records.is_job_id(values["job_id"]):
-        raise UnreadableRecordError(f"{made[-1]}: job_id is no job id")
-    return Claim(len(made), values["choice"], values["job_id"])
+        raise UnreadableRecordError(f"{path} does not say who has taken the run")
+    records.check_fields(values, _OF_A_CLAIM, path)
+    choice, job_id = values["choice"], values["job_id"]
+    if choice is None:
+        return number, None
+    if not records.is_job_id(job_id):
+        raise UnreadableRecordError(f"{path}: job_id is no job id")
+    return number, Claim(number, choice, job_id)
 
 
 def take(run_dir: RunDir, choice: str, job_id: str, given_up: Callable[[Claim], bool]) -> Claim:
@@ -156,26 +178,38 @@ def take(run_dir: RunDir, choice: str, job_id: str, given_up: Callable[[Claim], 
         UnreadableRecordError: the claim that is there cannot be used.
     """
     while True:
-        claim = claim_of(run_dir)
+        number, claim = _newest_claim(run_dir)
         if claim is not None and (claim.is_of(choice, job_id) or not given_up(claim)):
             return claim
-        number = (claim.number if claim is not None else 0) + 1
-        path = run_dir.choices / f"taken-{number:04d}.json"
-        temporary = temporary_beside(path)
-        write_json(temporary, {"choice": choice, "job_id": job_id})
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
+        if not _make_claim(run_dir, number + 1, choice, job_id):
             # Another one was quicker; or NFS has asked twice, and the claim is this job's own. It may be seen a little later.
             time.sleep(SEEN_S)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
-def forget_claims(run_dir: RunDir) -> None:
-    """Forget who had taken a run whose jobs are all gone, and that is submitted once more."""
-    for path in run_dir.choices.glob("taken-*.json"):
-        path.unlink(missing_ok=True)
+def open_again(run_dir: RunDir) -> None:
+    """Let the next job that starts take a run whose jobs are all gone, and that is submitted once more.
+
+    Raises: as `take`.
+    """
+    while (newest := _newest_claim(run_dir))[1] is not None:
+        _make_claim(run_dir, newest[0] + 1, None, None)
+
+
+def _make_claim(run_dir: RunDir, number: int, choice: str | None, job_id: str | None) -> bool:
+    """Make the claim of this number in one step, and return whether it was there not yet. Raises OSError."""
+    path = run_dir.choices / f"taken-{number:04d}"
+    temporary = temporary_beside(path)
+    temporary.mkdir(mode=folder_mode(run_dir.choices))
+    try:
+        write_json(temporary / "claim.json", {"choice": choice, "job_id": job_id})
+        os.rename(temporary, path)
+        return True
+    except OSError:
+        if not os.path.lexists(path):
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def holds_no_more(state: str | None, *, has_begun: bool) -> bool:

@@ -275,24 +275,11 @@ class RunDir:
         Raises:
             UnreadableRecordError: there is none, or it is no YAML as `submit` writes it.
         """
-        import yaml
-
-        class Plain(yaml.SafeLoader):
-            """A loader that refuses aliases, which `submit` does not write.
-
-            A few lines of aliases expand to more values than fit anywhere.
-            """
-
-            def compose_node(self, parent: Any, index: Any) -> Any:
-                if self.check_event(yaml.AliasEvent):
-                    raise yaml.YAMLError("an alias")
-                return super().compose_node(parent, index)
-
         try:
-            return yaml.load(records.read_bytes(self.config_file), Plain)
+            return records.parse_yaml(records.read_bytes(self.config_file))
         except OSError as error:
             raise UnreadableRecordError(f"{self.config_file} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+        except (ValueError, TypeError):
             raise UnreadableRecordError(
                 f"{self.config_file} is no YAML", hint="it was written at submit; has it been edited?"
             ) from None

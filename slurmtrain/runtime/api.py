@@ -126,7 +126,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
     If a signal ends a rank sooner, the job is still requeued if it was submitted (`job=command`): the process around
-    the script does that. A process group that exists already (Trainer's, Accelerate's) is used as it is.
+    the script does that. A rank that is told to stop before all ranks are there ends here, with exit code 75. A process
+    group that exists already (Trainer's, Accelerate's) is used as it is.
 
     Args:
         device: "auto" (as the job's train.device says: a GPU if the job has asked for some or one is visible), "cpu" or
@@ -149,6 +150,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
+    from slurmtrain.runtime.rendezvous import StopDuringStartError
 
     sys.excepthook = _record_and_show
     environment = Environment.detect()
@@ -166,12 +168,18 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
-    session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
-    session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
-    if session.context is not None:
-        from slurmtrain.runtime.preflight.check import run_preflight
+    try:
+        session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
+        session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
+        if session.context is not None:
+            from slurmtrain.runtime.preflight.check import run_preflight
 
-        run_preflight(config, session.distributed, session.context)
+            run_preflight(config, session.distributed, session.context, stop_requested=lambda: stop_flag.requested)
+    except StopDuringStartError:
+        from slurmtrain.runtime.main import leave
+
+        leave(EXIT_REQUEUE)
+    if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
     if watchdog:
         _watch(limits if watchdog is True else replace(limits, min_s=watchdog), session.distributed, session.agreement)

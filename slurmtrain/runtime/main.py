@@ -127,7 +127,7 @@ def _run(
         if given is None and environment.rank == 0:
             stop_watcher = _begin(context, environment, config, stop_flag)
         watchdog = _watch(config, distributed, context)
-        _check(config, distributed, context, timeline)
+        _check(config, distributed, context, timeline, stop_flag)
         start_gpu_sampler(context.attempt_dir, environment)
         code = _train(config, distributed, context, stop_flag, timeline, stop_watcher, watchdog)
         if watchdog is not None:
@@ -223,13 +223,19 @@ def _join(
     )
 
 
-def _check(config: Config, distributed: DistributedContext, context: AttemptContext, timeline: Timeline) -> None:
+def _check(
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    timeline: Timeline,
+    stop_flag: signals.StopFlag,
+) -> None:
     """Check ranks and nodes before they train, unless preflight.mode is off."""
     if config.preflight.mode == PreflightMode.OFF:
         return
     from slurmtrain.runtime.preflight.check import run_preflight
 
-    run_preflight(config, distributed, context)
+    run_preflight(config, distributed, context, stop_requested=lambda: stop_flag.requested)
     timeline.mark("preflight")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import secrets
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from slurmtrain.sandbox.directory import PLAN
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.client import PREFIX_FILE, path_with
 from slurmtrain.slurm.versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
+from slurmtrain.system.user import name_of
 
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 
@@ -65,10 +65,9 @@ def write_files(
     Args:
         prefix: recorded beside slurm.conf, so that every verb asks this sandbox with the commands of that SLURM.
     """
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        raise ClusterError(f"uid {os.getuid()} has no name on this machine, and SLURM refuses such users.") from None
+    user = name_of(os.getuid())
+    if user is None:
+        raise ClusterError(f"uid {os.getuid()} has no name on this machine, and SLURM refuses such users.")
     devices = [d for d in GPU_DEVICES if os.path.exists(d) and stat.S_ISCHR(os.stat(d).st_mode)]
     if len(devices) < spec.gpus:
         raise ClusterError(f"this machine has devices to stand in for {len(devices)} GPUs per node, not {spec.gpus}.")

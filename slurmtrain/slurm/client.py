@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
+from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.versions import Version, parse_version
 from slurmtrain.system.node_copies import without_copies
 
@@ -100,21 +101,6 @@ class QueuedJob:
     reason: str = ""
     start: str = ""
     comment: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PreemptionTimes:
-    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
-
-    Attributes:
-        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
-        grace_s: seconds from the announcement to that SIGTERM.
-        grace_of: origin of that setting: "partition low", "QOS cheap".
-    """
-
-    kill_wait_s: float | None = None
-    grace_s: float | None = None
-    grace_of: str = ""
 
 
 def run_command(
@@ -313,33 +299,6 @@ class SlurmClient:
         size = self.configuration().get("MaxArraySize", "")
         return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
 
-    def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
-        """Return the times of a job in this partition (None: the default one) and QOS; None when SLURM cannot be asked."""
-        config = self.configuration()
-        if not config:
-            return None
-        kill_wait_s = parse_duration(config.get("KillWait", ""))
-        by = config.get("PreemptType", "")
-        if by == "preempt/qos" and qos:
-            answer = self.glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
-            grace_s = parse_duration(answer.strip().partition("\n")[0])
-            return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
-        if by == "preempt/partition_prio":
-            name, its = chosen_partition(self.glance(["scontrol", "show", "partition", "-o"]) or "", partition)
-            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # otherwise the job is suspended, or not preempted
-                return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
-        return PreemptionTimes(kill_wait_s)
-
-    def partitions(self) -> str:
-        """Return `scontrol show partition -o`; empty when it cannot be asked."""
-        return self.glance(["scontrol", "show", "partition", "-o"]) or ""
-
-    def qos_of(self, user: str) -> tuple[str, str]:
-        """Return all QOS as "name|preempt|preemptmode", and those that a user may use; empty without accounting."""
-        all_qos = self.glance(["sacctmgr", "-nP", "show", "qos", "format=name,preempt,preemptmode"])
-        own = self.glance(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=qos"])
-        return all_qos or "", own or ""
-
     def glance(self, command: Sequence[str]) -> str | None:
         """Return the output of a command that nothing depends on; None when there is none within two seconds."""
         paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
@@ -466,7 +425,9 @@ class SlurmClient:
     def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
         answer = self._answer(command, before)
         if answer.returncode != 0:
-            raise ClusterError(f"`{' '.join(command)}` failed: {_last_line(answer)}")
+            silent = is_no_answer(answer.stderr + answer.stdout)
+            kind = NoAnswerError if silent else ClusterError
+            raise kind(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
     def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -475,7 +436,7 @@ class SlurmClient:
         try:
             return self._run([*before, *command], self._environment)
         except subprocess.TimeoutExpired:
-            raise ClusterError(
+            raise NoAnswerError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
 
@@ -533,21 +494,6 @@ def parse_show_config(text: str) -> dict[str, str]:
     """Read `scontrol show config`: a line each, NAME = VALUE."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
-
-
-def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
-    """Return name and fields of one partition (None: the default one) in `scontrol show partition -o`.
-
-    No fields if it is missing.
-
-    Of several names, separated by commas, the first counts: where the job will run is not known yet.
-    """
-    wanted = name.partition(",")[0] if name else None
-    for line in text.splitlines():
-        fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
-        if fields.get("PartitionName") == wanted or (wanted is None and fields.get("Default") == "YES"):
-            return fields.get("PartitionName", ""), fields
-    return wanted or "", {}
 
 
 def moved_dependency(text: str, job_id: str, successor: str) -> str | None:

@@ -7,7 +7,7 @@ partition's QOS, the job's QOS, the user's association. The flag OverPartQOS put
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
 
@@ -18,12 +18,10 @@ class Bound:
 
     Attributes:
         of: whose they are, in words: "QOS normal", "account ml".
-        refuses: SLURM refuses a job above them when it is submitted; otherwise the job waits for ever.
     """
 
     of: str
     limits: Limits
-    refuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,30 @@ def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qo
         return []
     association = association_of(facts, account, partition.name)
     own, its = qos_of(facts, association, qos), facts.qos_named(partition.qos) if partition.qos else None
-    found = [_of_qos(each, f"QOS {each.name}") for each in [own] if each is not None]
+    found = [Bound(f"QOS {own.name}", own.limits)] if own is not None else []
     if its is not None:
-        bound = _of_qos(its, f"QOS {its.name} of partition {partition.name}")
+        bound = Bound(f"QOS {its.name} of partition {partition.name}", its.limits)
         found.insert(len(found) if own is not None and "overpartqos" in own.flags else 0, bound)
-    if association is not None:
-        found.append(Bound(f"account {association.account}", association.limits))
-        together = Limits(group_tres=association.account_tres)
-        found.append(Bound(f"account {association.account} (all of its jobs together)", together))
+    return [*found, *(_of_accounts(association) if association is not None else [])]
+
+
+def _of_accounts(association: Association) -> list[Bound]:
+    """Return the limits of an association, of its whole account, and of those above it.
+
+    The amounts of all jobs together hold on every level, other than those of which the first counts: each is named where it
+    is least.
+    """
+    levels = [(f"account {association.account}", association.limits.group_tres)]
+    levels += [(f"account {each.name} (all of its jobs together)", each.group_tres) for each in association.accounts]
+    names = {name for _, amounts in levels for name in amounts}
+    least_at = {
+        name: min((amounts[name], at) for at, (_, amounts) in enumerate(levels) if name in amounts) for name in names
+    }
+    found = []
+    for at, (words, amounts) in enumerate(levels):
+        own = {name: amount for name, amount in amounts.items() if least_at[name] == (amount, at)}
+        found.append(Bound(words, replace(association.limits if at == 0 else Limits(), group_tres=own)))
     return found
-
-
-def _of_qos(qos: Qos, words: str) -> Bound:
-    return Bound(words, qos.limits, refuses="denyonlimit" in qos.flags)
 
 
 def wall_limit(bounds: Sequence[Bound]) -> Limit | None:

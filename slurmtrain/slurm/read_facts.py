@@ -1,26 +1,23 @@
 """Ask SLURM for the facts of a cluster, by few commands with short time-outs: a login node and a controller serve many people.
 
-At most eleven commands, whose answers do not grow with the number of jobs, in two or three rounds. Those of a round run at
-the same time, so that a controller that does not answer costs seconds. A command that is missing or fails leaves its facts
-unknown.
+About a dozen commands, whose answers do not grow with the number of jobs, in a few rounds. Those of a round run at the same
+time, so that a controller that does not answer costs seconds. A command that is missing or fails leaves its facts unknown.
 """
 
 from __future__ import annotations
 
-import grp
-import os
-import pwd
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from slurmtrain.slurm.facts import (
+from slurmtrain.slurm.facts import Account, ClusterFacts, NodeGroup, keeps_accounts
+from slurmtrain.slurm.parse_facts import (
+    ACCOUNT_COLUMNS,
     ASSOC_COLUMNS,
     QOS_COLUMNS,
     SINFO_FORMAT,
-    ClusterFacts,
     first_name,
-    keeps_accounts,
+    parse_accounts,
     parse_associations,
     parse_config,
     parse_groups,
@@ -30,11 +27,15 @@ from slurmtrain.slurm.facts import (
     with_account_limits,
     with_nodes,
 )
+from slurmtrain.slurm.preemption import NOT_AT_ALL
 from slurmtrain.slurm.topology import kind_of_topology
+from slurmtrain.system.user import own_user
 
 Ask = Callable[[Sequence[str]], str | None]
 
 NODES_ASKED = 16  # one for each kind of node
+ACCOUNTS_ASKED = 64  # the user's own and those above
+ROOT_ACCOUNT = "root"  # above all accounts of a cluster
 AT_ONCE = 8  # commands at the same time, of which at most three reach the controller
 
 CONFIG = ("scontrol", "show", "config")
@@ -51,10 +52,17 @@ def associations_command(user: str) -> tuple[str, ...]:
     return ("sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOC_COLUMNS)}")
 
 
-def account_limits_command(accounts: Iterable[str]) -> tuple[str, ...]:
-    """Return the command that lists the limits of whole accounts."""
-    names = ",".join(dict.fromkeys(accounts))
-    return ("sacctmgr", "-nP", "show", "assoc", f"account={names}", "user=", f"format={','.join(ASSOC_COLUMNS)}")
+def accounts_command(accounts: Iterable[str]) -> tuple[str, ...]:
+    """Return the command that lists whole accounts, with the one above each and the limits of all of its jobs together."""
+    return (
+        "sacctmgr",
+        "-nP",
+        "show",
+        "assoc",
+        f"account={','.join(accounts)}",
+        "user=",
+        f"format={','.join(ACCOUNT_COLUMNS)}",
+    )
 
 
 def default_account_command(user: str) -> tuple[str, ...]:
@@ -68,7 +76,8 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     Args:
         ask: returns the output of a command, or None if there is none in time; `SlurmClient.glance`.
         whole: also those that only a description of the cluster needs: nodes one by one, topology, MPI, pyxis. Without them
-            it takes three commands, and four more where there are accounts.
+            it takes three commands, and where there are accounts four more, and one for each level of accounts between the
+            user's and the root.
         user: whose accounts; None: this user's.
     """
     silent: list[str] = []
@@ -78,11 +87,8 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
         return ClusterFacts(silent=tuple(silent))
     groups = parse_groups(first[GROUPS])
     user = user or own_user()
-    associations, default_account = associations_command(user), default_account_command(user)
     nodes = ("scontrol", "--oneliner", "show", "node", ",".join(_one_of_each(groups)))
-    wanted: list[tuple[str, ...]] = []
-    if keeps_accounts(config):
-        wanted += [associations, QOS, default_account]
+    wanted = [*_of_accounts(user)] if keeps_accounts(config) else []
     if whole:
         wanted += [MPI_TYPES, SRUN_HELP, *([nodes] if nodes[-1] else [])]
         wanted += [TOPOLOGY] if kind_of_topology(config) is not None else []
@@ -94,25 +100,73 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
         switches=answers.get(TOPOLOGY, ""),
         mpi_types=parse_mpi_types(answers.get(MPI_TYPES, "")),
         pyxis="--container-image" in answers[SRUN_HELP] if answers.get(SRUN_HELP) else None,
-        silent=tuple(silent),
     )
-    if associations not in answers:
-        return found
-    known = parse_associations(answers[associations], found.name)
-    if known and found.enforces("limits"):
-        together = account_limits_command(each.account for each in known)
-        known = with_account_limits(known, _answers(ask, [together], silent)[together])
+    if found.keeps_accounts:
+        found = _with_accounts(found, answers, user, silent)
+    if found.associations and found.enforces("limits"):
+        accounts = _accounts_up_to_the_root(ask, [each.account for each in found.associations], found.name, silent)
+        found = replace(found, associations=with_account_limits(found.associations, accounts))
+    return replace(found, silent=tuple(silent))
+
+
+def read_preemption(ask: Ask, *, user: str | None = None) -> ClusterFacts:
+    """Return the facts by which jobs are preempted: partitions, and where QOS preempt each other, those and this user's.
+
+    It takes one command where nothing is preempted, two where partitions preempt each other, and five where QOS do.
+
+    Args:
+        ask, user: as for `read_facts`.
+    """
+    silent: list[str] = []
+    found = ClusterFacts(config=parse_config(_answers(ask, [CONFIG], silent)[CONFIG]))
+    by = found.config.get("PreemptType", "")
+    if by not in NOT_AT_ALL:
+        user = user or own_user()
+        by_accounts = by == "preempt/qos" and found.keeps_accounts
+        answers = _answers(ask, [PARTITIONS, *(_of_accounts(user) if by_accounts else ())], silent)
+        found = replace(found, partitions=parse_partitions(answers[PARTITIONS]))
+        found = _with_accounts(found, answers, user, silent) if by_accounts else found
+    return replace(found, silent=tuple(silent))
+
+
+def _of_accounts(user: str) -> tuple[tuple[str, ...], ...]:
+    """Return the commands that show what a user may use."""
+    return associations_command(user), QOS, default_account_command(user)
+
+
+def _with_accounts(
+    facts: ClusterFacts, answers: Mapping[tuple[str, ...], str], user: str, silent: Collection[str]
+) -> ClusterFacts:
+    """Add the answers to the commands of `_of_accounts` to what is known of a cluster."""
+    associations = associations_command(user)
     return replace(
-        found,
-        associations=known if " ".join(associations) not in silent else None,
+        facts,
+        associations=parse_associations(answers[associations], facts.name)
+        if " ".join(associations) not in silent
+        else None,
         qos=parse_qos(answers[QOS]) or None,
-        silent=tuple(silent),
-        default_account=answers[default_account].strip().partition("\n")[0] or None,
+        default_account=answers[default_account_command(user)].strip().partition("\n")[0] or None,
     )
 
 
-def _one_of_each(groups: Sequence[object]) -> list[str]:
-    names = [first_name(getattr(group, "names", "")) for group in groups]
+def _accounts_up_to_the_root(ask: Ask, names: Sequence[str], cluster: str, silent: list[str]) -> dict[str, Account]:
+    """Return these accounts and all above them, by name in lower case: a command for each level below the root."""
+    found: dict[str, Account] = {}
+    asked: list[str] = []
+    wanted = list(dict.fromkeys([*(name.lower() for name in names), ROOT_ACCOUNT]))
+    while wanted and len(asked) < ACCOUNTS_ASKED:
+        asked += wanted
+        command = accounts_command(wanted)
+        found |= {
+            each.name.lower(): each for each in parse_accounts(_answers(ask, [command], silent)[command], cluster)
+        }
+        above = [each.parent.lower() for each in found.values()]
+        wanted = [name for name in dict.fromkeys(above) if name and name not in asked]
+    return found
+
+
+def _one_of_each(groups: Sequence[NodeGroup]) -> list[str]:
+    names = [first_name(group.names) for group in groups]
     return list(dict.fromkeys(name for name in names if name))[:NODES_ASKED]
 
 
@@ -122,22 +176,3 @@ def _answers(ask: Ask, commands: Sequence[tuple[str, ...]], silent: list[str]) -
         answers = list(pool.map(ask, commands))
     silent += [" ".join(command) for command, answer in zip(commands, answers, strict=True) if answer is None]
     return {command: answer or "" for command, answer in zip(commands, answers, strict=True)}
-
-
-def own_user() -> str:
-    """Return the name of this process's user, for SLURM's accounting; the variables of a shell may be of another one."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
-def own_groups() -> frozenset[str]:
-    """Return the names of the groups that this process belongs to."""
-    names = set()
-    for number in {os.getegid(), *os.getgroups()}:
-        try:
-            names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return frozenset(names)

@@ -1,13 +1,14 @@
 """Claims: files by which only one process at a time does something, for several shells on several hosts.
 
 Claims of a folder are numbered and never removed: the next one can be made when the last one's owner has given it up or
-is dead, and of several processes that see that, one makes it.
+is dead, and of several processes that see that, one makes it (`files.give_name`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json, temporary_beside, write_json
+from slurmtrain.system.files import give_name, read_json, temporary_beside, write_json
 from slurmtrain.system.records import is_count
 
 HEARTBEAT_S = 10.0
@@ -29,7 +30,12 @@ Owner = dict[str, Any]
 
 def claims(folder: Path) -> list[Path]:
     """Return the claims that were made, in order. Only the owner of the last one may be at work."""
-    return sorted(folder.glob("claim-*.json"))
+    return sorted((path for path in folder.glob("claim-*.json") if _number(path)), key=_number)
+
+
+def _number(claim: Path) -> int:
+    found = re.fullmatch(r"claim-(\d+)", claim.stem)
+    return int(found[1]) if found else 0
 
 
 @contextlib.contextmanager
@@ -57,7 +63,7 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
                 time.sleep(POLL_S)
                 continue
         somebody_before = somebody_before or bool(made)
-        claim = folder / f"claim-{len(made) + 1:04d}.json"
+        claim = folder / f"claim-{_number(made[-1]) + 1 if made else 1:04d}.json"
         if _make(claim):
             break
     over = threading.Event()
@@ -119,19 +125,15 @@ def _given_up(claim: Path) -> bool:
 
 
 def _make(claim: Path) -> bool:
-    """Make a claim atomically (link(2)), and return whether this process has made it, of all that tried."""
+    """Make a claim, and return whether this process has made it, of all that tried."""
     temporary = temporary_beside(claim)
     me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
     write_json(temporary, me)
     try:
-        os.link(temporary, claim)
+        give_name(temporary, claim)
         return True
     except FileExistsError:
-        # NFS asks once more when the answer to a link that it has made is lost, and is told that it is there.
-        with temporary.open("rb") as file:  # opened, since NFS would answer from its cache
-            return os.fstat(file.fileno()).st_nlink == 2
-    finally:
-        temporary.unlink(missing_ok=True)
+        return False
 
 
 def is_claimed(folder: Path) -> bool:

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from slurmtrain.system import process
@@ -54,7 +54,8 @@ def kill_trees(roots: Iterable[Process]) -> None:
     """Kill `roots` and all processes below them, at one instant as seen from outside.
 
     All are stopped first, again and again until there are no new ones: a child forked between the look and the kill
-    would lose its parent and with it the only trace to it.
+    would lose its parent and with it the only trace to it. Then children are killed before their parents: a process group
+    that is stopped and loses its last parent gets SIGHUP and SIGCONT from the kernel, and would run for a moment more.
     """
     doomed = {p for p in roots if p.alive()}
     for one in doomed:
@@ -63,9 +64,17 @@ def kill_trees(roots: Iterable[Process]) -> None:
         for one in newcomers:
             one.signal(signal.SIGSTOP)
         doomed |= newcomers
-    for one in doomed:
+    parents = {pid: its.parent for pid, its in process.stats().items()}
+    for one in sorted(doomed, key=lambda one: _ancestors(one.pid, parents), reverse=True):
         one.signal(signal.SIGKILL)
     wait_until(lambda: not any(p.alive() for p in doomed), timeout_s=5.0)
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> int:
+    number = 0
+    while pid in parents and number < len(parents):  # numbers used again during the look could make a circle
+        pid, number = parents[pid], number + 1
+    return number
 
 
 def wait_until(done: Callable[[], bool], *, timeout_s: float, interval_s: float = 0.02) -> bool:

@@ -145,6 +145,30 @@ def parse(data: bytes) -> Any:
         return None
 
 
+def parse_yaml(data: bytes) -> Any:
+    """Parse YAML without aliases, which `submit` does not write: a few lines of them expand to more than fits anywhere.
+
+    Raises:
+        ValueError: it is no such YAML, is not UTF-8, or is nested deeper than Python can follow; with a sentence in one line.
+    """
+    import yaml
+
+    class Plain(yaml.SafeLoader):
+        """A loader that refuses aliases."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("an alias")
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(data.decode(), Plain)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def open_to_append(path: Path) -> int:
     """Open a file of this user for appending, create it if need be, and return its descriptor.
 

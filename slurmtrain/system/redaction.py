@@ -36,7 +36,12 @@ def redact(text: str) -> str:
 
 def holds_secret(data: bytes) -> bool:
     """Return whether bytes that cannot be redacted contain a secret."""
-    return any(value.encode() in data for value in _hidden)
+    return any(bytes_of(value) in data for value in _hidden)
+
+
+def bytes_of(value: str) -> bytes:
+    """Return the bytes of a variable of the environment, which need not be UTF-8."""
+    return value.encode(errors="surrogateescape")
 
 
 def redacted(value: Any) -> Any:
@@ -94,7 +99,7 @@ class _RedactingBytes:
     def write(self, data: Any) -> int:
         content = bytes(data)
         for value, stand_in in _hidden.items():
-            content = content.replace(value.encode(), stand_in.encode())
+            content = content.replace(bytes_of(value), stand_in.encode())
         self._stream.write(content)
         return memoryview(data).nbytes
 

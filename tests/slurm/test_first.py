@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.runs.choices import choices_of, claim_of
+from slurmtrain.runs.choices import choices_of, claim_of, take
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sandbox import SandboxSpec
 from tests.slurm.conftest import _cluster
@@ -92,7 +92,7 @@ def test_a_run_whose_taker_died_before_it_began_is_taken_by_the_next_job_that_st
     run = submit_to(project, "dies", "goes_on")
     dead = project.cluster.sbatch(script="#!/bin/bash\nexit 1\n", cwd=project.path)
     project.cluster.wait_for(dead, {"FAILED"})
-    (run.run_dir.choices / "taken-0001.json").write_text(json.dumps({"choice": "dies", "job_id": dead}))
+    assert take(run.run_dir, "dies", dead, lambda claim: False).number == 1
     project.cluster.run(["scontrol", "release", job_of(run, "goes_on")])
     assert_trained_once(run, "goes_on")
     project.cluster.wait_for(job_of(run, "dies"), {"CANCELLED"})

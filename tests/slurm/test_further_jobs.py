@@ -9,7 +9,9 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
+from slurmtrain.slurm.read_facts import read_preemption
 from tests.slurm.project import SMALL, Project, Run, assert_same_bits, events, make_project
 from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
@@ -200,5 +202,6 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
 
 def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
     client = SlurmClient(str(sandbox.sandbox.slurm_conf))
-    assert client.preemption_times(None, None) == PreemptionTimes(10.0, 10.0, "partition low")
-    assert client.preemption_times("high", None) == PreemptionTimes(10.0)
+    facts = read_preemption(client.glance)
+    assert preemption_times(facts, None) == PreemptionTimes(10.0, 10.0, "partition low")
+    assert preemption_times(facts, "high") == PreemptionTimes(10.0)

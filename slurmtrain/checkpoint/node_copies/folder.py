@@ -37,7 +37,7 @@ from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json, write_json, write_synced
+from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 
 MARK = "lineage.json"
 OWNER = "owner.json"
@@ -218,7 +218,7 @@ class NodeFolder:
             if name == INDEX:
                 write_synced(path / name, index)
             elif name in here and copy is not None:
-                os.link(copy.path / name, path / name)
+                link_or_copy(copy.path / name, path / name)
             else:
                 with (path / name).open("xb") as file:
                     file.truncate(record.size)  # a hole, which takes no space

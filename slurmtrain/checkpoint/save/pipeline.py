@@ -84,8 +84,7 @@ class SavePipeline:
     Attributes:
         last_committed_step: step of the last checkpoint that was committed or restored.
         non_finite_from_start: parameters that were not finite before anything was trained: they may stay so.
-        sound_step: see `Checkpointer.sound_step`.
-        unchecked_step: see `Checkpointer.unchecked_step`.
+        soundness: set by the training thread, read by the one that writes: as a whole, so that its two steps fit.
     """
 
     def __init__(
@@ -112,8 +111,7 @@ class SavePipeline:
         self._last_size = 0  # bytes of the newest checkpoint
         self.last_committed_step: int | None = None
         self.non_finite_from_start: set[str] = set()
-        self.sound_step: int | None = None
-        self.unchecked_step: int | None = None
+        self.soundness = retention.UNKNOWN_SOUNDNESS
 
     def save(
         self,
@@ -471,9 +469,7 @@ class SavePipeline:
                 log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
             if damage == []:
                 if self._mirror_uploader is not None:
-                    unchecked_step = self.unchecked_step  # read first: the training thread sets it after `sound_step`
-                    self._mirror_uploader.sound_step = self.sound_step
-                    self._mirror_uploader.unchecked_step = unchecked_step
+                    self._mirror_uploader.soundness = self.soundness
                 if self._mirror_uploader is not None and not ranks.maximum(int(self._hurried.is_set())):
                     self._mirror_uploader.offer(ranks, path, job.names)
                 ranks.on_rank_0(lambda: self._prune(saved.step))
@@ -486,15 +482,7 @@ class SavePipeline:
             check_fence(self._identity.directory, self._identity.incarnation)
             order = self._identity.incarnation.order
             directory, keep = self._identity.directory, self._settings.keep
-            unchecked_step = self.unchecked_step  # read first: the training thread sets it after `sound_step`
-            retention.prune(
-                directory,
-                keep,
-                order,
-                spare=[saved_step],
-                sound_step=self.sound_step,
-                unchecked_step=unchecked_step,
-            )
+            retention.prune(directory, keep, order, spare=[saved_step], soundness=self.soundness)
 
 
 def _step(step: object) -> int:

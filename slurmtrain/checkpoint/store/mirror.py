@@ -48,7 +48,7 @@ from slurmtrain.checkpoint.format.manifest import (
     parse_manifest,
     read_manifest_bytes,
 )
-from slurmtrain.checkpoint.store.retention import Keep, Kept, surplus
+from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
 from slurmtrain.checkpoint.store.transfers import note_block
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
@@ -262,8 +262,7 @@ class Mirror:
         keep: Keep,
         *,
         spare: Collection[str] = (),
-        sound_step: int | None = None,
-        unchecked_step: int | None = None,
+        soundness: Soundness = UNKNOWN_SOUNDNESS,
     ) -> list[str]:
         """Remove the copies that `keep` does not want, and leftovers of uploads that ended more than a day ago.
 
@@ -271,8 +270,7 @@ class Mirror:
 
         Args:
             spare: names of copies that stay in any case: the last one, which is not the newest after a step back.
-            sound_step: the newest copy of at most this step stays, too.
-            unchecked_step: so do all copies of this step and of later ones.
+            soundness: the newest copy that is known to be sound stays, too, and so do those of which it is not known yet.
 
         Returns:
             Names of what was removed.
@@ -281,7 +279,7 @@ class Mirror:
         complete = [name for name in present if self._is_complete(name)]
         kept = [Kept(_parts(name)[0], self._metrics_of(name) if keep.best else {}) for name in complete]
         spared = {_parts(name)[0] for name in spare}
-        steps = set(surplus(kept, keep, in_use=spared, sound_step=sound_step, unchecked_step=unchecked_step))
+        steps = set(surplus(kept, keep, in_use=spared, soundness=soundness))
         gone = [name for name in complete if _parts(name)[0] in steps]
         now = time.time()
         gone += [name for name in present if name not in complete and self._is_leftover(name, now)]

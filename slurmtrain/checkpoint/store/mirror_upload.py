@@ -43,8 +43,7 @@ class MirrorUploader:
         self._ranks, self._identity, self._keep = ranks.own_group(SLOWEST_S), identity, keep
         self._thread = BackgroundThread("checkpoint-uploader")
         self._leaving = threading.Event()
-        self.sound_step: int | None = None  # see `Checkpointer.sound_step`
-        self.unchecked_step: int | None = None  # see `Checkpointer.unchecked_step`
+        self.soundness = retention.UNKNOWN_SOUNDNESS
         self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
 
     def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
@@ -69,13 +68,7 @@ class MirrorUploader:
 
         def finish(_: list[None]) -> None:
             self._mirror.complete(path, order)
-            unchecked_step = self.unchecked_step  # before `sound_step`, which is set before it
-            self._mirror.prune(
-                self._keep,
-                spare=[copy_name(path, order)],
-                sound_step=self.sound_step,
-                unchecked_step=unchecked_step,
-            )
+            self._mirror.prune(self._keep, spare=[copy_name(path, order)], soundness=self.soundness)
 
         try:
             with held:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
@@ -85,6 +86,21 @@ class Keep:
             )
 
 
+class Soundness(NamedTuple):
+    """What a training knows of its numbers, which it learns steps later.
+
+    Attributes:
+        sound_step: the newest step that is known to be sound; None: not known.
+        unchecked_step: the first step of which that is not known yet; None: nobody looks, or all are known.
+    """
+
+    sound_step: int | None = None
+    unchecked_step: int | None = None
+
+
+UNKNOWN_SOUNDNESS = Soundness()
+
+
 @dataclass(frozen=True)
 class Kept:
     """A committed checkpoint: its step, and the metrics that were saved with it; None: they cannot be read, so it stays."""
@@ -98,13 +114,12 @@ def surplus(
     keep: Keep,
     *,
     in_use: Collection[int] = (),
-    sound_step: int | None = None,
-    unchecked_step: int | None = None,
+    soundness: Soundness = UNKNOWN_SOUNDNESS,
 ) -> list[int]:
     """Return the steps that may be removed, oldest first: those that no rule of `keep` wants and nobody reads.
 
-    The newest of at most `sound_step` stays: newer ones may be from after a trouble. Those of `unchecked_step` and of
-    later steps stay, since any of them may turn out to be the newest sound one.
+    The newest of at most `soundness.sound_step` stays: newer ones may be from after a trouble. Those of
+    `soundness.unchecked_step` and of later steps stay, since any of them may turn out to be the newest sound one.
 
     Saves made because of a preemption or the time limit count like any other. Checkpoints of one step are kept or
     removed together. They are never all removed: `keep.last` is at least 2.
@@ -112,10 +127,10 @@ def surplus(
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     unknown = [checkpoint.step for checkpoint in checkpoints if checkpoint.metrics is None]
     stay = {*steps[-keep.last :], *_best(checkpoints, keep), *unknown, *in_use}
-    if sound_step is not None:
-        stay.update([step for step in steps if step <= sound_step][-1:])
-    if unchecked_step is not None:
-        stay.update(step for step in steps if step >= unchecked_step)
+    if soundness.sound_step is not None:
+        stay.update([step for step in steps if step <= soundness.sound_step][-1:])
+    if soundness.unchecked_step is not None:
+        stay.update(step for step in steps if step >= soundness.unchecked_step)
     if keep.every > 0:
         stay.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in stay]
@@ -287,8 +302,7 @@ def prune(
     order: int,
     *,
     spare: Collection[int] = (),
-    sound_step: int | None = None,
-    unchecked_step: int | None = None,
+    soundness: Soundness = UNKNOWN_SOUNDNESS,
 ) -> list[str]:
     """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
 
@@ -296,8 +310,6 @@ def prune(
 
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
-        sound_step: the newest step that is known to be sound, see `Checkpointer`; None: not known.
-        unchecked_step: the first step of which that is not known yet, see `Checkpointer`; None: nobody looks.
 
     Returns:
         Names of what was removed.
@@ -306,7 +318,7 @@ def prune(
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}
-    steps = set(surplus(kept, keep, in_use=wanted, sound_step=sound_step, unchecked_step=unchecked_step))
+    steps = set(surplus(kept, keep, in_use=wanted, soundness=soundness))
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

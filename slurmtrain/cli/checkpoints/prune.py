@@ -169,7 +169,7 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
             f"no checkpoint was saved with the metric {keep.metric!r}",
             hint=nearest(keep.metric, known) if known else "none has any metrics",
         )
-    steps = set(retention.surplus(kept, keep, sound_step=sound_step))
+    steps = set(retention.surplus(kept, keep, soundness=retention.Soundness(sound_step)))
     # A link is left alone: only its maker may remove it.
     return [Removal(path, "not kept") for path in paths if step_of(path) in steps and not path.is_symlink()]
 

@@ -41,6 +41,7 @@ class Evidence:
         told_at: when the drill sent its signal, or told SLURM, in unix seconds; None if it did not, as when a rank is
             killed from within.
         refused: what SLURM said when it refused to do that.
+        unanswered: why it is not known whether SLURM has done it; None if it has answered.
         save_s: seconds of the save before it left; None if there was none.
         time_s: seconds from the signal until SLURM kills; None if that is not known.
         time_of: what gives that time: "cluster.signal_lead_s", "partition low".
@@ -57,6 +58,7 @@ class Evidence:
     explanation: str = ""
     told_at: float | None = None
     refused: str | None = None
+    unanswered: str | None = None
     save_s: float | None = None
     time_s: float | None = None
     time_of: str = ""
@@ -80,6 +82,7 @@ class Judgement:
         back_after_s: seconds from the end of the first attempt to the beginning of the next one.
         resumed_step: step at which that began.
         same_bits: whether it ended with the bits of the undisturbed run; None if that is not known.
+        undecided: it can be tried here, and what came of it is not known.
     """
 
     way: Way
@@ -95,12 +98,13 @@ class Judgement:
     back_after_s: float | None = None
     resumed_step: int | None = None
     same_bits: bool | None = None
+    undecided: bool = False
 
 
 def judge(evidence: Evidence) -> Judgement:
     """Judge one way."""
     if evidence.cannot is not None:
-        return Judgement(evidence.way, Result.NOT_TRIED, f"cannot be tried here, because {evidence.cannot}")
+        return _not_here(Judgement(evidence.way, Result.NOT_TRIED, ""), evidence.cannot)
     known = _measured(evidence)
     if evidence.refused is not None:
         return _refused(evidence, known)
@@ -173,16 +177,26 @@ def _failed(known: Judgement, sentence: str, advice: str | None) -> Judgement:
     return replace(known, result=Result.FAILED, sentence=sentence, advice=advice)
 
 
+def _not_here(known: Judgement, why: str) -> Judgement:
+    return replace(known, result=Result.NOT_TRIED, sentence=f"cannot be tried here, because {why}")
+
+
 def _undecided(known: Judgement, sentence: str, advice: str | None = None) -> Judgement:
-    return replace(known, result=Result.NOT_TRIED, sentence=sentence, advice=advice)
+    return replace(known, result=Result.NOT_TRIED, sentence=sentence, advice=advice, undecided=True)
+
+
+def _too_late(evidence: Evidence, known: Judgement, what: str, why: str = "") -> Judgement:
+    return _undecided(
+        known,
+        f"could not be judged: {what} within {evidence.within_min:g} min{why}",
+        "--within MINUTES waits longer",
+    )
 
 
 def _refused(evidence: Evidence, known: Judgement) -> Judgement:
     if evidence.way is Way.REQUEUE and evidence.mode != RequeueMode.REQUEUE:
-        return _undecided(
-            known,
-            f"cannot be tried here, because with requeue.mode={evidence.mode} SLURM does not requeue the job "
-            f"({evidence.refused})",
+        return _not_here(
+            known, f"with requeue.mode={evidence.mode} SLURM does not requeue the job ({evidence.refused})"
         )
     if evidence.way is Way.REQUEUE:
         return _failed(known, f"SLURM refuses to requeue the job: {evidence.refused}", MODE_HINT)
@@ -197,17 +211,19 @@ def _began(evidence: Evidence, known: Judgement) -> Judgement | None:
         return _failed(known, f"its job did not come to train: {first.sentence or evidence.explanation}", None)
     if evidence.over:
         return _failed(known, f"its job did not come to train: {evidence.explanation}", None)
-    return _undecided(
-        known,
-        f"could not be judged: its job did not begin to train within {evidence.within_min:g} min ({evidence.explanation})",
-        "--within MINUTES waits longer",
-    )
+    return _too_late(evidence, known, "its job did not begin to train", f" ({evidence.explanation})")
 
 
 def _was_told(evidence: Evidence, known: Judgement) -> Judgement | None:
     first = evidence.attempts[0]
     if evidence.way.kills or first.cause is not None:
         return None
+    if evidence.unanswered is not None and len(evidence.attempts) == 1:
+        return _undecided(
+            known,
+            f"it could not be found out whether SLURM does that: {evidence.unanswered}",
+            f"--ways {evidence.way} tries it once more",
+        )
     if evidence.told_at is None:
         return _undecided(known, f"could not be tried: {evidence.explanation}")
     if first.verdict == Next.DONE:
@@ -215,11 +231,11 @@ def _was_told(evidence: Evidence, known: Judgement) -> Judgement | None:
             return _undecided(
                 known,
                 "could not be judged: SLURM did not preempt it while it waited for that",
-                "--ways preemption tries it once more",
+                f"--ways {evidence.way} tries it once more",
             )
         return _failed(known, "was never told: the signal has not reached its ranks, and it trained on", _TOLD_HINT)
     if first.verdict is None and not evidence.over:
-        return _undecided(known, f"could not be judged: it was not told within {evidence.within_min:g} min")
+        return _too_late(evidence, known, "it was not told")
     return _failed(known, "was killed without having been told", _lost_hint(evidence))
 
 
@@ -231,9 +247,7 @@ _TOLD_HINT = (
 def _had_saved(evidence: Evidence, known: Judgement) -> Judgement | None:
     first = evidence.attempts[0]
     if first.verdict is None and len(evidence.attempts) == 1 and not evidence.over:
-        return _undecided(
-            known, f"could not be judged: it has not ended within {evidence.within_min:g} min of the drill"
-        )
+        return _too_late(evidence, known, "it has not ended")
     if evidence.way.kills:
         if first.committed_step:
             return None
@@ -266,12 +280,7 @@ def _came_back(evidence: Evidence, known: Judgement) -> Judgement | None:
         return _failed(known, f"came back, but not in place: {first.sentence}", "requeue.in_place=true")
     first = evidence.attempts[0]
     if not evidence.over:
-        return _undecided(
-            known,
-            f"could not be judged: it saved and left, and did not start again within {evidence.within_min:g} min "
-            f"({evidence.explanation})",
-            "--within MINUTES waits longer",
-        )
+        return _too_late(evidence, known, "it saved and left, and did not start again", f" ({evidence.explanation})")
     if evidence.mode == RequeueMode.OFF:
         return _failed(known, "does not come back: requeue.mode=off", "requeue=requeue, or requeue=chain")
     if first.verdict in (Next.REQUEUE, Next.RESTARTING):
@@ -288,11 +297,7 @@ def _resumed(evidence: Evidence, known: Judgement) -> Judgement | None:
     if second.first_step is None:
         if evidence.over:
             return _failed(known, f"came back, and failed: {second.sentence or evidence.explanation}", None)
-        return _undecided(
-            known,
-            f"could not be judged: it came back, and has not restored within {evidence.within_min:g} min of the drill",
-            "--within MINUTES waits longer",
-        )
+        return _too_late(evidence, known, "it came back, and has not restored")
     saved = first.committed_step
     if saved is not None and second.first_step != saved:
         return _failed(
@@ -324,11 +329,7 @@ def _same_in_the_end(evidence: Evidence, known: Judgement) -> Judgement | None:
         if evidence.over:
             last = evidence.attempts[-1]
             return _failed(known, f"came back, and did not finish: {last.sentence or evidence.explanation}", None)
-        return _undecided(
-            known,
-            f"could not be judged: it came back, and has not finished within {evidence.within_min:g} min of the drill",
-            "--within MINUTES waits longer",
-        )
+        return _too_late(evidence, known, "it came back, and has not finished")
     if evidence.sameness.same_bits:
         return None
     causes = likely_causes(evidence.sameness, evidence.attempts[1].first_step if len(evidence.attempts) > 1 else None)

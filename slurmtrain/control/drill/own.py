@@ -217,26 +217,16 @@ def _drill(config: Config, plan: OwnPlan, overrides: Sequence[str], cwd: Path, o
     began = time.monotonic()
     _refuse(config)
     client = None if config.cluster.backend == Backend.LOCAL else client_of(config)
-    folder = scratch.make_drill_folder(Path(config.job.runs_dir))
-    runs: list[Watched] = []
-    keep_runs = True  # of a drill that was broken off, too
-    try:
-        with scratch.interruptible():
-            for name in ("undisturbed", "stopped"):
-                its = own_config(config, plan, folder, stopped=name == "stopped")
-                runs.append(_start(name, its, overrides, cwd, of, client))
-            steering = _Steering(plan, client)
-            within_s = 60 * plan.within_min - (time.monotonic() - began)
-            scratch.follow(runs, steering.act, within_s=within_s, is_to_come=steering.is_to_resume)
-            found = judge_own(_evidence(runs[0], runs[1], steering, plan), plan)
-            keep_runs = plan.keep or found.result is not Result.PASSED
-    except BaseException:
-        if runs:
-            log.info("the drill is broken off; its jobs are cancelled, and its runs are kept: %s", folder)
-        raise
-    finally:
-        remains = scratch.clean_up(folder, runs, client, keep=keep_runs)
-    return dataclasses.replace(found, took_s=time.monotonic() - began, remains=remains)
+    with scratch.drilling(Path(config.job.runs_dir), client) as drill:
+        for name in ("undisturbed", "stopped"):
+            its = own_config(config, plan, drill.folder, stopped=name == "stopped")
+            drill.runs.append(_start(name, its, overrides, cwd, of, client))
+        steering = _Steering(plan, client)
+        within_s = 60 * plan.within_min - (time.monotonic() - began)
+        scratch.follow(drill.runs, steering.act, within_s=within_s, is_to_come=steering.is_to_resume)
+        found = judge_own(_evidence(drill.runs[0], drill.runs[1], steering, plan), plan)
+        drill.keep = plan.keep or found.result is not Result.PASSED
+    return dataclasses.replace(found, took_s=time.monotonic() - began, remains=drill.remains)
 
 
 def _refuse(config: Config) -> None:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25  # at the runs' own files
 ASK_EVERY_S = 4.0  # SLURM, about all of them
 LEAVE_S = 20.0  # longest wait for cancelled jobs to be gone
+FIRST_ASKED_S = 0.5  # SLURM, after a cancellation; each further pause is twice as long, up to ASK_EVERY_S
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Watched:
     Attributes:
         told_at: when it was told to stop, or SLURM to preempt it, in unix seconds; None: not yet.
         refused: why that could not be done.
+        unanswered: why it is not known whether it was done.
         given_up: nothing more is to be learned of it, though it goes on.
         over: it has ended, or was given up.
         state: what `status` says of it, when SLURM was asked last.
@@ -52,6 +54,7 @@ class Watched:
     config: Config
     told_at: float | None = None
     refused: str | None = None
+    unanswered: str | None = None
     given_up: bool = False
     over: bool = False
     state: RunState | None = None
@@ -194,15 +197,34 @@ def end_all(runs: Sequence[Watched], client: SlurmClient | None) -> bool:
         if jobs:
             with contextlib.suppress(SlurmtrainError):
                 client.cancel(*jobs)
-    deadline = time.monotonic() + LEAVE_S
-    while time.monotonic() < deadline:
-        if not _live(runs) and not (client is not None and _in_queue(runs, client)):
-            return True
-        time.sleep(LOOK_EVERY_S)
+    if _all_leave(runs, client):
+        return True
     for run in _live(runs):
         assert run.launcher is not None
         run.launcher.kill()
     return False
+
+
+def _all_leave(
+    runs: Sequence[Watched],
+    client: SlurmClient | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait for LEAVE_S at most until nothing of the runs is left, and return whether that is so."""
+    deadline = clock() + LEAVE_S
+    while _live(runs):
+        if clock() >= deadline:
+            return False
+        sleep(LOOK_EVERY_S)
+    pause = FIRST_ASKED_S
+    while client is not None and _in_queue(runs, client):
+        if clock() >= deadline:
+            return False
+        sleep(min(pause, max(0.0, deadline - clock())))
+        pause = min(2 * pause, ASK_EVERY_S)
+    return True
 
 
 def _live(runs: Sequence[Watched]) -> list[Watched]:
@@ -249,11 +271,43 @@ class Remains:
 NOTHING_LEFT = Remains()
 
 
-def clean_up(folder: Path, runs: Sequence[Watched], client: SlurmClient | None, *, keep: bool) -> Remains:
-    """End all runs of a drill, and remove its folder unless it is to be kept, or a job may still write there."""
-    if not end_all(runs, client):
-        return Remains(folder, jobs=True)
-    if keep and runs:
-        return Remains(folder)
-    remove_drill_folder(folder)
-    return NOTHING_LEFT
+@dataclass
+class Drill:
+    """A drill that goes on.
+
+    Attributes:
+        runs: those that it has started.
+        keep: keep its folder; so it is with one that is broken off.
+        remains: what it has left behind, when it has ended.
+    """
+
+    folder: Path
+    runs: list[Watched] = field(default_factory=list)
+    keep: bool = True
+    remains: Remains = NOTHING_LEFT
+
+
+@contextlib.contextmanager
+def drilling(runs_dir: Path, client: SlurmClient | None) -> Iterator[Drill]:
+    """Make the folder of a drill; at the end, in whatever way it comes, end all of its runs and remove the folder.
+
+    The folder stays if it is to be kept, or a job may still write there.
+
+    Raises:
+        ConfigError, OSError: as for `make_drill_folder`.
+    """
+    drill = Drill(make_drill_folder(runs_dir))
+    try:
+        with interruptible():
+            yield drill
+    except BaseException:
+        if drill.runs:
+            log.info("the drill is broken off; its jobs are cancelled, and its runs are kept: %s", drill.folder)
+        raise
+    finally:
+        if not end_all(drill.runs, client):
+            drill.remains = Remains(drill.folder, jobs=True)
+        elif drill.keep and drill.runs:
+            drill.remains = Remains(drill.folder)
+        else:
+            remove_drill_folder(drill.folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,19 +18,18 @@ from slurmtrain.control.drill.judge import Evidence, Judgement, Result, judge
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors, script_of
 from slurmtrain.control.drill.scratch import Remains, Watched
 from slurmtrain.control.drill.ways import Way, site_config, why_not_here
-from slurmtrain.control.submitting import check, client_of
-from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.control.submitting import check, look_at_cluster
+from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.launch.submit_once import check as check_accepted
 from slurmtrain.report.leaving_time import time_to_leave
 from slurmtrain.runs.outcome import Verdict as Next
-from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
-from slurmtrain.slurm.read_facts import own_user
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.system import files
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ def drill_site(
 ) -> SiteDrill:
     """Drill a site, and return the verdicts in the order of `ways`.
 
-    All jobs are cancelled at the end, also after Ctrl-C. The folder of the runs is removed, unless a way has failed,
-    something is left in it, or `keep` is set.
+    All jobs are cancelled at the end, also after Ctrl-C. The folder of the runs is removed, unless a way has failed
+    or could not be judged, a job may still write there, the drill was broken off, or `keep` is set.
 
     Args:
         config: a composed config, with a tiny model.
@@ -66,44 +64,40 @@ def drill_site(
         leaving_s: seconds that a run takes to leave, besides its own.
 
     Raises:
-        ConfigError, ClusterError: a run cannot be prepared, or submitted.
+        ConfigError, ClusterError: a run cannot be prepared, or submitted, or its job does not suit the cluster.
     """
     began = time.monotonic()
     config = with_absolute_paths(config, cwd)
-    local = config.cluster.backend == Backend.LOCAL
-    client = None if local else client_of(config)
-    folder = scratch.make_drill_folder(Path(config.job.runs_dir))
-    runs: list[Watched] = []
-    keep_runs = True  # of a drill that was broken off, too
-    try:
-        with scratch.interruptible():
-            cannot, preemptor = _cannot(config, ways, client, folder)
-            tried = [way for way in ways if way not in cannot]
-            # A whole node is wanted for the preemption, so its job comes first.
-            order: list[Way | None] = [
-                *sorted(tried, key=lambda way: way is not Way.PREEMPTION),
-                *([None] if tried else []),
-            ]
-            for way in order:
-                its = site_config(config, way, folder, given=given, leaving_s=leaving_s)
-                runs.append(_start(its, way, overrides, cwd, client))
-            by_way = dict(zip(order, runs, strict=True))
-            acting = {run.run_dir.id: way for way, run in by_way.items() if way is not None}
+    facts, client = ClusterFacts(), None
+    if config.cluster.backend != Backend.LOCAL:
+        # Not the config's own jobs, which are larger, but those of the drill: one node can be too few, too.
+        asking = [site_config(config, way, Path(config.job.runs_dir), given=given, leaving_s=leaving_s) for way in ways]
+        try:
+            client, facts = look_at_cluster(asking[0], asking[1:])
+        except ConfigError as error:
+            raise ConfigError(f"a tiny job of the drill cannot run: {error.message}", hint=error.hint) from None
+    with scratch.drilling(Path(config.job.runs_dir), client) as drill:
+        cannot, preemptor = _cannot(config, ways, client, facts, drill.folder)
+        tried = [way for way in ways if way not in cannot]
+        # A whole node is wanted for the preemption, so its job comes first.
+        order: list[Way | None] = [
+            *sorted(tried, key=lambda way: way is not Way.PREEMPTION),
+            *([None] if tried else []),
+        ]
+        for way in order:
+            its = site_config(config, way, drill.folder, given=given, leaving_s=leaving_s)
+            drill.runs.append(_start(its, way, overrides, cwd, client))
+        by_way = dict(zip(order, drill.runs, strict=True))
+        acting = {run.run_dir.id: way for way, run in by_way.items() if way is not None}
 
-            def act(run: Watched) -> None:
-                if run.run_dir.id in acting:
-                    interrupt(run, acting[run.run_dir.id], client, preemptor)
+        def act(run: Watched) -> None:
+            if run.run_dir.id in acting:
+                interrupt(run, acting[run.run_dir.id], client, preemptor)
 
-            scratch.follow(runs, act, within_s=60 * within_min - (time.monotonic() - began))
-            judgements = _judge_all(ways, by_way, cannot, client, within_min)
-            keep_runs = keep or any(each.result is Result.FAILED for each in judgements)
-    except BaseException:
-        if runs:
-            log.info("the drill is broken off; its jobs are cancelled, and its runs are kept: %s", folder)
-        raise
-    finally:
-        remains = scratch.clean_up(folder, runs, client, keep=keep_runs)
-    return SiteDrill(judgements, time.monotonic() - began, remains)
+        scratch.follow(drill.runs, act, within_s=60 * within_min - (time.monotonic() - began))
+        judgements = _judge_all(ways, by_way, cannot, facts, within_min)
+        drill.keep = keep or any(each.undecided or each.result is Result.FAILED for each in judgements)
+    return SiteDrill(judgements, time.monotonic() - began, drill.remains)
 
 
 def _start(config: Config, way: Way | None, overrides: Sequence[str], cwd: Path, client: SlurmClient | None) -> Watched:
@@ -114,25 +108,22 @@ def _start(config: Config, way: Way | None, overrides: Sequence[str], cwd: Path,
 
 
 def _cannot(
-    config: Config, ways: Sequence[Way], client: SlurmClient | None, folder: Path
+    config: Config, ways: Sequence[Way], client: SlurmClient | None, facts: ClusterFacts, folder: Path
 ) -> tuple[dict[Way, str], Preemptor | None]:
     """Return why ways cannot be tried here, and what preempts our job."""
     found = {way: why for way in ways if (why := why_not_here(way, config)) is not None}
     if Way.PREEMPTION not in ways or client is None:
         return found, None
-    preemptor = find_preemptor(config, client, folder)
+    preemptor = find_preemptor(config, client, facts, folder)
     if isinstance(preemptor, Preemptor):
         return found, preemptor
     return found | {Way.PREEMPTION: preemptor}, None
 
 
-def find_preemptor(config: Config, client: SlurmClient, folder: Path) -> Preemptor | str:
+def find_preemptor(config: Config, client: SlurmClient, facts: ClusterFacts, folder: Path) -> Preemptor | str:
     """Return what may preempt a job of this config, and accepts a job of this user; or why there is nothing."""
     cluster = config.cluster
-    qos, own = client.qos_of(own_user())
-    found = preemptors(
-        client.configuration(), client.partitions(), qos, own, partition=cluster.partition, own_qos=cluster.qos
-    )
+    found = preemptors(facts, partition=cluster.partition, account=cluster.account, qos=cluster.qos)
     if isinstance(found, str):
         return found
     refusals = []
@@ -158,6 +149,8 @@ def interrupt(run: Watched, way: Way, client: SlurmClient | None, preemptor: Pre
             stop.requeue(run.run_dir)
         else:
             _interrupt_job(run, way, client, preemptor)
+    except NoAnswerError as error:  # it may have been done all the same: the run shows whether it was
+        run.unanswered = error.message
     except SlurmtrainError as error:
         run.refused, run.given_up = error.message, True
         return
@@ -182,7 +175,7 @@ def _judge_all(
     ways: Sequence[Way],
     runs: dict[Way | None, Watched],
     cannot: dict[Way, str],
-    client: SlurmClient | None,
+    facts: ClusterFacts,
     within_min: float,
 ) -> list[Judgement]:
     undisturbed = runs.get(None)
@@ -192,20 +185,20 @@ def _judge_all(
             judgements.append(judge(Evidence(way, cannot=cannot[way])))
             continue
         run = runs[way]
-        time_s, time_of = time_given(way, run.config, client)
+        time_s, time_of = time_given(way, run.config, facts)
         assert undisturbed is not None
         judgements.append(judge(evidence_of(run, way, undisturbed, time_s, time_of, within_min)))
     return judgements
 
 
-def time_given(way: Way, config: Config, client: SlurmClient | None) -> tuple[float | None, str]:
+def time_given(way: Way, config: Config, facts: ClusterFacts) -> tuple[float | None, str]:
     """Return the seconds from the signal until SLURM kills, and what gives them."""
     cluster = config.cluster
-    if client is None:
+    if cluster.backend == Backend.LOCAL:
         return None, ""
     if way is Way.EARLY_SIGNAL:
         return float(cluster.signal_lead_s), "cluster.signal_lead_s"
-    times = client.preemption_times(cluster.partition, cluster.qos)
+    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
     if way is Way.PREEMPTION:
         return time_to_leave(times), (times.grace_of if times is not None else "") or "KillWait"
     return (times or PreemptionTimes()).kill_wait_s, "KillWait"
@@ -228,6 +221,7 @@ def evidence_of(
         explanation=run.explanation,
         told_at=run.told_at,
         refused=run.refused,
+        unanswered=run.unanswered,
         save_s=records.save_seconds(run.run_dir, saved) if saved else None,
         time_s=time_s,
         time_of=time_of,

@@ -9,9 +9,9 @@ array is no part of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -26,7 +26,7 @@ from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_templa
 from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.files import fsync_directory, temporary_beside, write_new
+from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_new
 
 WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
@@ -244,22 +244,23 @@ def _digest(settings: Settings, sources: Sequence[InputFile]) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-        return value
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    if not text:  # a file system without links: see `give_name`
+        raise ConfigError(
+            f"{path} is empty: a process writes it just now, or was killed", hint="try again, or remove it"
+        )
+    value: dict[str, Any] = json.loads(text)
+    return value
 
 
 def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     """Write the file unless another process is first, and return what it then holds."""
     temporary = temporary_beside(path)
     write_new(temporary, json.dumps(value, indent=1).encode(), mode=SHARED_MODE)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+    with contextlib.suppress(FileExistsError):
+        give_name(temporary, path)
     fsync_directory(path.parent)
     there = _read(path)
     assert there is not None

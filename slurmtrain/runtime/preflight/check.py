@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,26 +86,42 @@ class Verdict:
 
 
 def run_preflight(
-    config: Config, distributed: DistributedContext, context: AttemptContext, readers: Readers | None = None
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    readers: Readers | None = None,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
     """Check what this attempt needs before it trains. All ranks call it together.
+
+    Args:
+        stop_requested: returns whether this rank was told to stop.
 
     Raises:
         PreflightError: training must not begin; the same on all ranks.
         LostPeersError, RendezvousError: a rank went away, or did not come.
+        StopDuringStartError: this rank was told to stop while it waited for another one.
     """
     if config.preflight.mode == PreflightMode.OFF:
         return
     if distributed.environment.world_size > 1 and distributed.store_address is None:
         log.info("preflight: the ranks have met in a way that leaves no store in which facts could be compared")
         return
-    Preflight(config, distributed, context, readers or Readers()).run()
+    Preflight(config, distributed, context, readers or Readers(), stop_requested).run()
 
 
 class Preflight:
     """The checks of one attempt, seen from one rank."""
 
-    def __init__(self, config: Config, distributed: DistributedContext, context: AttemptContext, readers: Readers):
+    def __init__(
+        self,
+        config: Config,
+        distributed: DistributedContext,
+        context: AttemptContext,
+        readers: Readers,
+        stop_requested: Callable[[], bool],
+    ):
         self._config, self._distributed, self._context, self._readers = config, distributed, context, readers
         self._environment = distributed.environment
         self._leads = self._environment.local_rank == 0
@@ -115,7 +131,8 @@ class Preflight:
             # A new connection would take a fifth of a second. The groups have no use for this one before the first step.
             connected = distributed.store or distributed.connect_to_store()
             store = dist.PrefixStore(f"attempt-{context.number}", connected)
-            self._exchange = Exchange(store, self._environment.rank, self._environment.world_size, timeout_s)
+            rank, world_size = self._environment.rank, self._environment.world_size
+            self._exchange = Exchange(store, rank, world_size, timeout_s, stop_requested)
 
     def run(self) -> None:
         """Read, compare, and raise what ends the attempt."""
@@ -200,7 +217,7 @@ class Preflight:
         """Return what the clock shows before and after a moment at which all ranks are in one barrier."""
         if self._exchange is None or self._distributed.control_group is None or self._environment.single_node:
             return None
-        dist.barrier(group=self._distributed.control_group)  # so that none waits long in the next one
+        self._exchange.meet("clock")  # so that none waits long in the barrier, in which it hears no signal
         before = self._readers.clock()
         dist.barrier(group=self._distributed.control_group)
         return before, self._readers.clock()

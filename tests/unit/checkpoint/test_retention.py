@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.checkpoint.format import directory as checkpoint_directory
 from slurmtrain.checkpoint.format.directory import remove
-from slurmtrain.checkpoint.store.retention import Keep, Kept, in_use, leftovers, reading, surplus
+from slurmtrain.checkpoint.store.retention import Keep, Kept, Soundness, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
 
 HOUR = 3600.0
@@ -45,13 +45,13 @@ def test_the_newest_stay_in_whatever_order_they_are_listed() -> None:
     ("sound_step", "removed"), [(None, [10, 20]), (45, [10, 20]), (29, [10]), (19, [20]), (5, [10, 20])]
 )
 def test_the_newest_from_before_a_trouble_stays(sound_step: int | None, removed: list[int]) -> None:
-    assert surplus(kept(10, 20, 30, 40), Keep(last=2), sound_step=sound_step) == removed
+    assert surplus(kept(10, 20, 30, 40), Keep(last=2), soundness=Soundness(sound_step)) == removed
 
 
 def test_steps_that_nobody_has_judged_yet_stay() -> None:
     """Any of them may turn out to be the newest sound one."""
-    assert surplus(kept(3, 4, 5, 6), Keep(last=2), sound_step=3, unchecked_step=4) == []
-    assert surplus(kept(3, 4, 5, 6, 7), Keep(last=2), sound_step=4, unchecked_step=6) == [3, 5]
+    assert surplus(kept(3, 4, 5, 6), Keep(last=2), soundness=Soundness(3, 4)) == []
+    assert surplus(kept(3, 4, 5, 6, 7), Keep(last=2), soundness=Soundness(4, 6)) == [3, 5]
 
 
 def test_nothing_is_removed_while_there_are_no_more_than_the_last() -> None:

@@ -102,6 +102,26 @@ def test_drift_is_told_by_words_and_exit_code(alpha: FakeSlurm, capsys: pytest.C
     assert "cannot run: there is no partition 'gpu'" in capsys.readouterr().out
 
 
+def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--no-speed"]) == 0
+    Path("conf/cluster/a100x4.yaml").write_text("defaults: [alpha, _self_]\nnodes: 2\n")  # a shipped one has the name
+    Path("conf/cluster/long.yaml").write_text("defaults:\n  - alpha\ntime_limit_min: 3000\n")
+    assert main(["probe", "--check", "conf/cluster/a100x4.yaml"]) == 0
+    assert main(["probe", "--check", "long"]) == 78
+    Path("conf/cluster/beside.yaml").write_text("defaults: [gone]\n")
+    capsys.readouterr()
+    assert main(["probe", "--check", "beside"]) == 2
+    assert "gone" in capsys.readouterr().err
+    mine = Path("mine/cluster")
+    mine.mkdir(parents=True)
+    (mine / "base.yaml").write_text("partition: gpu\ngpu_type: h100\ngpus_per_node: 4\ntasks_per_node: 4\n")
+    (mine / "own.yaml").write_text("defaults: [base]\n")
+    assert main(["probe", "--check", "mine/cluster/own.yaml"]) == 78
+    assert "no node of partition gpu has h100:4 on a node" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
@@ -144,6 +164,30 @@ def test_a_job_that_does_not_suit_the_cluster_is_refused_before_anything_is_crea
     said = capsys.readouterr().err
     assert "no node of partition gpu has h100:4 on a node" in said
     assert "its nodes have gpu:a100:4, gpu:v100:8" in said
+    assert alpha.submitted == []
+    assert not Path("runs").exists()
+
+
+def test_of_a_sweep_every_request_is_compared_with_the_cluster(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["cluster.backend=slurm", "cluster.partition=gpu", "+experiment=smoke", "train.seed=1,2"]
+    assert main([*words, "cluster.time_limit_min=30,3000", "-m", "submit"]) == 78
+    assert "cluster.time_limit_min=3000" in capsys.readouterr().err
+    assert alpha.submitted == []
+    assert not Path("runs").exists()
+
+
+def test_a_drill_whose_tiny_jobs_a_partition_does_not_take_says_so_before_it_submits_any(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--partition", "cpu", "--account", "physics", "--no-speed"]) == 0
+    assert main(["+cluster=alpha-cpu", "drill"]) == 78
+    said = capsys.readouterr().err
+    assert (
+        "a tiny job of the drill cannot run: a job of 1 node is less than partition cpu asks for, 2 (MinNodes)" in said
+    )
+    assert "cluster.nodes=2" in said
     assert alpha.submitted == []
     assert not Path("runs").exists()
 

@@ -96,9 +96,52 @@ def test_where_ssh_fails_a_sentence_says_what_to_try(
 
 
 def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (login / "slurmtrain-work/laptop").mkdir(parents=True)
-    assert main(["--host", "me@login", "--host-python", "/usr/bin/false", "status"]) == 78
-    assert "--host-python PATH names one that has" in capfd.readouterr().err
+    """Also one where nothing is there yet: neither the folder nor a Python."""
+    for python, said in (
+        ("/usr/bin/false", "/usr/bin/false on"),
+        ("envs/none/bin/python", f"there is no Python {login}/envs/none/bin/python on"),
+    ):
+        for verb in (["status"], ["probe", "--out", "-"], ["cluster=a100x4", "submit"]):
+            assert main(["--host", "me@login", "--host-python", python, *verb]) == 78
+            told = capfd.readouterr().err
+            assert told.count("error:") == 1 and said in told
+            assert "ssh me@login, install it there" in told and "--host-python venv/bin/python" in told
+    assert not (login / "slurmtrain-work").exists()
+
+
+@pytest.mark.parametrize("python", ["~/venv/bin/python", "venv/bin/python", "python-of-mine", "ABSOLUTE"])
+def test_the_python_there_may_be_named_as_a_person_names_it(
+    login: Path, fake_slurm: FakeSlurm, python: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Below the home directory, whatever the folder of the runs is, or by a name that a login shell finds."""
+    (login / "venv" / "bin").mkdir(parents=True)
+    for path in (login / "venv" / "bin" / "python", fake_slurm.directory / "python-of-mine"):
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+    named = python.replace("ABSOLUTE", f"{login}/venv/bin/python")
+    there = ["--host=me@login:~/my work", f"--host-python={named}"]
+    assert main([*there, "cluster=a100x4", "submit"]) == 0
+    assert len(list((login / "my work" / "runs").glob("*/2*"))) == 1
+    assert main([*there, "status", "last"]) == 0 and "(train)" in capfd.readouterr().out
+
+
+def test_an_account_without_a_home_directory_can_name_a_folder(
+    login: Path, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = (fake_slurm.directory / "ssh").read_text().partition("\n")[2]
+    fake_slurm.command("ssh", whole.replace(f"HOME='{login}'", f"HOME=/nowhere PYTHONPATH='{PACKAGE.parent}'"))
+    assert main([*LOGIN, "status"]) == 1
+    assert "there is no home directory /nowhere" in capfd.readouterr().err
+    assert main(["--host", f"me@login:{tmp_path}/there", *LOGIN[2:], "cluster=a100x4", "submit", "--dry-run"]) == 0
+
+
+def test_probe_does_not_write_a_file_where_submit_would_not_find_it(
+    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LOGIN, "probe"]) == 2
+    assert "probe --out - > conf/cluster/NAME.yaml" in capfd.readouterr().err
+    assert main([*LOGIN, "probe", "--out", "-", "--no-speed"]) != 2  # there is no slurmctld behind these commands
+    assert (login / "slurmtrain-work" / "laptop").is_dir()
 
 
 def test_the_machine_is_taken_out_of_the_line_wherever_it_stands() -> None:

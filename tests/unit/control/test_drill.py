@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, si
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.parse_facts import (
+    ASSOC_COLUMNS,
+    QOS_COLUMNS,
+    parse_associations,
+    parse_partitions,
+    parse_qos,
+)
 
 SAME = Sameness(steps=(1, 2), names=("loss",), checkpoint=2)
 TOLD = Attempt(
@@ -162,15 +171,32 @@ def test_a_way_that_fails_says_why_and_what_to_set(given: Evidence, words: str, 
         (evidence(undisturbed="it has not finished"), "its bits cannot be compared"),
         (evidence(Way.PREEMPTION, attempts=[told(cause=None, verdict="done")]), "SLURM did not preempt it"),
         (
-            evidence(mode=RequeueMode.CHAIN, refused="disabled"),
-            "with requeue.mode=chain SLURM does not requeue the job",
+            evidence(unanswered="the controller did not answer", attempts=[told(cause=None, verdict="done")]),
+            "it could not be found out whether SLURM does that: the controller did not answer",
+        ),
+        (
+            evidence(unanswered="the controller did not answer", attempts=[told(cause=None, verdict=None)], over=False),
+            "it could not be found out",
         ),
     ],
 )
 def test_what_is_not_known_is_no_failure(given: Evidence, words: str) -> None:
     found = judge(given)
-    assert found.result is Result.NOT_TRIED
+    assert found.result is Result.NOT_TRIED and found.undecided
     assert words in found.sentence
+
+
+def test_what_cannot_be_tried_here_leaves_nothing_to_look_at() -> None:
+    found = judge(evidence(mode=RequeueMode.CHAIN, refused="disabled"))
+    assert (found.result, found.undecided) == (Result.NOT_TRIED, False)
+    assert "with requeue.mode=chain SLURM does not requeue the job" in found.sentence
+    assert not judge(evidence(cannot="cluster=local has no SLURM")).undecided
+
+
+def test_a_request_that_was_done_although_nobody_said_so_counts() -> None:
+    assert judge(evidence(unanswered="the controller did not answer")).result is Result.PASSED
+    lost = evidence(unanswered="it did not answer", attempts=[told(cause=None, committed_step=4), BACK])
+    assert "killed without having been told" in judge(lost).sentence
 
 
 def test_attempts_before_the_interruption_do_not_count(tmp_path: Path) -> None:
@@ -208,9 +234,29 @@ PARTITIONS = (
 BY_PARTITION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
 
 
+def facts_of(
+    configuration: dict[str, str], partitions: str = PARTITIONS, qos: Sequence[str] = (), may_use: str = ""
+) -> ClusterFacts:
+    """A cluster, by what SLURM's commands print of it.
+
+    Args:
+        qos: lines of sacctmgr: name, those that it preempts, and how it is preempted.
+        may_use: the QOS that this person may use.
+    """
+    rows = (dict(zip(("Name", "Preempt", "PreemptMode"), line.split("|"), strict=True)) for line in qos)
+    text = "\n".join("|".join(row.get(column, "") for column in QOS_COLUMNS) for row in rows)
+    mine = {"Cluster": "c", "Account": "physics", "QOS": may_use}
+    associations = "|".join(mine.get(column, "") for column in ASSOC_COLUMNS)
+    return ClusterFacts(
+        config={"ClusterName": "c", **configuration},
+        partitions=parse_partitions(partitions),
+        qos=parse_qos(text),
+        associations=parse_associations(associations, "c"),
+    )
+
+
 def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_first() -> None:
-    found = preemptors(BY_PARTITION, PARTITIONS, "", "", partition=None, own_qos=None)
-    assert found == [
+    assert preemptors(facts_of(BY_PARTITION), partition=None) == [
         Preemptor(("--partition=high",), "partition high"),
         Preemptor(("--partition=urgent",), "partition urgent"),
     ]
@@ -220,31 +266,47 @@ def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_fir
     ("configuration", "partitions", "partition", "words"),
     [
         ({"PreemptType": "preempt/none"}, PARTITIONS, "low", "preempts nothing here"),
-        ({}, "", None, "preempts nothing here"),
+        ({}, PARTITIONS, None, "preempts nothing here"),
         (BY_PARTITION, PARTITIONS, "high", "PreemptMode=OFF"),
         (BY_PARTITION, PARTITIONS.replace("PreemptMode=REQUEUE", "PreemptMode=GANG,SUSPEND"), "low", "are suspended"),
         (BY_PARTITION, PARTITIONS.splitlines()[0], "low", "no other partition on its nodes"),
         (BY_PARTITION, PARTITIONS, "nowhere", "does not say how partition nowhere"),
+        (BY_PARTITION, PARTITIONS.replace("Default=YES", "Default=NO"), None, "no default partition"),
+        (BY_PARTITION, "", "low", "did not say who preempts whom"),
         ({"PreemptType": "preempt/site"}, PARTITIONS, "low", "nothing is known of PreemptType=preempt/site"),
     ],
 )
 def test_where_nothing_preempts_the_reason_is_told(
     configuration: dict[str, str], partitions: str, partition: str | None, words: str
 ) -> None:
-    found = preemptors(configuration, partitions, "", "", partition=partition, own_qos=None)
+    found = preemptors(facts_of(configuration, partitions), partition=partition)
     assert isinstance(found, str) and words in found
 
 
+def test_a_controller_that_says_nothing_is_not_one_that_preempts_nothing() -> None:
+    assert preemptors(ClusterFacts(), partition=None) == "SLURM's controller did not say who preempts whom"
+
+
 def test_a_qos_that_preempts_is_used_only_where_the_person_may() -> None:
-    by_qos, qos = {"PreemptType": "preempt/qos"}, "cheap||requeue\nfast|cheap|cluster\nboss|cheap,fast|cluster\n"
-    assert preemptors(by_qos, "", qos, "cheap,fast\n", partition=None, own_qos="cheap") == [
-        Preemptor(("--qos=fast",), "QOS fast")
-    ]
+    by_qos, qos = {"PreemptType": "preempt/qos"}, ["cheap||requeue", "fast|cheap|cluster", "boss|cheap,fast|cluster"]
+    two = facts_of(by_qos, qos=qos, may_use="cheap,fast")
+    assert preemptors(two, partition=None, qos="cheap") == [Preemptor(("--qos=fast",), "QOS fast")]
+    cheap = facts_of(by_qos, qos=qos, may_use="cheap")
     assert "you may use none of the QOS that preempt cheap: fast, boss" in preemptors(
-        by_qos, "", qos, "cheap\n", partition=None, own_qos="cheap"
+        cheap, partition=None, qos="cheap"
     )
-    assert "no QOS preempts QOS boss" in preemptors(by_qos, "", qos, "boss\n", partition=None, own_qos="boss")
-    assert "cluster.qos is not set" in preemptors(by_qos, "", qos, "", partition=None, own_qos=None)
+    assert preemptors(cheap, partition=None) == preemptors(cheap, partition=None, qos="cheap")  # the only one of theirs
+    boss = facts_of(by_qos, qos=qos, may_use="boss")
+    assert "no QOS preempts QOS boss" in preemptors(boss, partition=None, qos="boss")
+    assert "does not show QOS gone" in preemptors(boss, partition=None, qos="gone")
+    assert "cluster.qos is not set" in preemptors(facts_of(by_qos, qos=qos), partition=None)
+
+
+def test_a_qos_that_is_preempted_as_the_cluster_says_may_be_suspended_or_left_alone() -> None:
+    qos = ["cheap||cluster", "fast|cheap|cluster"]
+    for mode, words in (("GANG,SUSPEND", "of QOS cheap are suspended"), ("OFF", "of QOS cheap are not preempted")):
+        facts = facts_of({"PreemptType": "preempt/qos", "PreemptMode": mode}, qos=qos, may_use="cheap,fast")
+        assert words in preemptors(facts, partition=None, qos="cheap")
 
 
 def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[str, Any]]:

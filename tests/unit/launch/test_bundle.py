@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch import unbundle
-from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, write_bundle
+from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, without_files, write_bundle
 from slurmtrain.launch.unbundle import opened, package_sentence
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.environment_record import write_environment
@@ -177,6 +178,37 @@ def test_a_bundle_never_holds_a_secret(
     run.config_file.write_text(config.replace("  env: {}", "  env:\n    WANDB_API_KEY: written-out"))
     with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY looks like a secret"):
         pack(run, exclude=["client.py", ".env"], allow=["notes.txt"])
+    pack(run, exclude=["client.py", ".env"], allow=["notes.txt", "config.yaml"])
+    run.config_file.write_text(config.replace("  env: {}", "  env:\n    NAMED: opensesame"))
+    with pytest.raises(ConfigError, match=r"config\.yaml holds the value of MY_TOKEN"):
+        pack(run, exclude=["client.py", ".env"], allow=["*"])
+
+
+def test_a_secret_in_the_changes_of_a_file_goes_with_the_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "WIDTH = 8")  # what git has of the file, so the patch has it as a line that is gone
+    with pytest.raises(ConfigError, match=r"changes\.patch holds the value of MY_TOKEN"):
+        pack(run, allow=["*"])
+    assert "changes.patch" not in {member.name for member in pack(run, exclude=["lib/*"]).members}
+    monkeypatch.delenv("MY_TOKEN")
+    run.config_file.write_text(run.config_file.read_text().replace("secrets: {}", "secrets: {HF_TOKEN: env}"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert any("not looked for in the bundle: the secrets HF_TOKEN" in said for said in pack(run).warnings)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "diff --git a/lib/a b.py b/lib/a b.py\n--- a/lib/a b.py\t\n+++ b/lib/a b.py\t\n@@ -1 +1 @@\n-x\n+y\n",
+        "diff --git lib/a.py lib/a.py\n--- lib/a.py\n+++ lib/a.py\n@@ -1 +1 @@\n-x\n+y\n",
+        "diff --git a/lib/a.py b/other.py\nsimilarity index 100%\nrename from lib/a.py\nrename to other.py\n",
+        "diff --git a/lib/a.png b/lib/a.png\nBinary files a/lib/a.png and b/lib/a.png differ\n",
+        "diff --git a/lib/a.py b/lib/a.py\ndeleted file mode 100644\n--- a/lib/a.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n",
+    ],
+)
+def test_the_parts_of_a_diff_on_a_file_are_left_out(header: str) -> None:
+    kept = "diff --git a/kept.py b/kept.py\n--- a/kept.py\n+++ b/kept.py\n@@ -1 +1 @@\n-diff --git a/lib/a\n+y\n"
+    assert without_files(header + kept + header, ["lib/*"]) == kept
+    assert without_files(header + kept, []) == header + kept
 
 
 def test_keys_that_are_assigned_to_a_name_are_found_and_ordinary_code_is_not() -> None:
@@ -329,23 +361,136 @@ def test_a_list_that_leads_elsewhere_or_is_of_another_kind_is_refused(bundle: Pa
         assert is_refused(rebuilt(bundle, edit, tmp_path / "hostile.tar.gz")), change
 
 
-def test_a_few_bytes_that_stand_for_many_fill_no_disk_and_no_memory(
+def header(kind: bytes, size: int, name: str = "x") -> bytes:
+    """A header of tar that says that so many bytes follow."""
+    found = tarfile.TarInfo(name)
+    found.type, found.size = kind, size
+    return found.tobuf(tarfile.PAX_FORMAT)
+
+
+def many_keys(prefix: str, count: int) -> bytes:
+    """The content of a header of tar with so many keys."""
+    lines = [b"%s%d=1\n" % (prefix.encode(), number) for number in range(count)]
+    return b"".join(b"%d %s" % (len(line) + 3, line) for line in lines if len(line) + 3 < 100)
+
+
+class Zeros(io.RawIOBase):
+    """A file of so many zeros after a beginning, which notes the most that was read of it at once."""
+
+    def __init__(self, beginning: bytes, zeros: int):
+        self.rest, self.zeros, self.total = beginning, zeros, 0
+
+    def read(self, size: int = -1) -> bytes:
+        size = self.zeros if size < 0 else size
+        data, self.rest = self.rest[:size], self.rest[size:]
+        more = min(size - len(data), self.zeros)
+        self.zeros -= more
+        self.total += len(data) + more
+        return data + bytes(more)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return 0
+
+
+HEADERS = [
+    header(tarfile.XHDTYPE, 1 << 31),  # two GiB, which tarfile gathers before anything is known
+    header(tarfile.XGLTYPE, 1 << 31),
+    header(tarfile.GNUTYPE_LONGNAME, 1 << 31),
+    header(tarfile.XHDTYPE, 60 << 20),
+    header(tarfile.REGTYPE, 1 << 40, "run/bundle.json"),
+    b"",  # zeros
+]
+
+
+@pytest.mark.parametrize("beginning", HEADERS)
+def test_a_header_that_stands_for_gigabytes_is_refused_before_they_are_read(beginning: bytes, tmp_path: Path) -> None:
+    source = Zeros(beginning, 1 << 31)
+    with pytest.raises(ConfigError):
+        unbundle._unpack(tmp_path / "hostile.tar", source, tmp_path)  # type: ignore[arg-type]
+    assert source.total <= 2 << 20
+
+
+def test_a_file_that_stands_for_gigabytes_is_not_gathered_in_memory(bundle: Path, tmp_path: Path) -> None:
+    """Neither a gzip bomb, nor headers after each other, nor a file longer than its list says."""
+    hostile, block = tmp_path / "hostile.tar.gz", 64 << 20
+    with tarfile.open(bundle) as tar:
+        listed = tar.getmembers()[1]
+        end = listed.offset
+    plain = gzip.decompress(bundle.read_bytes())
+    keys = [many_keys(f"{chr(97 + number)}", 4000) for number in range(20)]
+    globals_ = b"".join(header(tarfile.XGLTYPE, len(each)) + each + bytes(-len(each) % 512) for each in keys)
+    for added in (
+        bytes(block),
+        globals_ + plain[end:],
+        header(tarfile.REGTYPE, block, listed.name) + bytes(block),
+        header(tarfile.GNUTYPE_SPARSE, listed.size, listed.name) + bytes(1024),
+    ):
+        hostile.write_bytes(gzip.compress(plain[:end] + added, 1))
+        hostile.chmod(0o600)
+        with pytest.raises(ConfigError):
+            unpack(hostile)
+
+
+@pytest.mark.parametrize("gone", ["config.yaml", "environment.json"])
+def test_a_bundle_without_a_config_or_an_environment_is_one_sentence(
+    bundle: Path, tmp_path: Path, elsewhere: Path, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+        listed = json.loads(members[0][1])
+        del listed["files"][gone]
+        members[:] = [(each, content) for each, content in members if not each.name.endswith(f"/{gone}")]
+        members[0] = members[0][0], json.dumps(with_digest(listed)).encode()
+
+    assert main(["submit", "--from", str(rebuilt(bundle, without, tmp_path / "less.tar.gz")), "--dry-run"]) == 78
+    assert f"its bundle.json names no {gone}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe", b"[]", b"a: [", b"cluster: 7", b"model: {target: x}", b"a: &a [1]\nb: *a", b"[" * 9999],
+)
+def test_a_config_that_is_none_is_one_sentence(
+    bundle: Path, tmp_path: Path, elsewhere: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+        place = next(number for number, (each, _) in enumerate(members) if each.name.endswith("/config.yaml"))
+        members[place] = members[place][0], content
+        listed = json.loads(members[0][1])
+        facts = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "executable": False}
+        listed["files"]["config.yaml"] = facts
+        members[0] = members[0][0], json.dumps(with_digest(listed)).encode()
+
+    code = main(["submit", "--from", str(rebuilt(bundle, other, tmp_path / "other.tar.gz")), "--dry-run"])
+    said = capsys.readouterr().err
+    assert code in (2, 78) and "Traceback (most" not in said and said.count("slurmtrain: error:") == 1
+
+
+def test_a_variable_that_is_not_utf_8_is_looked_for_as_it_is(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", os.fsdecode(b"open\xffsesame"))
+    names = [member.name for member in pack(run).members]
+    assert "code/train.py" in names
+    (run.code / "train.py").write_bytes(b"login('open\xffsesame')\n")
+    with pytest.raises(ConfigError, match="holds the value of MY_TOKEN"):
+        pack(run)
+
+
+def test_what_a_killed_command_has_unpacked_is_removed_by_the_next_and_what_a_living_one_has_is_not(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unbundle, "MOST_BYTES", 4 << 20)
-    monkeypatch.setattr(unbundle, "LIST_BYTES", 1 << 20)
-    bomb = tmp_path / "bomb.tar.gz"
-    bomb.write_bytes(gzip.compress(bytes(64 << 20)))
-    with pytest.raises(ConfigError):
-        unpack(bomb)
-    header = tarfile.TarInfo("x")
-    header.type, header.size = (
-        tarfile.XHDTYPE,
-        60 << 20,
-    )  # a header of tar itself, which is read before anything is known
-    bomb.write_bytes(gzip.compress(header.tobuf() + bytes(60 << 20)))
-    with pytest.raises(ConfigError, match="torn, or no bundle"):
-        unpack(bomb)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    (scratch / "slurmtrain-bundle-left" / "code").mkdir(mode=0o700, parents=True)
+    (scratch / "slurmtrain-bundle-elsewhere").symlink_to(tmp_path)
+    (scratch / "slurmtrain-bundle-of-all").mkdir()
+    (scratch / "slurmtrain-bundle-of-all").chmod(0o777)
+    with opened(bundle) as first, opened(bundle) as second:
+        assert {path.name for path in scratch.iterdir()} == {
+            *(first.folder.name, second.folder.name),
+            *("slurmtrain-bundle-elsewhere", "slurmtrain-bundle-of-all"),
+        }
+        assert (first.folder / "code" / "train.py").is_file() and bundle.exists()
+    assert len(list(scratch.iterdir())) == 2
 
 
 def test_a_bundle_that_others_may_have_written_is_not_run(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.launch.cluster_drift import Drift, Kind, drift, observed_in
-from slurmtrain.launch.cluster_file import describe
+from slurmtrain.launch.cluster_file.describe import describe
+from slurmtrain.launch.cluster_file.drift import Drift, Kind, drift, observed_in
 from slurmtrain.launch.login_node import LoginNode
 from slurmtrain.slurm.facts import ClusterFacts
 from tests.support.recorded_slurm import CLUSTERS, facts_of

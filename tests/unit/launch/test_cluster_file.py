@@ -14,9 +14,11 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe, switch_sizes
+from slurmtrain.launch.cluster_file.content import WIDTH, ClusterFile
+from slurmtrain.launch.cluster_file.describe import describe
+from slurmtrain.launch.cluster_file.notes import switch_sizes
 from slurmtrain.launch.login_node import Folder, LoginNode, wanted_modules
-from slurmtrain.launch.queue_check import check_request
+from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
 from slurmtrain.system.file_systems import Mount
 from tests.support.recorded_slurm import CLUSTERS, facts_of
@@ -118,6 +120,20 @@ def test_parts_of_a_gpu_are_used_one_by_one_since_nccl_joins_none() -> None:
 
 def test_a_partition_of_some_accounts_gets_one_of_those() -> None:
     assert described("alpha_22_05", partition="urgent").values["account"] == "physics"
+
+
+def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None:
+    facts = facts_of("alpha_22_05")
+    denying = tuple(replace(each, allowed_qos=None, denied_qos=("Normal",)) for each in facts.partitions)
+    file = describe(replace(facts, partitions=denying), LOGIN, account="physics")
+    assert file.values["qos"] == "debug"
+    assert "# the partition does not take normal, your default one (DenyQos)" in file.text()
+
+
+def test_accounts_of_a_partition_are_compared_without_case() -> None:
+    facts = facts_of("alpha_22_05")
+    closed = tuple(replace(each, allowed_accounts=("PHYSICS",)) for each in facts.partitions)
+    assert describe(replace(facts, partitions=closed), LOGIN).values["account"] == "physics"
 
 
 def test_a_time_limit_of_a_minute_leaves_no_time_for_a_warning() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
-from slurmtrain.system.files import write_json
+from slurmtrain.system.files import give_name, write_json
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -310,6 +313,54 @@ def test_a_claim_whose_making_nfs_has_not_confirmed_is_ones_own(
 
     with claimed(tmp_path, busy) as somebody_before:
         assert not somebody_before and len(file_claims.claims(tmp_path)) == 1
+
+
+def test_without_hard_links_one_process_at_a_time_holds_a_claim(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source)
+
+    monkeypatch.setattr(os, "link", no_links)
+    held, most, gate = [0], [0], threading.Barrier(6)
+
+    def work() -> None:
+        gate.wait()
+        with claimed(tmp_path, lambda owner: None):
+            held[0] += 1
+            most[0] = max(most[0], held[0])
+            assert is_claimed(tmp_path)
+            held[0] -= 1
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for _ in range(6)]:
+            done.result()
+    assert most == [1] and [path.name for path in file_claims.claims(tmp_path)] == [
+        f"claim-{number:04d}.json" for number in range(1, 7)
+    ]
+    file_claims.claims(tmp_path)[0].unlink()  # somebody tidies up: the next one is numbered by name all the same
+    with claimed(tmp_path, lambda owner: None) as somebody_before:
+        assert somebody_before and file_claims.claims(tmp_path)[-1].name == "claim-0007.json"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_gets_a_name_that_nothing_has_whole_or_not_at_all(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), source)
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    for text in ("first", "second"):
+        temporary = tmp_path / "temporary"
+        temporary.write_text(text)
+        with contextlib.suppress(FileExistsError) if text == "second" else contextlib.nullcontext():
+            give_name(temporary, tmp_path / "name")
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("name", "first")]
+    (tmp_path / "temporary").write_text("x")
+    with pytest.raises(FileNotFoundError):
+        give_name(tmp_path / "temporary", tmp_path / "nowhere" / "name")
 
 
 @pytest.mark.parametrize("torn", ["", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])

@@ -9,8 +9,9 @@ import pytest
 
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.queue_check import Finding, check_request, raise_fatal, with_choices_of_the_shell
-from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.launch.queue_check.finding import Finding, raise_fatal
+from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
+from slurmtrain.slurm.facts import Account, ClusterFacts
 from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
@@ -72,6 +73,27 @@ def test_a_partition_that_starts_no_jobs_is_said() -> None:
     down = replace(ALPHA, partitions=tuple(replace(each, state="DOWN") for each in ALPHA.partitions))
     (found,) = findings(down)
     assert not found.fatal  # the job waits until it is up again
+
+
+def changed(name: str, **fields: Any) -> ClusterFacts:
+    """The cluster with a partition that is otherwise."""
+    partitions = (replace(each, **fields) if each.name == name else each for each in ALPHA.partitions)
+    return replace(ALPHA, partitions=tuple(partitions))
+
+
+def test_a_partition_that_is_drained_takes_no_jobs_unless_another_gets_them() -> None:
+    found = fatal(changed("gpu", state="DRAIN"))
+    assert "State=DRAIN" in found.message
+    instead = findings(changed("gpu", state="DRAIN", alternate="urgent"), account="physics")
+    assert [each.message for each in instead] == [
+        "partition gpu takes no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
+    ]
+    assert not instead[0].fatal
+    first, *_ = findings(changed("gpu", state="INACTIVE", alternate="mig"), account="physics")
+    assert (first.fatal, first.field) == (True, "cluster.gpus_per_node")  # it has no such GPUs
+    first, *_ = findings(changed("gpu", state="INACTIVE", alternate="closed"), account="physics")
+    assert "partition closed starts no jobs at present (State=INACTIVE)" in first.message
+    assert findings(changed("gpu", alternate="mig"), account="physics") == []  # it takes jobs itself
 
 
 def test_a_time_limit_above_that_of_the_partition_is_refused_with_the_most_that_it_gives() -> None:
@@ -230,6 +252,17 @@ def test_a_partition_takes_only_its_accounts_and_its_qos() -> None:
     assert "high" in fatal(qos="hihg").hint
 
 
+def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allowing_before_denying() -> None:
+    assert (
+        findings(changed("gpu", allowed_accounts=("Physics",), denied_accounts=("physics",)), account="physics") == []
+    )
+    (found,) = findings(changed("gpu", denied_accounts=("PHYSICS",)), account="physics")
+    assert "does not take account physics" in found.message and found.hint == "it takes: biology"
+    denied = changed("gpu", allowed_qos=None, denied_qos=("Normal",))
+    found = next(each for each in findings(denied, account="physics") if each.field == "cluster.qos")
+    assert "your default QOS normal: partition gpu does not take it" in found.message
+
+
 def test_limits_of_a_qos_come_before_those_of_an_account() -> None:
     found = fatal(account="physics", qos="high", nodes=3, time_limit_min=240)
     assert found.message == "the job asks for 12 GPUs, and QOS high gives a job 8"
@@ -244,6 +277,18 @@ def test_what_all_jobs_of_an_account_may_have_together_bounds_one_job() -> None:
     assert "16 GPUs" in found.message
     assert "account physics (all of its jobs together) gives a job 12" in found.message
     assert found.hint == "write at most cluster.nodes=3"
+
+
+def test_accounts_above_the_persons_own_bound_a_job_too_and_the_least_counts() -> None:
+    assert ALPHA.associations is not None
+    for own, above, whose in ((None, 8, "science"), (12, 8, "science"), (4, 8, "physics"), (None, None, "root")):
+        line = tuple(
+            Account(name, parent, {} if most is None else {"gres/gpu": most})
+            for name, parent, most in (("physics", "science", own), ("science", "root", above), ("root", "", 12))
+        )
+        associations = tuple(replace(each, accounts=line) for each in ALPHA.associations)
+        found = fatal(replace(ALPHA, associations=associations), account="physics", nodes=4)
+        assert f"account {whose} (all of its jobs together)" in found.message
 
 
 def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:

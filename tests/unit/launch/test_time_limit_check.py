@@ -15,7 +15,8 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.time_limit_check import Measured, check, look_ahead, measured_before
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
+from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.preemption import PreemptionTimes
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -143,21 +144,21 @@ def test_a_warning_is_printed_once_and_the_run_is_submitted(
     trained(project, step_s=12.0, save_s=41.0)
     fake_slurm.command(
         "scontrol",
-        'case "$2" in config) echo "KillWait = 30 sec"; echo "PreemptType = preempt/partition_prio";;\n'
-        'partition) echo "PartitionName=low Default=YES GraceTime=5 PreemptMode=REQUEUE";; esac',
+        'case "$*" in *config) echo "ClusterName = c"; echo "SLURM_VERSION = 24.11.7"; echo "KillWait = 30 sec"\n'
+        'echo "PreemptType = preempt/partition_prio";;\n'
+        '*partition) echo "PartitionName=low Default=YES GraceTime=5 PreemptMode=REQUEUE";; esac',
     )
     assert main(["+cluster=a100x4", "cluster.nodes=2", "submit"]) == 0
     assert capsys.readouterr().err.count("slurmtrain: warning: a preempted job lives on for 5 s") == 1
     assert len(fake_slurm.submitted) == 1
 
 
-def test_without_measurements_slurm_is_not_asked_and_without_slurm_the_rest_is_checked(
-    project: Path, fake_slurm: FakeSlurm
-) -> None:
-    fake_slurm.command("scontrol", 'touch "$here/asked"; exit 1')
+def test_what_runs_have_measured_is_compared_with_what_the_cluster_says(project: Path) -> None:
     config = compose(WORDS)
-    assert look_ahead(config, project / "runs", SlurmClient()) == []
-    assert not (fake_slurm.directory / "asked").exists()
+    low = Partition("low", default=True, preempt_mode="REQUEUE", grace_s=5.0)
+    facts = ClusterFacts(config={"PreemptType": "preempt/partition_prio", "KillWait": "30 sec"}, partitions=(low,))
+    assert look_ahead(config, project / "runs", facts) == []  # nothing is measured
     trained(project, step_s=12.0, save_s=41.0)
-    assert look_ahead(config, project / "runs", SlurmClient()) == []
-    assert (fake_slurm.directory / "asked").exists()
+    assert look_ahead(config, project / "runs", ClusterFacts()) == []  # SLURM has said nothing
+    (warning,) = look_ahead(config, project / "runs", facts)
+    assert warning.startswith("a preempted job lives on for 5 s (GraceTime of partition low) and 30 s (KillWait)")

@@ -9,7 +9,7 @@ import pytest
 from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
 from slurmtrain.runs.attempts import Attempt, read_attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.slurm.client import PreemptionTimes
+from slurmtrain.slurm.preemption import PreemptionTimes
 
 LOW = PreemptionTimes(kill_wait_s=30.0, grace_s=20.0, grace_of="partition low")
 

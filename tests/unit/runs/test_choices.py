@@ -17,13 +17,15 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, load_frozen
 from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.launch import submit_first
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_first import write_choices
+from slurmtrain.launch.submit_once import submit_exactly_once
 from slurmtrain.report import status as status_module
 from slurmtrain.report.status import state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
-from slurmtrain.runs.choices import Claim, choices_of, claim_of, holds_no_more, is_open, take
+from slurmtrain.runs.choices import Choice, Claim, choices_of, claim_of, holds_no_more, is_open, open_again, take
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
@@ -111,6 +113,10 @@ def run(template: Path, tmp_path: Path) -> RunDir:
     return RunDir(Path(shutil.copytree(template, tmp_path / template.name)))
 
 
+def no_links(source: Path, target: Path) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source)
+
+
 def no_sleep(seconds: float) -> None:
     pass
 
@@ -126,7 +132,13 @@ def told(run: RunDir, event: Event) -> list[dict[str, object]]:
 # One takes it.
 
 
-def test_of_many_that_start_at_the_same_moment_one_takes_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_that_start_at_the_same_moment_one_takes_the_run(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file system has no hard links."""
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
     run = RunDir(tmp_path)
     run.choices.mkdir()
     gate, claims = threading.Barrier(8), []
@@ -141,7 +153,8 @@ def test_of_many_that_start_at_the_same_moment_one_takes_the_run(tmp_path: Path)
     for thread in threads:
         thread.join()
     assert len(set(claims)) == 1 and len(claims) == 8 and claim_of(run) == claims[0]
-    assert [path.name for path in run.choices.iterdir()] == ["taken-0001.json"]
+    assert [path.name for path in run.choices.iterdir()] == ["taken-0001"]
+    assert [path.name for path in (run.choices / "taken-0001").iterdir()] == ["claim.json"]
 
 
 def test_the_first_that_starts_makes_the_run_its_own_and_takes_the_others_back(run: RunDir) -> None:
@@ -205,6 +218,43 @@ def test_a_job_that_cannot_ask_about_the_one_that_has_the_run_leaves_it_alone(ru
     assert not starts(run, "a100x4", "1", slurm)
 
 
+class Killed(BaseException):
+    """What no handler takes for an error, as of a process that is killed."""
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "rename"])
+@pytest.mark.parametrize("done", [False, True])
+def test_whoever_opens_the_run_again_may_be_killed_between_any_two_calls(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, call: str, done: bool
+) -> None:
+    """Then the run has the claim of before, or none, and the next job ends with one: it does not look for ever."""
+    take(run, "h100x8", "2", lambda claim: False)
+    take(run, "a100x4", "1", lambda claim: True)
+    whole = getattr(os, call)
+
+    def dies(*args: object, **options: object) -> object:
+        made = whole(*args, **options) if done else None
+        if "taken-0003" in str(args[0]):
+            raise Killed
+        return made if done else whole(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, dies)
+        with contextlib.suppress(Killed):
+            open_again(run)
+    assert claim_of(run) in (Claim(2, "a100x4", "1"), None)
+    open_again(run)
+    assert claim_of(run) is None
+    assert take(run, "h100x8", "4", lambda claim: False) == claim_of(run) == Claim(4, "h100x8", "4")
+
+
+def test_claims_are_numbered_by_their_names_though_earlier_ones_are_gone(run: RunDir) -> None:
+    take(run, "h100x8", "2", lambda claim: False)
+    take(run, "a100x4", "1", lambda claim: True)
+    shutil.rmtree(run.choices / "taken-0001")
+    assert take(run, "h100x8", "3", lambda claim: True) == Claim(3, "h100x8", "3")
+
+
 def test_a_run_that_has_begun_is_not_taken_by_another_though_its_job_is_gone(run: RunDir) -> None:
     slurm = Slurm(run, j1="PENDING", j2="RUNNING")
     assert starts(run, "h100x8", "2", slurm)
@@ -236,8 +286,9 @@ def test_the_rule_by_which_a_claim_is_given_up(word: str | None, has_begun: bool
     "text", ["", "{", "[]", '{"choice": 1, "job_id": "2"}', '{"job_id": "2"}', '{"choice": "h100x8", "job_id": "-a"}']
 )
 def test_a_claim_that_cannot_be_read_is_nobodys_to_take(run: RunDir, text: str) -> None:
-    (run.choices / "taken-0001.json").write_text(text)
-    with pytest.raises(UnreadableRecordError, match=r"taken-0001\.json"):
+    (run.choices / "taken-0001").mkdir()
+    (run.choices / "taken-0001" / "claim.json").write_text(text)
+    with pytest.raises(UnreadableRecordError, match=r"taken-0001/claim\.json"):
         starts(run, "a100x4", "1", Slurm(run, j1="RUNNING"))
     assert run.info()["job_ids"] == []
 
@@ -245,12 +296,12 @@ def test_a_claim_that_cannot_be_read_is_nobodys_to_take(run: RunDir, text: str) 
 def test_a_node_that_cannot_write_there_leaves_the_run_to_the_next(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), target)
+    def refuse(path: Path, mode: int = 0o777) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", refuse)
+        patch.setattr(os, "mkdir", refuse)
         assert main(["take-run", str(run.path), "a100x4"]) != 0
     said = capsys.readouterr()
     assert said.out == "" and "is its file system mounted and writable here?" in said.err
@@ -318,6 +369,91 @@ def test_a_choice_that_refuses_is_left_out_with_a_sentence(
     before = len(lookup.all_runs(project / "runs"))
     assert main([*TO_TWO, "submit"]) != 0
     assert len(lookup.all_runs(project / "runs")) == before
+
+
+def describe(project: Path, name: str, *lines: str) -> list[str]:
+    """Write a cluster file that is a100x4 with these lines besides, and return the option by which it is found."""
+    folder = project / "my_conf" / "cluster"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.yaml").write_text("\n".join(["defaults: [a100x4]", *lines]) + "\n")
+    return ["--config-dir", str(project / "my_conf")]
+
+
+def test_a_choice_that_does_not_suit_is_left_out_and_the_run_goes_to_the_others(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its slurm.conf is not there, its nodes are too small for the model, its controller is silent, its fields are wrong."""
+    slurm.command("scontrol", '[ "$SLURM_CONF" != "$here/silent.conf" ] || exit 1')
+    whole = (slurm.directory / "sbatch").read_text().partition("\n")[2]
+    silent = 'if [ "$SLURM_CONF" = "$here/silent.conf" ]; then echo "sbatch: error: Invalid user id" >&2; exit 1; fi\n'
+    slurm.command("sbatch", silent + whole.partition("\n")[2])
+    for name in ("silent", "fine"):
+        (slurm.directory / f"{name}.conf").touch()
+    option = describe(project, "gone", f"slurm_conf: {project}/nowhere.conf")
+    describe(project, "silent", f"slurm_conf: {slurm.directory}/silent.conf")
+    describe(project, "wrong", "slurm_conf: null", "time_limit_min: -1")
+    describe(project, "fine", f"slurm_conf: {slurm.directory}/fine.conf")
+    words = [*option, "cluster=first", "train.steps=50"]
+    assert main([*words, "cluster.choices=[gone,silent,wrong,fine]", "submit", "--json"]) == 0
+    told = capsys.readouterr()
+    said = json.loads(told.out)
+    assert said["choices"] == {"fine": "1"} and said["left_out"].keys() == {"gone", "silent", "wrong"}
+    assert f"gone is left out: cluster.slurm_conf={project}/nowhere.conf is not a file" in told.err
+    assert "time_limit_min" in said["left_out"]["wrong"] and "wrong is left out" in told.err
+    assert RunDir(Path(said["path"])).config_values()["cluster"]["slurm_conf"].endswith(".conf")
+    assert main([*words, "cluster.choices=[gone,wrong,fine]", "submit", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert "### fine" in told.out and "wrong is left out" in told.err
+    before = len(lookup.all_runs(project / "runs"))
+    assert main([*words, "cluster.choices=[gone,wrong]", "submit"]) == 78
+    told = capsys.readouterr()
+    assert "none of cluster.choices suits: " in told.err and "nowhere.conf" in told.err and "time_limit" in told.err
+    assert main([*TO_TWO, "train.steps=-1", "submit"]) == 78
+    assert capsys.readouterr().err.count("train.steps") == 1
+    assert len(lookup.all_runs(project / "runs")) == before
+
+
+def test_a_choice_of_which_it_is_not_known_whether_it_has_the_job_keeps_it_from_no_other(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(script: str, folder: Path, token: str, *rest: object, **options: object) -> str:
+        if token.endswith(".a100x4"):
+            raise ClusterError("it is not known whether the job was submitted: no answer")
+        return submit_exactly_once(script, folder, token, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(submit_first, "submit_exactly_once", silent)
+    assert main([*TO_TWO, "submit", "--json"]) == 0
+    told = capsys.readouterr()
+    said = json.loads(told.out)
+    assert said["choices"] == {"h100x8": "1"} and said["unknown"].keys() == {"a100x4"}
+    assert "a100x4: it is not known whether" in told.err
+    run = RunDir(Path(said["path"]))
+    assert [choice.token for choice in choices_of(run)] == [f"{run.id}:first0.{name}" for name in ("a100x4", "h100x8")]
+    slurm.refuse("sbatch: error: invalid partition specified: gpu")
+    before = len(lookup.all_runs(project / "runs"))
+    assert main([*TO_TWO, "submit"]) == 1
+    assert "it is not known whether" in capsys.readouterr().err
+    assert len(lookup.all_runs(project / "runs")) == before + 1  # there may be a job that needs it
+
+
+def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Choice.write
+
+    def full(choice: Choice) -> None:
+        if choice.job_id is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(choice)
+
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(Choice, "write", full)
+        assert main([*TO_TWO, "submit"]) != 0
+    assert "may be in some of the queues" in capsys.readouterr().err
+    (run,) = lookup.all_runs(project / "runs")
+    assert state(run).status == "waiting" and "a100x4: job 1 is pending" in state(run).explanation
+    assert main(["cancel", run.id]) == 0
+    assert "1 CANCELLED" in (slurm.directory / "jobs").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
+from slurmtrain.errors import RendezvousError
 from slurmtrain.runtime.preflight import readers
 from slurmtrain.runtime.preflight.compare import Expected, compare, count_of
+from slurmtrain.runtime.preflight.exchange import Exchange
 from slurmtrain.runtime.preflight.facts import (
     DiskFacts,
     FolderFacts,
@@ -31,6 +36,7 @@ from slurmtrain.runtime.preflight.findings import ADVICE, Fault, Finding, error_
 from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
 from slurmtrain.runtime.preflight.shared_folder import WORD, SharedFolder
 from slurmtrain.runtime.preflight.waiting import begin
+from slurmtrain.runtime.rendezvous import StopDuringStartError
 from slurmtrain.runtime.shared_file_wait import Pauses
 
 NODES, RANKS_OF_NODE = 8, 4
@@ -686,3 +692,27 @@ def test_rank_0_names_the_nodes_whose_files_it_does_not_see(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_written_is_told_in_the_kernels_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert folder(tmp_path / "file" / "preflight").write(WORD) == "Not a directory"
+
+
+def exchanges(timeout_s: float, stop_requested: Callable[[], bool] = lambda: False) -> list[Exchange]:
+    first = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    stores = [first, *(dist.TCPStore("127.0.0.1", first.port, None, False) for _ in range(2))]
+    return [Exchange(store, rank, 3, timeout_s, stop_requested) for rank, store in enumerate(stores)]
+
+
+def test_all_ranks_meet_and_the_one_that_does_not_come_is_named() -> None:
+    ranks = exchanges(60)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda rank: rank.meet("clock"), ranks)) == [None] * 3
+    ranks = exchanges(0.01)
+    ranks[1].send("facts", "mine")
+    with pytest.raises(RendezvousError, match="1 of 2 ranks did not tell their facts within 0 s: rank 2"):
+        ranks[0].collect("facts", [1, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_one_that_hangs_hears_that_it_is_to_stop(rank: int) -> None:
+    began = time.monotonic()
+    ranks = exchanges(3600, stop_requested=lambda: time.monotonic() > began + 0.1)
+    with pytest.raises(StopDuringStartError):
+        ranks[rank].meet("clock")

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.client import (
     JobFacts,
-    PreemptionTimes,
     QueuedJob,
     SlurmClient,
     belongs_to_a_job,
-    chosen_partition,
     clean_environment,
     met_dependency,
     moved_dependency,
@@ -128,28 +126,12 @@ SHOW_CONFIG = {
     "PreemptParameters       = send_user_signal\nPreemptType             = preempt/partition_prio\n\n"
     "Cgroup Support Configuration:\nAllowedRAMSpace         = 100.0%\n",
 }
-SHOW_PARTITION = (
-    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "
-    "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=120 Hidden=NO MaxNodes=UNLIMITED "
-    "MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[0-3] PriorityJobFactor=1 PriorityTier=1 "
-    "RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=16 \n"
-    "PartitionName=high AllowGroups=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
-)
 
 
 @pytest.mark.parametrize("version", SHOW_CONFIG)
 def test_the_settings_of_a_cluster_are_read(version: str) -> None:
     config = parse_show_config(SHOW_CONFIG[version])
     assert (config["KillWait"], config["PreemptType"]) == ("30 sec", "preempt/partition_prio")
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "grace"),
-    [(None, "low", "120"), ("low", "low", "120"), ("high,low", "high", "0"), ("nope", "nope", None)],
-)
-def test_the_partition_of_a_job_is_found(name: str | None, found: str, grace: str | None) -> None:
-    partition, fields = chosen_partition(SHOW_PARTITION, name)
-    assert (partition, fields.get("GraceTime")) == (found, grace)
 
 
 @pytest.mark.parametrize(
@@ -179,34 +161,30 @@ def scripted(answers: dict[str, str], seen: list[list[str]]) -> SlurmClient:
     return SlurmClient(run=run)
 
 
-def test_how_long_a_preempted_job_lives_takes_two_short_questions(fake_slurm: FakeSlurm) -> None:
-    seen: list[list[str]] = []
-    client = scripted({"config": SHOW_CONFIG["22.05"], "partition": SHOW_PARTITION}, seen)
-    assert client.preemption_times(None, None) == PreemptionTimes(30, 120, "partition low")
-    assert [command[-2:] for command in seen] == [["show", "config"], ["partition", "-o"]]
-    assert client.preemption_times("high", None) == PreemptionTimes(30)
-    assert scripted({}, seen).preemption_times(None, None) is None
-
-
-def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_and_sacctmgr_is_there(
-    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "answered"),
+    [
+        ("Requested operation is presently disabled", True),
+        ("Invalid job id specified", True),
+        ("Unable to contact slurm controller (connect failure)", False),
+        ("Socket timed out on send/recv operation", False),
+    ],
+)
+def test_a_controller_that_does_not_answer_is_told_from_one_that_refuses(
+    words: str, answered: bool, fake_slurm: FakeSlurm
 ) -> None:
-    seen: list[list[str]] = []
-    fake_slurm.command("timeout", "exit 0")
-    monkeypatch.setenv("PATH", str(fake_slurm.directory))
-    config = SHOW_CONFIG["22.05"].replace("partition_prio", "qos")
-    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
-    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, None, "QOS cheap")
-    fake_slurm.command("sacctmgr", "exit 0")
-    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
-    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, 60, "QOS cheap")
-    assert client.preemption_times("low", None) == PreemptionTimes(30)
+    client, _ = answers("", 1, f"slurm_requeue error: {words}\n")
+    with pytest.raises(ClusterError, match="scontrol requeue") as error:
+        client.requeue("7")
+    assert isinstance(error.value, NoAnswerError) != answered
+    with pytest.raises(NoAnswerError):
+        SlurmClient(run=never_answers).requeue("7")
 
 
 def test_a_glance_that_takes_too_long_is_no_answer(fake_slurm: FakeSlurm) -> None:
     fake_slurm.command("scontrol", "sleep 600")
     started = time.monotonic()
-    assert SlurmClient().preemption_times("low", None) is None
+    assert SlurmClient().configuration() == {}
     assert time.monotonic() - started < 60
 
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.slurm.facts import (
-    ClusterFacts,
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.job_limits import bounds_of, job_limit, wall_limit
+from slurmtrain.slurm.parse_facts import (
     first_name,
+    parse_accounts,
     parse_associations,
     parse_config,
     parse_gres,
@@ -20,7 +22,6 @@ from slurmtrain.slurm.facts import (
     parse_qos,
     parse_tres,
 )
-from slurmtrain.slurm.job_limits import bounds_of, job_limit, wall_limit
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, SRUN_FORGETS_CPUS_PER_TASK
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
@@ -49,7 +50,8 @@ def test_partitions_with_their_limits_are_read_from_each_version(name: str) -> N
     assert cpu is not None
     assert closed is not None
     assert facts.partition(None) == gpu
-    assert (gpu.max_time_min, gpu.default_time_min, gpu.preempt_mode, gpu.grace_s) == (2880, 60, "REQUEUE", 60.0)
+    assert (gpu.max_time_min, gpu.preempt_mode, gpu.grace_s, gpu.priority_tier) == (2880, "REQUEUE", 60.0, 1)
+    assert "rack1-n[01-02]" in gpu.node_names
     assert gpu.allowed_qos == ("normal", "high")
     assert (debug.max_time_min, debug.max_nodes, debug.cpus_per_node, debug.memory_mb) == (5, 1, 16, 64000)
     assert (debug.preempt_mode, debug.grace_s) == ("CANCEL", 0.0)
@@ -137,6 +139,37 @@ def test_submit_asks_seven_commands_at_most_and_probe_eleven() -> None:
     assert len(asked) == 11
 
 
+def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root() -> None:
+    answers = answers_of("alpha_22_05")
+    columns = "user= format=Cluster,Account,ParentName,GrpTRES"
+    first = f"sacctmgr -nP show assoc account=physics,biology,root {columns}"
+    above = {"science": "science|faculty|gres/gpu=6", "faculty": "faculty|root|", "maths": "maths|root|"}
+    answers[first] = (
+        "alpha|root||\nbeta|physics|other|gres/gpu=1\nalpha|physics|Science|gres/gpu=12\nalpha|biology|root|\n"
+    )
+    answers |= {f"sacctmgr -nP show assoc account={name} {columns}": f"alpha|{row}\n" for name, row in above.items()}
+    asked: list[str] = []
+
+    def ask(command: Sequence[str]) -> str | None:
+        asked.append(" ".join(command))
+        return answers[asked[-1]]
+
+    facts = read_facts(ask, whole=False, user="me")
+    assert facts.associations is not None
+    line = next(each.accounts for each in facts.associations if each.account == "physics")
+    assert [(each.name, dict(each.group_tres)) for each in line] == [
+        ("physics", {"gres/gpu": 12}),
+        ("science", {"gres/gpu": 6}),
+        ("faculty", {}),
+        ("root", {}),
+    ]
+    assert sum("ParentName" in command for command in asked) == 3
+    gpu = facts.partition("gpu")
+    assert gpu is not None
+    limit = job_limit(bounds_of(facts, gpu, "physics", None), "gres/gpu")
+    assert limit is not None and (limit.most, limit.of) == (6, "account science (all of its jobs together)")
+
+
 @pytest.mark.parametrize(
     ("text", "gpus"),
     [
@@ -197,4 +230,5 @@ def test_odd_output_never_breaks_a_parser(text: str) -> None:
     parse_groups(text)
     parse_qos(text)
     parse_associations(text, "alpha")
+    parse_accounts(text, "alpha")
     parse_tres(text)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.launch.cluster_file import OBSERVED, OBSERVED_LINE, ClusterFile
-from slurmtrain.launch.queue_check import check_request
+from slurmtrain.launch.cluster_file.content import OBSERVED, OBSERVED_LINE, ClusterFile
+from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.slurm.facts import ClusterFacts
 
 # Fields in which a person's file may well differ from what probe would write, within the limits that are checked.

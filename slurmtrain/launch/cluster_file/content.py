@@ -1,0 +1,99 @@
+"""The content of a cluster's file: fields with their comments, notes, and what it was made of; and its text."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from slurmtrain.launch.cluster_file.words import on_one_line
+
+WIDTH = 112
+COMMENT_COLUMN = 26
+OBSERVED = "# What it was made of, for `probe --check`; not to be edited:"
+OBSERVED_LINE = re.compile(r"^# \* ([^:]+): (.*)$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A field of the file.
+
+    Attributes:
+        value: what is written; with `question` a proposal, in a comment. None: there is none to propose.
+        why: where it comes from, or the question.
+    """
+
+    field: str
+    value: object
+    why: str
+    question: bool = False
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """The content of a cluster's file.
+
+    Attributes:
+        name: of the file without .yaml, and so of the cluster in commands.
+        notes: what SLURM does here, a sentence or two each.
+        observed: what the file was made of, by name.
+    """
+
+    name: str
+    partition: str
+    title: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+    observed: Mapping[str, str]
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The fields that it sets."""
+        return {each.field: each.value for each in self.entries if not each.question}
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        return tuple(f"{each.field}: {each.why}" for each in self.entries if each.question)
+
+    def text(self) -> str:
+        """Return the file."""
+        lines = [*_comment(self.title), ""]
+        for entry in self.entries:
+            lines += _lines_of(entry)
+        lines += ["", "# What SLURM does here"]
+        for note in self.notes:
+            lines += _comment(f"- {note}", indent="  ")
+        lines += [
+            "",
+            OBSERVED,
+            *(f"# * {on_one_line(name)}: {on_one_line(value)}" for name, value in self.observed.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _lines_of(entry: Entry) -> list[str]:
+    """Return a field with its comment beside it, or above it where it is long."""
+    value = "..." if entry.value is None else _yaml(entry.value)
+    setting = f"{'# ' if entry.question else ''}{entry.field}: {value}"
+    why = on_one_line(entry.why)
+    beside = f"{setting.ljust(COMMENT_COLUMN)} # {why}"
+    return [beside] if len(beside) <= WIDTH else [*_comment(why), setting]
+
+
+def _yaml(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        on_one_line(text),
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent=f"# {indent}",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

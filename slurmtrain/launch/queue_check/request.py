@@ -1,0 +1,140 @@
+"""A whole request, compared with a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from slurmtrain.choices import ContainerKind
+from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.errors import nearest
+from slurmtrain.launch.queue_check.access import check_access, check_account
+from slurmtrain.launch.queue_check.finding import Finding
+from slurmtrain.launch.queue_check.limits import check_limits, check_node_count, check_partition_memory, check_time
+from slurmtrain.launch.queue_check.nodes import check_nodes
+from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.topology import kind_of_topology
+from slurmtrain.slurm.versions import SEGMENTS
+
+
+def check_request(
+    facts: ClusterFacts, cluster: ClusterConfig, *, groups: Collection[str] | None = None, user_id: int | None = None
+) -> list[Finding]:
+    """Return what does not suit the cluster in a request, the most certain first; [] where nothing is known of it.
+
+    Args:
+        groups: names of the groups that this user belongs to; None: not known.
+        user_id: this user's number; None: not known.
+    """
+    if not facts.partitions:
+        return []
+    names = cluster.partition.split(",") if cluster.partition else [None]
+    partitions = [(name, facts.partition(name)) for name in names]
+    missing = [name for name, found in partitions if found is None]
+    if missing:
+        return _judged_by_plugins(facts, [_no_partition(facts, missing[0])])
+    account = check_account(facts, cluster)
+    each_has = [
+        _check_partition(facts, partition, cluster, groups, user_id)
+        for _, partition in partitions
+        if partition is not None
+    ]
+    # Of several partitions SLURM takes one in which the job can run.
+    best = min(each_has, key=lambda found: sum(each.fatal for each in found))
+    found = [*account, *best, *_check_container(facts, cluster), *_check_placement(facts, cluster)]
+    return sorted(_judged_by_plugins(facts, found), key=lambda each: not each.fatal)
+
+
+def _check_partition(
+    facts: ClusterFacts,
+    partition: Partition,
+    cluster: ClusterConfig,
+    groups: Collection[str] | None,
+    user_id: int | None,
+) -> list[Finding]:
+    """Return what does not suit a partition in a request, or its Alternate, which gets its jobs while it takes none."""
+    found = []
+    instead = facts.partition(partition.alternate) if partition.alternate and not partition.takes_jobs else None
+    if instead is not None:
+        found.append(
+            Finding(
+                "cluster.partition",
+                f"partition {partition.name} takes no jobs at present (State={partition.state}), and SLURM puts them into "
+                f"{instead.name} (Alternate)",
+                fatal=False,
+            )
+        )
+        partition = instead
+    return [
+        *found,
+        *check_access(facts, partition, cluster, groups, user_id),
+        *check_time(facts, partition, cluster),
+        *check_node_count(facts, partition, cluster),
+        *check_partition_memory(facts, partition, cluster),
+        *check_nodes(facts, partition, cluster),
+        *check_limits(facts, partition, cluster),
+    ]
+
+
+def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
+    """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
+    return replace(
+        cluster,
+        partition=cluster.partition or variables.get("SBATCH_PARTITION") or None,
+        account=cluster.account or variables.get("SBATCH_ACCOUNT") or None,
+        qos=cluster.qos or variables.get("SBATCH_QOS") or None,
+        reservation=cluster.reservation or variables.get("SBATCH_RESERVATION") or None,
+    )
+
+
+def _judged_by_plugins(facts: ClusterFacts, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings as warnings where a plugin of the cluster may change what a job asks for: its partition, its QOS, ...
+
+    `sbatch --test-only`, which asks the plugin, has the last word then.
+    """
+    plugins = [facts.config.get(name, "") for name in ("JobSubmitPlugins", "CliFilterPlugins")]
+    if all(each in ("", "none", "(null)") for each in plugins):
+        return list(found)
+    return [replace(each, fatal=False) for each in found]
+
+
+def _no_partition(facts: ClusterFacts, name: str | None) -> Finding:
+    known = [each.name for each in facts.partitions]
+    if name is None:
+        return Finding(
+            "cluster.partition",
+            "cluster.partition is not set, and this cluster has no default partition",
+            f"there are: {', '.join(known)}",
+        )
+    return Finding(
+        "cluster.partition", f"cluster.partition={name}: this cluster has no such partition", nearest(name, known)
+    )
+
+
+def _check_placement(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
+    """Find what is asked of a network that SLURM does not know: it would take the option, and do nothing."""
+    if cluster.segment is not None and facts.version is not None and not SEGMENTS.applies_to(facts.version):
+        release = f"{facts.version[0]}.{facts.version[1]:02d}"
+        message = f"cluster.segment={cluster.segment}: SLURM {release} has no segments, which came with 24.05"
+        return [Finding("cluster.segment", message, "cluster.segment=null")]
+    kind = kind_of_topology(facts.config)
+    found = []
+    for field, value, needs in (("segment", cluster.segment, "block"), ("switches", cluster.switches, "tree")):
+        if value is not None and kind != needs:
+            has = f"has topology/{kind}" if kind else "knows no topology"
+            message = f"cluster.{field}={value} does nothing here: it is for topology/{needs}, and this cluster {has}"
+            found.append(Finding(f"cluster.{field}", message, f"cluster.{field}=null", fatal=False))
+    return found
+
+
+def _check_container(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
+    if cluster.container.kind != ContainerKind.PYXIS or facts.pyxis is not False:
+        return []
+    return [
+        Finding(
+            "cluster.container.kind",
+            "cluster.container.kind=pyxis, and srun on this machine knows no --container-image",
+            "is pyxis installed on the compute nodes? cluster.container.kind=apptainer does without it",
+            fatal=False,
+        )
+    ]

@@ -1,0 +1,291 @@
+"""From the output of SLURM's commands to `slurm.facts`: parsing only; `slurm.read_facts` runs the commands.
+
+The plain output is read, not `--json`: its fields have had the same names from 22.05 to 25.11, while the JSON changes its
+shape with each release (data_parser/v0.0.39, 40, ...), and Debian's 22.05 is built without it. Whatever cannot be
+understood is left out, so that an odd cluster has fewer facts, not wrong ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.slurm.client import AT_WORK, parse_duration, parse_show_config
+from slurmtrain.slurm.facts import Account, Association, Limits, NodeGroup, Partition, Qos
+from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.versions import parse_version
+
+# Columns of `sinfo --format`: partition, nodes, CPUs, sockets, cores, threads, memory, GRES, features, state, node list.
+SINFO_FORMAT = "%R|%D|%c|%X|%Y|%Z|%m|%G|%f|%T|%N"
+QOS_COLUMNS = (
+    *("Name", "Flags", "GraceTime", "Preempt", "PreemptMode", "MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESPU"),
+    *("GrpTRES", "MinTRES", "MaxJobsPU", "MaxSubmitPU"),
+)
+ASSOC_COLUMNS = (
+    *("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall", "MaxTRES", "MaxTRESPerNode", "GrpTRES"),
+    *("MaxJobs", "MaxSubmit"),
+)
+ACCOUNT_COLUMNS = ("Cluster", "Account", "ParentName", "GrpTRES")
+_UNLIMITED = {"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "-1"}
+_KILO = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}  # in MB
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Read `scontrol show config`; {} for anything else."""
+    found = parse_show_config(text)
+    return found if "ClusterName" in found and "SLURM_VERSION" in found else {}
+
+
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    """Read `scontrol show partition --oneliner`."""
+    return tuple(_partition(fields) for line in text.splitlines() if (fields := _fields(line)).get("PartitionName"))
+
+
+def _partition(fields: Mapping[str, str]) -> Partition:
+    return Partition(
+        name=fields["PartitionName"],
+        default=fields.get("Default") == "YES",
+        state=fields.get("State", "UP"),
+        alternate=_word(fields.get("Alternate", "")),
+        nodes=_count(fields.get("TotalNodes", "")) or 0,
+        node_names=_word(fields.get("Nodes", "")),
+        max_time_min=parse_minutes(fields.get("MaxTime", "")),
+        min_nodes=_count(fields.get("MinNodes", "")) or 0,
+        max_nodes=_count(fields.get("MaxNodes", "")),
+        allowed_accounts=_names(fields.get("AllowAccounts", "ALL")),
+        denied_accounts=_names(fields.get("DenyAccounts", "")) or (),
+        allowed_qos=_names(fields.get("AllowQos", "ALL")),
+        denied_qos=_names(fields.get("DenyQos", "")) or (),
+        allowed_groups=_names(fields.get("AllowGroups", "ALL")),
+        qos=_word(fields.get("QoS", "")),
+        priority_tier=_count(fields.get("PriorityTier", "")) or 0,
+        preempt_mode=fields.get("PreemptMode", ""),
+        grace_s=parse_duration(fields.get("GraceTime", "")),
+        exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
+        root_only=fields.get("RootOnly") == "YES",
+        needs_reservation=fields.get("ReqResv") == "YES",
+        cpus_per_node=_count(fields.get("MaxCPUsPerNode", "")),
+        memory_mb=_count(fields.get("MaxMemPerNode", "")),
+        memory_per_cpu_mb=_count(fields.get("MaxMemPerCPU", "")),
+    )
+
+
+def parse_groups(text: str) -> tuple[NodeGroup, ...]:
+    """Read `sinfo --noheader --exact --format=SINFO_FORMAT`: a line for nodes that are alike and in one state."""
+    found: dict[tuple[object, ...], NodeGroup] = {}
+    for line in text.splitlines():
+        words = line.strip().split("|")
+        if len(words) != len(SINFO_FORMAT.split("|")):
+            continue
+        name, number, cpus, _sockets, _cores, threads, memory, gres, features, state, names = words
+        count = _least(number)
+        if not count:
+            continue
+        group = NodeGroup(
+            partition=name,
+            count=count,
+            usable=count if state.rstrip("~#!%@^+-$") in AT_WORK else 0,
+            cpus=_least(cpus) or 0,
+            threads=_least(threads) or 1,
+            memory_mb=_least(memory) or 0,
+            gpus=parse_gres(gres),
+            features=tuple(sorted(_names(features) or ())),
+            names=names,
+        )
+        kind = (name, group.cpus, group.threads, group.memory_mb, group.gpus, group.features)
+        known = found.get(kind)
+        if known is None:
+            found[kind] = group
+        else:
+            # Of nodes in several states, those that work stand for all.
+            first = known if known.usable >= group.usable else group
+            found[kind] = replace(first, count=known.count + count, usable=known.usable + group.usable)
+    return tuple(found.values())
+
+
+def parse_gres(text: str) -> tuple[tuple[str, int], ...]:
+    """Return the GPUs in SLURM's words for the GRES of a node: "gpu:a100:4(S:0-1),nic:2" -> (("a100", 4),)."""
+    found: dict[str, int] = {}
+    for word in _outside_brackets(text):
+        parts = word.strip().split(":")
+        if parts[0].lower() != "gpu":
+            continue
+        number = _count(parts[-1]) if len(parts) > 1 else 1
+        if number:
+            kind = ":".join(parts[1:-1])
+            found[kind] = found.get(kind, 0) + number
+    return tuple(found.items())
+
+
+def _outside_brackets(text: str) -> list[str]:
+    """Split at commas, without what stands in brackets: (S:0-1,3), (IDX:0,2)."""
+    return re.sub(r"\([^()]*\)", "", text).split(",") if text and text != "(null)" else []
+
+
+def with_nodes(groups: Iterable[NodeGroup], text: str) -> tuple[NodeGroup, ...]:
+    """Add what `scontrol show node --oneliner` says of one node of each group.
+
+    Those are CPUs and memory without what is kept for the system, the address and the version.
+    """
+    by_name = {fields["NodeName"]: fields for line in text.splitlines() if (fields := _fields(line)).get("NodeName")}
+    found = []
+    for group in groups:
+        its = by_name.get(first_name(group.names))
+        if its is not None:
+            kept_mb = _count(its.get("MemSpecLimit", "")) or 0
+            group = replace(
+                group,
+                cpus=_count(its.get("CPUEfctv", "")) or group.cpus,
+                memory_mb=max(0, group.memory_mb - kept_mb),
+                address=its.get("NodeAddr", ""),
+                version=parse_version(its.get("Version", "")),
+            )
+        found.append(group)
+    return tuple(found)
+
+
+def first_name(names: str) -> str:
+    """Return the first name of SLURM's list of nodes, "rack[1-2]-n[01-04],x" -> "rack1-n01"; "" if it cannot be read."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+(?=,|$)", names)
+    if first is None:
+        return ""
+    # Of a range only its beginning: a list of all names of a large cluster is long.
+    shortened = re.sub(r"\[([0-9]+)[^\]]*\]", r"[\1]", first[0])
+    try:
+        return expand_nodelist(shortened)[0]
+    except EnvironmentMismatchError:
+        return ""
+
+
+def parse_qos(text: str) -> tuple[Qos, ...]:
+    """Read `sacctmgr -nP show qos format=...` with QOS_COLUMNS."""
+    found = []
+    for row in _rows(text, QOS_COLUMNS):
+        limits = replace(_limits(row), least_tres=parse_tres(row["MinTRES"]), user_tres=parse_tres(row["MaxTRESPU"]))
+        flags = frozenset(flag.lower() for flag in _words(row["Flags"]))
+        preempt = tuple(_words(row["Preempt"]))
+        grace_s = parse_duration(row["GraceTime"])
+        found.append(Qos(row["Name"], flags, grace_s, preempt, row["PreemptMode"], limits))
+    return tuple(found)
+
+
+def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
+    """Read `sacctmgr -nP show assoc user=... format=...` with ASSOC_COLUMNS, and keep those of one cluster."""
+    return tuple(
+        Association(
+            account=row["Account"],
+            partition=row["Partition"],
+            qos=tuple(_words(row["QOS"])),
+            default_qos=row["DefaultQOS"],
+            limits=_limits(row),
+        )
+        for row in _rows(text, ASSOC_COLUMNS)
+        if row["Cluster"].lower() == cluster.lower()
+    )
+
+
+def parse_accounts(text: str, cluster: str) -> tuple[Account, ...]:
+    """Read `sacctmgr -nP show assoc account=... user= format=...` with ACCOUNT_COLUMNS, and keep those of one cluster."""
+    return tuple(
+        Account(row["Account"], row["ParentName"], parse_tres(row["GrpTRES"]))
+        for row in _rows(text, ACCOUNT_COLUMNS)
+        if row["Cluster"].lower() == cluster.lower()
+    )
+
+
+def with_account_limits(
+    associations: Iterable[Association], accounts: Mapping[str, Account]
+) -> tuple[Association, ...]:
+    """Add the whole accounts of associations, and those above them.
+
+    Args:
+        accounts: by name in lower case.
+    """
+    found = []
+    for each in associations:
+        line: list[Account] = []
+        account = accounts.get(each.account.lower())
+        while account is not None and account not in line:
+            line.append(account)
+            account = accounts.get(account.parent.lower())
+        found.append(replace(each, accounts=tuple(line)))
+    return tuple(found)
+
+
+def _limits(row: Mapping[str, str]) -> Limits:
+    return Limits(
+        wall_min=parse_minutes(row["MaxWall"]),
+        tres=parse_tres(row["MaxTRES"]),
+        tres_per_node=parse_tres(row["MaxTRESPerNode"]),
+        group_tres=parse_tres(row["GrpTRES"]),
+    )
+
+
+def _rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    rows = [line.split("|") for line in text.splitlines()]
+    return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns) and row[0]]
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """Read amounts as sacctmgr writes them: "cpu=8,gres/gpu:a100=2,mem=64G" -> memory in MB."""
+    found = {}
+    for word in _words(text):
+        name, _, amount = word.partition("=")
+        number = _megabytes(amount) if name == "mem" else _count(amount)
+        if number is not None:
+            found[name.lower()] = number
+    return found
+
+
+def parse_minutes(text: str) -> int | None:
+    """Return minutes of a limit as scontrol and sacctmgr write it, "1-00:00:00"; None: there is none."""
+    text = text.strip()
+    if text.upper() in _UNLIMITED:
+        return None
+    seconds = parse_duration(text)
+    return None if seconds is None else int(seconds // 60)
+
+
+def parse_mpi_types(text: str) -> tuple[str, ...]:
+    """Read `srun --mpi=list`, which prints a heading and then a name on each line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and ":" not in line]
+    return tuple(line for line in lines if re.fullmatch(r"[a-z0-9_]+", line) and line != "none")
+
+
+def _fields(line: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        if equals:
+            fields.setdefault(name, value)
+    return fields
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    """Return the names of a list; None for ALL."""
+    return None if text == "ALL" else tuple(_words(text))
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word and word not in ("(null)", "N/A")]
+
+
+def _word(text: str) -> str:
+    return "" if text in ("N/A", "(null)") else text
+
+
+def _count(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,12}", text.strip()) else None
+
+
+def _least(text: str) -> int | None:
+    """Return the number in a column of sinfo, where "8+" is at least 8 and "4K" is 4,096 (it shortens large counts)."""
+    match = re.fullmatch(r"([0-9]{1,12})(K?)\+?", text.strip())
+    return int(match[1]) * (1024 if match[2] else 1) if match else None
+
+
+def _megabytes(text: str) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)([KMGTP]?)", text.strip())
+    return int(float(match[1]) * _KILO[match[2]]) if match else None

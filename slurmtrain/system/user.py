@@ -1,0 +1,33 @@
+"""Who this process is, by its user id: LOGNAME and USER of a shell may name another (`sudo -u`, `su`)."""
+
+from __future__ import annotations
+
+import functools
+import grp
+import os
+import pwd
+
+
+@functools.cache
+def name_of(uid: int) -> str | None:
+    """Return the name of a user; None where there is none, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def own_user() -> str:
+    """Return the name of this process's user, or its number where it has no name: SLURM's commands take both."""
+    return name_of(os.getuid()) or str(os.getuid())
+
+
+def own_groups() -> frozenset[str]:
+    """Return the names of the groups that this process belongs to."""
+    names = set()
+    for number in {os.getegid(), *os.getgroups()}:
+        try:
+            names.add(grp.getgrgid(number).gr_name)
+        except KeyError:
+            continue
+    return frozenset(names)
