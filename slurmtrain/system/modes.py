@@ -38,8 +38,8 @@ def forbid_others_to_write(folder: Path) -> None:
 def inherit_group(folder: Path) -> None:
     """Give what was copied into a team's folder its group and setgid bit, as what is made there has them from the kernel.
 
-    A copied folder has the mode of the original, without that bit, and so what is copied below it would be of the user's
-    own group. What the original lets nobody else read stays so.
+    A copied folder has the mode of the original, without that bit, and so what is made in it afterwards would be of the
+    user's own group. What the original lets nobody else read stays so.
     """
     if not _is_of_a_team(folder):
         return

@@ -494,7 +494,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
 def test_what_is_copied_into_a_teams_folder_is_the_teams_and_what_is_private_stays_so(
     in_team: RunDir, stranger: Stranger
 ) -> None:
-    """A copied folder loses the setgid bit, and what is copied below it would have the group of the user alone."""
+    """A copied folder loses the setgid bit, and what is made in it afterwards would have the group of the user alone."""
     code = in_team.code
     code.mkdir(mode=0o750)
     original = code.parent / "original"
@@ -507,12 +507,15 @@ def test_what_is_copied_into_a_teams_folder_is_the_teams_and_what_is_private_sta
         folder.chmod(0o750)
     shutil.copytree(original, code / "package")
     (code / "package" / "a" / "b" / "link").symlink_to("/etc/passwd")
-    assert (code / "package" / "a" / "b").stat().st_gid == os.getgid() != stranger.gid
+    (code / "package" / "jobs").mkdir(mode=0o750)
+    (code / "package" / "jobs" / "template").touch(mode=0o640)
+    assert (code / "package" / "jobs").stat().st_gid == os.getgid() != stranger.gid
     inherit_group(code)
     (code / "package" / "a" / "b" / "later").touch()
 
     def look() -> None:
-        assert (code / "package" / "a" / "b" / "c.py").read_bytes() == b""
+        for name in ("a/b/c.py", "jobs/template"):
+            assert (code / "package" / name).read_bytes() == b""
         with pytest.raises(PermissionError):
             (code / "package" / "a" / "netrc").read_bytes()
         assert os.stat(code / "package" / "a" / "b" / "later").st_gid == stranger.gid
