@@ -173,7 +173,7 @@ def site_object(found: SiteDrill) -> dict[str, Any]:
     jobs_left  whether some of its jobs, which are cancelled, have not ended yet
     ways     for each way: way, result ("passed", "failed" or "not tried"), sentence, advice (what to set), told_after_s,
              left_after_s, time_s (that SLURM gives), saved_step, save_s, back_by, back_after_s, resumed_step and same_bits;
-             null where it is not known
+             null where it is not known; undecided: it can be tried here, and what came of it is not known
     """
     return {
         "took_s": found.took_s,

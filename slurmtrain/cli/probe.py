@@ -52,7 +52,8 @@ from slurmtrain.system.files import replace_file
 from slurmtrain.system.paths import absolute, current_folder
 from slurmtrain.system.user import own_groups
 
-ACCEPTS_S = 3.0  # for SLURM's word on a job of the file
+ANSWERS_S = 15  # for each of SLURM's answers: a busy controller is slow, and a file without its facts is of no use
+ACCEPTS_S = 15.0  # for SLURM's word on a job of the file
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # what +cluster=NAME can have
 HEADER = ("partition", "time limit", "preempted", "nodes")
 
@@ -99,10 +100,11 @@ def _facts(slurm_conf: str | None) -> ClusterFacts:
     client = SlurmClient(slurm_conf)
     if not client.available:
         raise ClusterError("there is no `scontrol` on this machine", hint=INSTALL_HINT)
-    facts = read_facts(client.glance)
+    facts = read_facts(functools.partial(client.glance, within_s=ANSWERS_S))
     if not facts.config:
         raise ClusterError(
-            "SLURM's controller did not answer `scontrol show config` within 2 s", hint="`scontrol ping` says more"
+            f"SLURM's controller did not answer `scontrol show config` within {ANSWERS_S} s",
+            hint="`scontrol ping` says more",
         )
     return facts
 

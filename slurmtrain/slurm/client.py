@@ -22,6 +22,7 @@ from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.system.node_copies import without_copies
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -60,6 +61,7 @@ OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
+GLANCE_S = 2  # longest wait for an answer that nothing depends on
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
@@ -298,13 +300,13 @@ class SlurmClient:
         size = self.configuration().get("MaxArraySize", "")
         return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
 
-    def glance(self, command: Sequence[str]) -> str | None:
-        """Return the output of a command that nothing depends on; None when there is none within two seconds."""
+    def glance(self, command: Sequence[str], *, within_s: int = GLANCE_S) -> str | None:
+        """Return the output of a command that nothing depends on; None when there is none within a time, in seconds."""
         paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
         if None in paths:
             return None
         try:
-            answer = self._run(["timeout", "2", *command], self._environment)
+            answer = self._run(["timeout", str(within_s), *command], self._environment)
         except subprocess.TimeoutExpired:
             return None
         return answer.stdout if answer.returncode == 0 else None
@@ -550,7 +552,7 @@ def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = Non
 
 def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
     """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
-    kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    kept = {name: value for name, value in without_copies(variables).items() if not belongs_to_a_job(name)}
     if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
         kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}

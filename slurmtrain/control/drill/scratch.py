@@ -197,7 +197,7 @@ def end_all(runs: Sequence[Watched], client: SlurmClient | None) -> bool:
         if jobs:
             with contextlib.suppress(SlurmtrainError):
                 client.cancel(*jobs)
-    if _all_leave(runs, client):
+    if all_leave(runs, client):
         return True
     for run in _live(runs):
         assert run.launcher is not None
@@ -205,7 +205,7 @@ def end_all(runs: Sequence[Watched], client: SlurmClient | None) -> bool:
     return False
 
 
-def _all_leave(
+def all_leave(
     runs: Sequence[Watched],
     client: SlurmClient | None,
     *,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from slurmtrain.control.drill.ways import Way, site_config, why_not_here
 from slurmtrain.control.submitting import check, look_at_cluster
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.queue_check.request import with_choices_of_the_shell
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.launch.submit_once import check as check_accepted
@@ -70,6 +73,7 @@ def drill_site(
     config = with_absolute_paths(config, cwd)
     facts, client = ClusterFacts(), None
     if config.cluster.backend != Backend.LOCAL:
+        config = dataclasses.replace(config, cluster=with_choices_of_the_shell(config.cluster, os.environ))
         # Not the config's own jobs, which are larger, but those of the drill: one node can be too few, too.
         asking = [site_config(config, way, Path(config.job.runs_dir), given=given, leaving_s=leaving_s) for way in ways]
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,10 +21,13 @@ from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.own import OwnEvidence, OwnPlan, first_step_after, is_due, judge_own, own_config
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
 from slurmtrain.control.drill.sameness import Parting, Sameness, compare_logs, describe, likely_causes
+from slurmtrain.control.drill.scratch import Remains, Watched, all_leave, drilling
+from slurmtrain.control.drill.site import interrupt
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import NoAnswerError, UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import QueuedJob, SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
@@ -32,6 +36,7 @@ from slurmtrain.slurm.parse_facts import (
     parse_partitions,
     parse_qos,
 )
+from tests.support.runs import add_attempt
 
 SAME = Sameness(steps=(1, 2), names=("loss",), checkpoint=2)
 TOLD = Attempt(
@@ -430,6 +435,65 @@ def test_a_program_is_stopped_at_its_step_or_by_the_clock_if_it_shows_none() -> 
     assert not is_due(0, PLAN, begun, saving, 1000.0)  # its first checkpoint is still to come
     assert is_due(0, OwnPlan(stop_after_s=5.0), begun, saving, 105.0)
     assert not is_due(0, PLAN, dataclasses.replace(begun, stepping=160.0), silent, 170.0)  # it took a minute to load
+
+
+class Controller:
+    """A client whose controller does not answer requests, and says that jobs are in the queue for some seconds.
+
+    Args:
+        leaves_s: after which no job is left.
+    """
+
+    def __init__(self, leaves_s: float = math.inf):
+        self.now, self.leaves_s, self.asked = 0.0, leaves_s, 0
+
+    def requeue(self, job_id: str, *, ended: bool) -> None:
+        raise NoAnswerError("the controller did not answer")
+
+    def queue(self, jobs: Sequence[str]) -> dict[str, QueuedJob]:
+        self.asked += 1
+        return {"7": QueuedJob("COMPLETING")} if self.now < self.leaves_s else {}
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_request_without_an_answer_is_followed_and_not_given_up(tmp_path: Path) -> None:
+    run = Watched("requeue", RunDir(tmp_path), compose(["cluster=a100x4"]))
+    run.run_dir.interrupted_file.write_text('{"step": 7, "time": 1.0}')
+    add_attempt(run.run_dir, job_id="7")
+    interrupt(run, Way.REQUEUE, cast(SlurmClient, Controller()))
+    assert (run.refused, run.given_up, run.unanswered) == (None, False, "the controller did not answer")
+    assert run.told_at is not None  # once: it may have been done
+
+
+def test_at_the_end_a_controller_is_asked_a_few_times_whether_jobs_are_left() -> None:
+    for leaves_s, left in ((0.0, True), (6.0, True), (math.inf, False)):
+        controller = Controller(leaves_s)
+        client = cast(SlurmClient, controller)
+        assert all_leave([], client, clock=controller.clock, sleep=controller.sleep) is left
+        assert controller.asked <= 9
+        assert leaves_s == math.inf or controller.now <= leaves_s + 4
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "kept"), [(True, None, True), (False, None, False), (False, KeyboardInterrupt, True)]
+)
+def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: bool, error: type[BaseException] | None, kept: bool
+) -> None:
+    caplog.set_level("INFO")
+    with contextlib.suppress(KeyboardInterrupt), drilling(tmp_path, None) as drill:
+        drill.runs.append(Watched("undisturbed", RunDir(drill.folder / "run"), compose([])))
+        if error is not None:
+            raise error
+        drill.keep = keep
+    assert drill.folder.exists() == kept
+    assert drill.remains == Remains(drill.folder if kept else None)
+    assert (str(drill.folder) in caplog.text) == (error is not None)
 
 
 def test_words_of_the_cluster_alone_drill_the_site() -> None:
