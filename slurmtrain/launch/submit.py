@@ -31,6 +31,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
 from slurmtrain.slurm.versions import Version
 from slurmtrain.system import files
+from slurmtrain.system.modes import inherit_group
 from slurmtrain.system.node_copies import shared_interpreter
 from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
@@ -111,6 +112,7 @@ def preparing_with_code_of(
         except OSError as error:  # also a shutil.Error, which has no words of its own
             why = error.strerror or "not all of its files can be read"
             raise ConfigError(f"the code of run {other.id} cannot be copied from {other.code}: {why}") from None
+        inherit_group(run_dir.code)
         git = code.get("revision"), bool(code.get("dirty"))
         snapshot = Snapshot(workdir, *git, roots, code.get("branch"), code.get("remote"))
         source = CodeSource(None if snapshot.in_place else other.code, workdir, roots=roots)
