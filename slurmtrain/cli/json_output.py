@@ -36,7 +36,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
                  ratio, share (of a step, by which they take longer), since, until (steps) and attempt
     id, name, path
     state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
-                 stopped, failed, lost or unreadable
+                 stopped, pruned (its search has ended it early), failed, lost or unreadable
     sentence     why, and what comes next
     alive        whether SLURM or a local launcher has the run, or may have it
     step         number of steps done; null if not known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
-from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.choices import Backend, Pruner, RequeueMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
@@ -57,6 +57,7 @@ def submit(arguments: Arguments) -> int:
                 "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
             )
         dry = "--dry-run" in options
+        _refuse_pruner(composer.compose(grid.points[0]))
         sweep_plan = plan_sweep(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
     after = awaited_runs(sweep_plan.first, options)
     if "--dry-run" in options:
@@ -86,6 +87,14 @@ def submit(arguments: Arguments) -> int:
             "--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)"
         )
     return _submit(sweep, client, there=there, as_json="--json" in options)
+
+
+def _refuse_pruner(config: Config) -> None:
+    if config.search.pruner != Pruner.NONE:
+        raise UsageError(
+            f"search.pruner={config.search.pruner} ends trials of a search, and all points of this sweep are given",
+            hint="hydra/sweeper=optuna searches among the choices; without search.pruner all points are trained to their end",
+        )
 
 
 def _fitting(points: Iterable[tuple[Config, ParallelDims]], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:

@@ -48,8 +48,9 @@ case $python in "~/"*) python=$HOME/${python#\~/} ;; /*) ;; */*) python=$HOME/$p
 [ "$python" != python ] || command -v python >/dev/null || python=python3
 if ! command -v "$python" >/dev/null; then what="there is no Python $python on $(hostname)"
 elif ! "$python" -c 'import slurmtrain' 2>/dev/null; then what="$python on $(hostname) has no slurmtrain"; fi
-[ -z "${what:-}" ] || fail "$what" "ssh $5, install it there once, as in: python3 -m venv ~/venv && \
-~/venv/bin/pip install slurmtrain; then --host-python venv/bin/python names that Python" 78
+[ -z "${what:-}" ] || fail "$what" "ssh $5, make an environment (python3 -m venv ~/venv) and install slurmtrain into it as \
+here; then --host-python venv/bin/python names it" 78
+case $python in */*) export PATH=${python%/*}:$PATH ;; esac  # as an activated environment: `submit -- python ...` means it
 """
 _VERB = """
 if [ -n "$6" ]; then mkdir -p -- "$1"; fi

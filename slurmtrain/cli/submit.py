@@ -29,7 +29,8 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.versions import Version
+from slurmtrain.slurm.topology import order_of_ranks
+from slurmtrain.slurm.versions import parse_version
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
@@ -232,7 +233,9 @@ def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
 def _explain(config: Config, arguments: Arguments, target: str | None) -> int:
     if target is not None:
         raise UsageError("--explain prints, and -o writes a script", hint="leave one of them out")
-    lines = explained(config, current_folder(), _version_here(config))
+    slurm = _slurm_here(config)
+    version = parse_version(slurm.get("SLURM_VERSION", ""))
+    lines = explained(config, current_folder(), version, order_of_ranks(slurm))
     if "--json" in arguments.options:
         print_json([{"line": line.text, "why": line.why} for line in lines])
     else:
@@ -240,13 +243,13 @@ def _explain(config: Config, arguments: Arguments, target: str | None) -> int:
     return 0
 
 
-def _version_here(config: Config) -> Version | None:
-    """Return the release of SLURM on the config's cluster, if it can be asked from this machine."""
+def _slurm_here(config: Config) -> dict[str, str]:
+    """Return the configuration of SLURM on the config's cluster; empty if it cannot be asked from this machine."""
     try:
         client = SlurmClient(slurm_conf_of(config))
     except (ClusterError, ConfigError):  # its sandbox is not running
-        return None
-    return client.version() if client.available else None
+        return {}
+    return client.configuration() if client.available else {}
 
 
 def side_by_side(lines: Sequence[Line], width: int | None) -> list[str]:

@@ -469,6 +469,12 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.batch.take_run",
         hidden=True,
     ),
+    "stage": Verb(
+        "stage RUN_DIRECTORY ...",
+        "for the batch script: copy code, environment and data to the nodes of a job",
+        "slurmtrain.cli.batch.stage",
+        hidden=True,
+    ),
     "resubmit": Verb(
         "resubmit RUN_DIRECTORY ...",
         "for the batch script: submit the next job",

@@ -18,6 +18,7 @@ from slurmtrain.config.schema import (
     ObserveConfig,
     PreflightConfig,
     SearchConfig,
+    StageConfig,
     WatchdogConfig,
 )
 from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
@@ -70,6 +71,11 @@ ADDED: dict[str, Any] = {
     "preflight": dataclasses.asdict(PreflightConfig()),
     "cluster.port_range": None,
     "cluster.choices": [],
+    "cluster.compile_cache": None,
+    "cluster.switches": None,
+    "cluster.switches_wait_min": None,
+    "cluster.segment": None,
+    "cluster.stage": dataclasses.asdict(StageConfig()),
 }
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")

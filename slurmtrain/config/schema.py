@@ -59,6 +59,28 @@ class ContainerConfig:
 
 
 @dataclass
+class StageConfig:
+    """What each node gets a copy of before the ranks start, from which they then import and read.
+
+    A node copies once, however many ranks it has; the copies are removed when the job ends.
+    """
+
+    code: bool = False  # the run's snapshot of the code
+    # the virtual or conda environment of the ranks: packed into one archive when a job first uses it, and again after changes
+    environment: bool = False
+    data: list[str] = field(default_factory=list)  # files and folders; a data source that names them reads the copies
+    # The folder of each node: a path, which may begin with a variable of the job, as in $SLURM_TMPDIR. null: $TMPDIR, else /tmp
+    dir: str | None = None
+    # End the attempt (exit 78) if a node has no sound copy; false: the ranks of that node use the shared folders
+    required: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be copied."""
+        return self.code or self.environment or bool(self.data)
+
+
+@dataclass
 class ClusterConfig:
     """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in conf/cluster/."""
 
@@ -99,6 +121,14 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # node list that the job must not get
     exclusive: bool = False  # no other job runs on the job's nodes
+    switches: int | None = (
+        None  # the most leaf switches that the nodes may be behind, where SLURM knows a tree of switches
+    )
+    switches_wait_min: int | None = (
+        None  # with switches: how long to wait for such nodes; then any will do. null: for ever
+    )
+    # nodes come in groups of this many, each within one block, where SLURM knows blocks (topology/block, from 24.05 on)
+    segment: int | None = None
     # further sbatch options by their long name, which sbatch judges; true is a bare flag
     sbatch: dict[str, Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
@@ -110,6 +140,9 @@ class ClusterConfig:
     conda_env: str | None = None  # a conda environment to activate instead, by name or path
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
+    # With parallel.compile: a folder that all nodes see, in which jobs keep compiled code for later ones; null: none is kept
+    compile_cache: str | None = None
     env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # of NCCL and gloo: its name, "auto" (the one that reaches rank 0) or "none"
     # TCP ports, such as 29000-29100, on one of which rank 0 waits for the others (MASTER_PORT, too); null: any free one. NCCL

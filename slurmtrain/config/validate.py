@@ -20,6 +20,7 @@ from slurmtrain.choices import (
     PpSchedule,
     PreflightMode,
     RequeueMode,
+    SnapshotMode,
     StopSignal,
 )
 from slurmtrain.config.compose import SECRET_REFERENCE
@@ -71,6 +72,7 @@ SBATCH_OPTIONS = {
     **dict.fromkeys(("help", "parsable", "quiet", "test-only", "usage", "verbose", "version"), "slurmtrain itself"),
 }
 SBATCH_OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+STAGE_DIR = re.compile(r"(/|\$[A-Za-z_]\w*(?=/|$))[^$`\"\\]*")  # a path, or a variable of the job and what is below it
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NODES_MAX = 65536  # every size of a range is tried
 STRAGGLER_STEPS = 5  # fewest steps between two comparisons of the ranks
@@ -91,6 +93,8 @@ def validate(config: Config) -> ParallelDims:
         check_launched(config)
     _check_cluster(config.cluster, singleton=config.job.singleton)
     _check_strings(config.cluster)
+    _check_stage(config)
+    _check_placement(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
     usable_sizes(config)
@@ -395,6 +399,70 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         )
 
 
+def _check_placement(cluster: ClusterConfig) -> None:
+    for name in ("switches", "switches_wait_min", "segment"):
+        value = getattr(cluster, name)
+        if value is not None:
+            _at_least(f"cluster.{name}", value, 1)
+        if value is not None and name in cluster.sbatch:
+            raise ConfigError(
+                f"cluster.{name}={value} and cluster.sbatch.{name}={cluster.sbatch[name]} are the same option of sbatch",
+                hint="leave one of them out",
+            )
+    if cluster.switches_wait_min is not None and cluster.switches is None:
+        raise ConfigError(
+            f"cluster.switches_wait_min={cluster.switches_wait_min} waits for nothing", hint="set cluster.switches, too"
+        )
+    nodes = cluster.node_range
+    for count in (nodes.least + cluster.spare_nodes, nodes.most + cluster.spare_nodes):
+        if cluster.segment is not None and count % cluster.segment:
+            spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
+            raise ConfigError(
+                f"cluster.segment={cluster.segment} does not divide the {count} nodes of cluster.nodes={cluster.nodes}{spare}",
+                hint="SLURM gives whole segments only",
+            )
+
+
+def _check_stage(config: Config) -> None:
+    """Raise if what is to be copied to the nodes cannot be, or would not be used there."""
+    stage, cluster = config.cluster.stage, config.cluster
+    if stage.dir is not None and not STAGE_DIR.fullmatch(stage.dir):
+        raise ConfigError(
+            f"cluster.stage.dir={stage.dir!r} is no folder of a node",
+            hint="an absolute path such as /local/scratch, or a variable of the job such as $SLURM_TMPDIR",
+        )
+    names = [PurePosixPath(path).name for path in stage.data]
+    for name in names:
+        if not name or name == ".." or names.count(name) > 1:
+            why = "is a second of that name" if names.count(name) > 1 else "is no file or folder with a name"
+            raise ConfigError(
+                f"cluster.stage.data={','.join(stage.data)}: {name or 'an empty path'} {why}",
+                hint="copies lie side by side under the last parts of their paths, which have to differ",
+            )
+    if not stage.wanted:
+        return
+    if cluster.backend == Backend.LOCAL:
+        raise ConfigError(
+            "cluster.stage copies to the nodes of a SLURM job, and cluster.backend=local has this machine only",
+            hint="leave cluster.stage out",
+        )
+    if cluster.container.kind:
+        raise ConfigError(
+            f"cluster.stage with cluster.container.kind={cluster.container.kind}: the ranks would not see the copies",
+            hint="an image is one file, which its runtime reads by itself; leave cluster.stage out",
+        )
+    if config.sweep.pack > 1:
+        raise ConfigError(
+            f"cluster.stage with sweep.pack={config.sweep.pack}: the runs of a pack would each copy for themselves",
+            hint="sweep.pack=1, or leave cluster.stage out",
+        )
+    if stage.code and config.job.snapshot == SnapshotMode.NONE:
+        raise ConfigError(
+            "cluster.stage.code=true with job.snapshot=none: there is no snapshot to copy",
+            hint="job.snapshot=auto, or cluster.stage.code=false",
+        )
+
+
 def _check_sbatch_option(option: str, value: object) -> None:
     if not SBATCH_OPTION.fullmatch(option):
         raise ConfigError(
@@ -422,7 +490,8 @@ def _check_strings(cluster: ClusterConfig) -> None:
     values: list[tuple[str, object]] = [
         (f"cluster.{name}", value) for name, value in vars(cluster).items() if name != "setup"
     ]
-    values += [(f"cluster.container.{name}", value) for name, value in vars(cluster.container).items()]
+    for group in ("container", "stage"):
+        values += [(f"cluster.{group}.{name}", value) for name, value in vars(getattr(cluster, group)).items()]
     for name, value in values:
         parts = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [("", value)]

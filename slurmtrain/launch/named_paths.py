@@ -67,6 +67,10 @@ def _cluster(cluster: ClusterConfig, cwd: Path) -> ClusterConfig:
             image=_image(container.image, cwd),
             mounts=[_mount(mount, cwd) for mount in container.mounts],
         ),
+        stage=dataclasses.replace(
+            cluster.stage, data=[os.path.normpath(absolute(path, cwd)) for path in cluster.stage.data]
+        ),
+        compile_cache=str(absolute(cluster.compile_cache, cwd)) if cluster.compile_cache else None,
         slurm_conf=str(absolute(cluster.slurm_conf, cwd)) if cluster.slurm_conf else cluster.slurm_conf,
         venv=str(absolute(cluster.venv, cwd)) if cluster.venv else cluster.venv,
         conda_env=_program(cluster.conda_env, cwd),
@@ -310,6 +314,8 @@ def _named(config: Config, cwd: Path, *, later: bool, begun: bool) -> Iterator[N
             yield Named(f"cluster.setup has {line!r}", absolute(sourced, cwd), "file")
     if later or not own:
         return
+    for name in cluster.stage.data:
+        yield Named("cluster.stage.data", Path(name), "file or folder")
     if config.job.kind == JobKind.PREPARE:
         yield from _of_prepare(config.prepare)
         return

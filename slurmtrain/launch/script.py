@@ -71,6 +71,12 @@ EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not t
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
+# The same where nodes have copies of their own (cluster.stage): the file `use` of the node puts them first.
+STAGED = (
+    """bash -c 'trap "" USR2 TERM; case " $SLURMTRAIN_NOT_STAGED " in *" $SLURMD_NODENAME "*) ;; *) """
+    """if [ -n "$SLURMTRAIN_STAGE" ]; then . "$SLURMTRAIN_STAGE/$SLURMD_NODENAME/use"; fi ;; esac; """
+    """exec "${SLURMTRAIN_PYTHON:-$0}" "$@"'"""
+)
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
 
@@ -123,11 +129,14 @@ def render_script(config: Config, paths: JobPaths) -> str:
     return _render(config, paths, _environment().get_template(TEMPLATE))
 
 
-def explain_script(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+def explain_script(
+    config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
+) -> list[Line]:
     """Return the lines of `render_script`, each with the reason why it is there.
 
     Args:
         version: the release of SLURM on the cluster; None: not known, and the reasons are those of all releases.
+        order: how ranks are numbered over nodes there; see `slurm.topology`.
     """
     environment = _environment()
     environment.filters["words"] = lambda lines, between: between.join(
@@ -135,7 +144,7 @@ def explain_script(config: Config, paths: JobPaths, version: Version | None = No
     )
     source = (shipped("jobs") / TEMPLATE).read_text()
     template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
-    return _with_reasons(_render(config, paths, template, version))
+    return _with_reasons(_render(config, paths, template, version, order))
 
 
 def _with_reasons(marked: str) -> list[Line]:
@@ -171,7 +180,13 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(config: Config, paths: JobPaths, template: jinja2.Template, version: Version | None = None) -> str:
+def _render(
+    config: Config,
+    paths: JobPaths,
+    template: jinja2.Template,
+    version: Version | None = None,
+    order: str | None = None,
+) -> str:
     started = as_started(config)
     variables = [*OF_RANKS, *config.cluster.env, *config.secrets]
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
@@ -179,7 +194,7 @@ def _render(config: Config, paths: JobPaths, template: jinja2.Template, version:
     return template.render(
         version=__version__,
         guard_why=", as SLURM does after a preemption (24.05 and later)" if once_more else "",
-        directives=explained_directives(config, paths, version),
+        directives=explained_directives(config, paths, version, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         choice=paths.choice,
@@ -208,6 +223,9 @@ def _render(config: Config, paths: JobPaths, template: jinja2.Template, version:
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
         local_copies=config.checkpoint.local if config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None,
         own_program=config.job.kind == JobKind.COMMAND,
+        stage=config.cluster.stage,
+        stage_folder=stage_folder(config.cluster),
+        python=rank_python(started.cluster, paths),
     )
 
 
@@ -229,7 +247,9 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
     return [line.text for line in explained_directives(config, paths)]
 
 
-def explained_directives(config: Config, paths: JobPaths, version: Version | None = None) -> list[Line]:
+def explained_directives(
+    config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
+) -> list[Line]:
     """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
     cluster, elastic = as_started(config).cluster, config.cluster.node_range.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
@@ -254,6 +274,8 @@ def explained_directives(config: Config, paths: JobPaths, version: Version | Non
         ("reservation", cluster.reservation),
         ("exclude", cluster.exclude),
         ("exclusive", cluster.exclusive),
+        ("switches", _switches(cluster)),
+        ("segment", cluster.segment),
         ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
         # A dead node leaves the job its others.
@@ -267,6 +289,8 @@ def explained_directives(config: Config, paths: JobPaths, version: Version | Non
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     reasons = reasons_of_options(config, paths, version)
+    if order is not None:
+        reasons["nodes"] += f"; {order}"
     return [
         Line(text, reasons.get(name, f"cluster.sbatch.{name}: yours, as it stands"))
         for name, value in options
@@ -311,6 +335,9 @@ def reasons_of_options(config: Config, paths: JobPaths, version: Version | None)
         "constraint": "cluster.constraint",
         "reservation": "cluster.reservation",
         "exclude": "cluster.exclude",
+        "switches": "cluster.switches"
+        + (", and cluster.switches_wait_min: then any nodes will do" if cluster.switches_wait_min else ""),
+        "segment": "cluster.segment: nodes come in groups of so many, each within one block",
         "exclusive": "cluster.exclusive: no other job runs on these nodes",
         "array": several + (f", {paths.parallelism} at a time" if paths.parallelism else ""),
         "dependency": "what the job waits for: --after, job.singleton, cluster.sbatch.dependency",
@@ -426,6 +453,13 @@ def _directive(name: str, value: object) -> str:
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
+def _switches(cluster: ClusterConfig) -> str | None:
+    """Format what switches are asked for. `man sbatch`: --switches=COUNT[@MINUTES]."""
+    if cluster.switches is None:
+        return None
+    return f"{cluster.switches}" + (f"@{cluster.switches_wait_min}" if cluster.switches_wait_min is not None else "")
+
+
 def _gigabytes(amount: int | None) -> str | None:
     """Format an amount of memory. `man sbatch`: --mem=0, without a unit, is all the memory of each node."""
     return None if amount is None else f"{amount}G" if amount else "0"
@@ -508,7 +542,8 @@ def explained_srun(
         lines.append(Line('--pwd "$PWD"', "otherwise it would be the image's own"))
         lines += [Line(shlex.quote(word), own_args) for word in container.args]
         lines.append(Line(shlex.quote(str(container.image)), "cluster.container.image"))
-    rank = f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
+    shielded = STAGED if cluster.stage.wanted else SHIELDED
+    rank = f'{shielded} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
     lines.append(
         Line(
             rank, "the rank (cluster.python, venv or conda_env); it ignores signals until Python has handlers for them"
@@ -556,6 +591,16 @@ def srun_node_options(cluster: ClusterConfig, nodes: Sequence[str] = ()) -> list
     named = [f"--nodelist={','.join(nodes)}"] if nodes else []
     each = [f"--ntasks-per-node={cluster.tasks_per_node}"] if cluster.node_range.elastic else []
     return [f"--nodes={count}", f"--ntasks={count * cluster.tasks_per_node}", *each, *named]
+
+
+def stage_folder(cluster: ClusterConfig) -> str:
+    """Return the folder of a node under which its copies lie, as a word of the script."""
+    if cluster.stage.dir is None:
+        return '"${TMPDIR:-/tmp}"'
+    variable, slash, below = cluster.stage.dir.partition("/")
+    if not variable:
+        return shlex.quote(cluster.stage.dir)
+    return f'"${{{variable[1:]}:-/tmp}}"' + shlex.quote(slash + below) * bool(below)
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:

@@ -20,7 +20,7 @@ from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.run_dir import DRILLS, PREPARING, RunDir
-from slurmtrain.system.modes import folder_mode, forbid_others_to_write
+from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.paths import absolute
 from slurmtrain.system.process_facts import without_user
 
@@ -161,6 +161,7 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
         template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
         (target / "slurmtrain" / "jobs").mkdir()
         shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
+    inherit_group(target)
     forbid_others_to_write(target)  # the modes of the files are those of the work tree
     contents, links = _contents(target)
     write_code_record(target, dataclasses.replace(git, files=contents, links=links))

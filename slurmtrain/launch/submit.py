@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
 from slurmtrain.slurm.versions import Version
 from slurmtrain.system import files
+from slurmtrain.system.modes import inherit_group
+from slurmtrain.system.node_copies import shared_interpreter
 from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
 from slurmtrain.system.user import own_user
@@ -47,16 +48,20 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
     return render_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def explained(config: Config, cwd: Path, version: Version | None) -> list[Line]:
-    """Return the lines of `dry_run` with the reason of each, for this release of SLURM (None: not known)."""
+def explained(config: Config, cwd: Path, version: Version | None, order: str | None = None) -> list[Line]:
+    """Return the lines of `dry_run` with the reason of each.
+
+    Args:
+        version, order: as of `explain_script`.
+    """
     config = with_absolute_paths(config, cwd)
-    return explain_script(config, _paths_of_a_dry_run(config, cwd), version)
+    return explain_script(config, _paths_of_a_dry_run(config, cwd), version, order)
 
 
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
     run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
     source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
-    return JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd)
+    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
 
 
 @contextlib.contextmanager
@@ -107,6 +112,7 @@ def preparing_with_code_of(
         except OSError as error:  # also a shutil.Error, which has no words of its own
             why = error.strerror or "not all of its files can be read"
             raise ConfigError(f"the code of run {other.id} cannot be copied from {other.code}: {why}") from None
+        inherit_group(run_dir.code)
         git = code.get("revision"), bool(code.get("dirty"))
         snapshot = Snapshot(workdir, *git, roots, code.get("branch"), code.get("remote"))
         source = CodeSource(None if snapshot.in_place else other.code, workdir, roots=roots)
@@ -309,7 +315,7 @@ def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
     """Return the paths that a script needs, from the contents of run.json or sweep.json."""
     submit_dir = Path(info["submit_dir"]) if info.get("submit_dir") else None
     roots = info.get("import_roots", ())
-    return JobPaths(run_dirs, info["workdir"], sys.executable, roots=roots, submit_dir=submit_dir)
+    return JobPaths(run_dirs, info["workdir"], shared_interpreter(), roots=roots, submit_dir=submit_dir)
 
 
 def run_info(

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.node_copies import shared_interpreter
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ def dry_run_of_each(configs: Mapping[str, Config], cwd: Path, placeholder: str) 
         source = find_source(config.job, cwd, interpreter_of(config.cluster))
         run_dir = Path(config.job.runs_dir) / config.job.name / placeholder
         paths = JobPaths(
-            [run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd, choice=os.fspath(name)
+            [run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd, choice=os.fspath(name)
         )
         texts.append(f"### {name}\n{render_script(config, paths)}")
     return "\n".join(texts)

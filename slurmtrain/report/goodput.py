@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
@@ -61,6 +62,21 @@ class Cause(StrEnum):
 HOLDS_NO_GPUS = frozenset({Cause.QUEUE, Cause.STOPPED})
 
 
+class Piece(NamedTuple):
+    """What an attempt, or a wait after it, adds to the sums of its run: its time with one cause, for one reason.
+
+    Attributes:
+        attempt, cause, gpus, because: as of a `Segment`.
+        seconds: sum over the segments.
+    """
+
+    attempt: int
+    cause: Cause
+    seconds: float
+    gpus: float = 0.0
+    because: str = ""
+
+
 class Segment(NamedTuple):
     """A stretch of a run's time with one cause.
 
@@ -93,6 +109,7 @@ class Goodput:
         gpu_count: GPUs of its newest attempt; 0 on CPUs. A share of them where several runs shared the job.
         gpu_seconds: GPUs x seconds by cause. No GPU is held in the queue, so waits are not in it.
         segments: the same in the order of time, without gaps and overlaps.
+        pieces: the same by attempt, without the order: a few of them where there are thousands of segments.
         startup_s: wall-clock seconds of the start-ups by stage, over all attempts: "batch script", "interpreter", ...
         lost_gpu_seconds: GPUs x seconds lost, by why an attempt ended ("crash", "hang", "preempted", "node failure",
             "requeued", ...) or "rolled back": what stood still until it had ended, and all until the run was where it had been.
@@ -107,6 +124,7 @@ class Goodput:
     gpu_count: float = 0.0
     gpu_seconds: Mapping[Cause, float] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
+    pieces: tuple[Piece, ...] = ()
     startup_s: Mapping[str, float] = field(default_factory=dict)
     lost_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
     lost_s: Mapping[str, float] = field(default_factory=dict)
@@ -165,11 +183,12 @@ class Goodput:
         if self.begin >= moment:
             return self
         cut = tuple(each._replace(start=max(each.start, moment)) for each in self.segments if each.end > moment)
+        pieces = tuple(Piece(each.attempt, each.cause, each.seconds, each.gpus, each.because) for each in cut)
         sums = Sums()
-        for each in cut:
-            sums.add(each.cause, each.seconds, each.gpus, each.because)
+        for piece in pieces:
+            sums.add(piece)
         begin, end = (cut[0].start, cut[-1].end) if cut else (0.0, 0.0)
-        return replace(self, **sums.fields(), segments=cut, begin=begin, end=end)
+        return replace(self, **sums.fields(), segments=cut, pieces=pieces, begin=begin, end=end)
 
 
 def goodput_of(run_dir: RunDir, *, alive: bool | None = None, now: float | None = None) -> Goodput:
@@ -216,8 +235,7 @@ _SUMMED = ("seconds", "gpu_seconds", "startup_s", "lost_gpu_seconds", "lost_s", 
 # What the run's files say.
 
 
-@dataclass(frozen=True)
-class Try:
+class Try(NamedTuple):
     """What the files say of one attempt. Times are unix seconds, None where nobody has recorded them.
 
     Attributes:
@@ -228,6 +246,7 @@ class Try:
         failed: when the first rank failed.
         last_sign: when it last wrote something; asked for only where `ended` does not say it.
         gpus: GPUs that it held.
+        sampled: its folder holds records of how busy they were.
     """
 
     begun: float
@@ -237,6 +256,7 @@ class Try:
     failed: float | None = None
     last_sign: float | None = None
     gpus: float = 0.0
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -286,7 +306,7 @@ def read_history(run_dir: RunDir) -> History:
     for index, (each, after) in enumerate(pairwise(found)):
         # Closed by the next attempt, since nobody saw its end: it was over when it last wrote something.
         if each.last_sign is None and each.record.ended is not None and each.record.ended >= after.begun:
-            found[index] = replace(each, last_sign=_last_sign(run_dir, each.record.number, with_log=False))
+            found[index] = each._replace(last_sign=_last_sign(run_dir, each.record.number, with_log=False))
     kind = next((each.record.kind for each in reversed(found) if each.record.kind), None)
     if kind is None and any(each.record.stepping is None for each in found):
         kind = _kind_in_config(run_dir)
@@ -304,7 +324,9 @@ def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> 
 
 
 def _read_try(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: bool) -> Try | None:
-    record, folder = attempts.read_attempt(run_dir, number), run_dir.attempt(number)
+    folder = run_dir.attempt(number)
+    names = folder.names()
+    record = attempts.read_attempt_in(folder, number, names)
     job, claimed = (record.job_id, record.restart_count), None
     with contextlib.suppress(OSError, UnreadableRecordError, ValueError):
         words = records.read_bytes(folder.claim_file).split()
@@ -327,7 +349,8 @@ def _read_try(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: 
     if record.ended is None and is_last:
         record = _with_present_steps(run_dir, record)
     gpus = record.gpus if record.gpus is not None else by_hand.of(max(1, len(record.nodes)))
-    return Try(begun, record, job, hung_since, failed, sign, max(0.0, gpus))
+    sampled = any(map(is_gpu_file, names or ()))
+    return Try(begun, record, job, hung_since, failed, sign, max(0.0, gpus), sampled)
 
 
 def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
@@ -430,7 +453,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     """Return the time by cause of a run with this history: a pure function.
 
     Args:
-        with_segments: return the segments, too, which takes a third of the time.
+        with_segments: return the segments, too, which takes a third of the time; the pieces are there without.
     """
     spans = _spans(history, alive, now)
     first = [moment for moment in (history.submitted, *(span[0] for span in spans[:1])) if moment is not None]
@@ -438,7 +461,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
         return Goodput()
     cursor = begin = min(min(first), now)
     by_attempt = _by_attempt(history.events)
-    sums, segments = Sums(), list[Segment]()
+    pieces, segments = list[Piece](), list[Segment]()
     startup: dict[str, float] = {}
     furthest = 0
     before: Try | None = None
@@ -451,12 +474,11 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
         inside = _inside(each, history.kind, events, start, end, furthest, over=over)
         own = _why_ended(each.record, gone=each is not history.tries[-1] or alive is False)
         blame, gpus = _blame(why, own), each.gpus
-        for wait in between:
-            sums.add(wait.cause, wait.seconds, wait.gpus, wait.because)
+        number = each.record.number
+        pieces += [Piece(wait.attempt, wait.cause, wait.seconds, wait.gpus, wait.because) for wait in between]
         for (cause, because), seconds in _lengths(inside).items():
-            sums.add(cause, seconds, gpus, because or blame.get(cause, ""))
+            pieces.append(Piece(number, cause, seconds, gpus, because or blame.get(cause, "")))
         if with_segments:
-            number = each.record.number
             segments += between
             segments += [
                 Segment(number, a, b, cause, gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
@@ -466,11 +488,15 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
         before, why, cursor = each, own, end
     waits = _waits_at_the_end(history, before, alive)
     if waits and cursor < now:
-        segments.append(Segment(before.record.number if before else 0, cursor, now, Cause.QUEUE, 0.0, why))
-        sums.add(Cause.QUEUE, now - cursor, 0.0, why)
+        number = before.record.number if before else 0
+        segments.append(Segment(number, cursor, now, Cause.QUEUE, 0.0, why))
+        pieces.append(Piece(number, Cause.QUEUE, now - cursor, 0.0, why))
         cursor = now
     last = history.tries[-1] if history.tries else None
     runs = last is not None and last.record.ended is None and last.record.verdict is None and alive is not False
+    sums = Sums()
+    for piece in pieces:
+        sums.add(piece)
     interruptions: dict[str, int] = {}
     for each in history.tries:
         if own := _why_ended(each.record, gone=each is not last or alive is False):
@@ -478,6 +504,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     return Goodput(
         **sums.fields(),
         segments=_joined(segments) if with_segments else (),
+        pieces=tuple(pieces),
         gpu_count=last.gpus if last is not None else 0.0,
         startup_s=startup,
         interruptions=interruptions,
@@ -489,7 +516,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
 
 
 class Sums:
-    """Adds up stretches of time to those fields of a `Goodput` that are sums."""
+    """Adds up pieces to those fields of a `Goodput` that are sums."""
 
     def __init__(self) -> None:
         self._seconds: dict[Cause, float] = {}
@@ -497,10 +524,16 @@ class Sums:
         self._lost: dict[str, float] = {}
         self._lost_gpus: dict[str, float] = {}
 
-    def add(self, cause: Cause, seconds: float, gpus: float, because: str) -> None:
-        """Add a stretch: see `Segment`."""
+    def add(self, piece: Piece, shared_by: int = 1) -> None:
+        """Add a piece; of its GPUs only a part, if nodes share them.
+
+        Args:
+            shared_by: number of those nodes.
+        """
+        _, cause, seconds, gpus, because = piece
         if seconds <= 0:
             return
+        gpus /= shared_by
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
         if because:
             self._lost[because] = self._lost.get(because, 0.0) + seconds
@@ -569,9 +602,12 @@ Events = Mapping[str, Sequence[Mapping[str, Any]]]  # the events of an attempt, 
 def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, list[Mapping[str, Any]]]]:
     found: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
     for event in events:
-        number = event.get("attempt")
+        number, name = event.get("attempt"), event["event"]
         if isinstance(number, int):
-            found.setdefault(number, {}).setdefault(event["event"], []).append(event)
+            try:
+                found[number][name].append(event)
+            except KeyError:
+                found.setdefault(number, {})[name] = [event]
     return found
 
 
@@ -738,8 +774,9 @@ def _inside_of_training(
         found = _overlay(found, _lost(record, events, stepping, left), only=Cause.PRODUCTIVE)
     last_save = _step(leaving) if leaving is not None else None
     saves: list[Stretch] = []
+    finite = records.finite
     for event in events.get(Event.CHECKPOINT, ()):
-        seconds, stall = records.finite(event.get("seconds")), records.finite(event.get("stall_s"))
+        seconds, stall = finite(event.get("seconds")), finite(event.get("stall_s"))
         if last_save is not None and event.get("step") == last_save:
             stall = seconds  # nothing else is done meanwhile
         if seconds is not None and stall is not None and stall > 0:
@@ -824,26 +861,34 @@ def _lost(record: Attempt, events: Events, stepping: float, left: float) -> list
 def _overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | None = None) -> list[Stretch]:
     """Return `base` with the stretches of `layer` painted over it, or only over one cause of it."""
     over: list[Stretch] = []
-    for start, end, cause, because in sorted(layer):
-        start = max(start, over[-1][1]) if over else start
+    reached = -math.inf
+    for each in sorted(layer):
+        start, end, cause, because = each
+        if start < reached:
+            start = reached
+            each = (start, end, cause, because)
         if end > start:
-            over.append((start, end, cause, because))
+            over.append(each)
+            reached = end
     if not over:
         return base
     found: list[Stretch] = []
-    place = 0
+    place, count = 0, len(over)
     for start, end, cause, because in base:
-        while place < len(over) and over[place][1] <= start:
+        while place < count and over[place][1] <= start:
             place += 1
-        at, index = start, place
-        while index < len(over) and over[index][0] < end and (only is None or cause is only):
-            begin, until = max(at, over[index][0]), min(end, over[index][1])
-            if begin > at:
-                found.append((at, begin, cause, because))
-            if until > begin:
-                found.append((begin, until, over[index][2], over[index][3]))
-            at = max(at, until)
-            index += 1
+        at = start
+        if only is None or cause is only:
+            for index in range(place, count):  # of thousands: each step counts
+                begin, until, painted, why = over[index]
+                if begin >= end:
+                    break
+                begin, until = max(at, begin), min(end, until)
+                if begin > at:
+                    found.append((at, begin, cause, because))
+                if until > begin:
+                    found.append((begin, until, painted, why))
+                    at = until
         if at < end:
             found.append((at, end, cause, because))
     return found

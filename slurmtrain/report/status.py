@@ -20,7 +20,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.choices import Choice as NamedValue
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
-from slurmtrain.runs import attempts, choices
+from slurmtrain.runs import attempts, choices, stage_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
 from slurmtrain.runs.choices import Choice
@@ -642,7 +642,8 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
     if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
         return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}", True
     if last is not None and record.setting_up:
-        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}", True
+        copying = stage_record.progress(record.run_dir.attempt(last.number))
+        return RunStatus.STARTING, f"attempt {last.number} {copying or 'is setting up'}, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""

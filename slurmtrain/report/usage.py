@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from slurmtrain.choices import Choice
 from slurmtrain.errors import ClusterError, UnreadableRecordError
@@ -70,15 +71,14 @@ class Usage:
     no_accounting: str | None = None
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """What is kept of a run: its events and segments would fill the memory, if there are thousands of runs.
 
     Attributes:
         jobs: ids of its jobs; none if SLURM did not run it.
         slurm_conf: the slurm.conf that it names.
-        attempts: numbers of its attempts on GPUs that count.
-        goodput: where its time went; with its segments only by node.
+        attempts: numbers of those of its attempts that count and have records of how busy their GPUs were.
+        goodput: where its time went, without its segments.
     """
 
     run_dir: RunDir
@@ -99,8 +99,8 @@ def usage_of(
     """
     now = time.time() if now is None else now
     with _without_collector():
-        found, unreadable = _read_all(_with_evaluations(run_dirs), since, now, with_segments=by is Grouping.NODE)
-    samples = {each.run_dir: _samples(each) for each in found}
+        found, unreadable = _read_all(_with_evaluations(run_dirs), since, now)
+    samples = {each.run_dir: _samples(each) for each in found if each.attempts}
     accounted, no_accounting = _accounted(found, since)
     make = {Grouping.RUN: _by_run, Grouping.USER: _by_user, Grouping.NODE: _by_node}[by]
     rows = make(found, samples, accounted)
@@ -129,12 +129,10 @@ def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
     return found
 
 
-def _read_all(
-    run_dirs: Sequence[RunDir], since: float | None, now: float, *, with_segments: bool
-) -> tuple[list[_Run], list[str]]:
+def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tuple[list[_Run], list[str]]:
     """Read all runs; SLURM is asked, once, about those that only it can say the end of."""
-    found: dict[RunDir, _Run | None] = {}
-    open_runs: dict[RunDir, History] = {}
+    found: list[_Run | None] = []
+    open_runs: dict[RunDir, tuple[int, History]] = {}
     unreadable: list[str] = []
     for run_dir in run_dirs:
         try:
@@ -143,37 +141,37 @@ def _read_all(
         except (UnreadableRecordError, OSError) as error:
             unreadable.append(error.message if isinstance(error, UnreadableRecordError) else f"{run_dir.path}: {error}")
             continue
-        found[run_dir] = None
         if history.is_open:
-            open_runs[run_dir] = history
+            open_runs[run_dir] = len(found), history
+            found.append(None)
         else:
-            found[run_dir] = _kept(run_dir, history, False, since, now, with_segments=with_segments)
+            found.append(_kept(run_dir, history, False, since, now))
     states_of = states(open_runs) if open_runs else {}
-    for run_dir, history in open_runs.items():
+    for run_dir, (place, history) in open_runs.items():
         state = states_of[run_dir.id]
         # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
         alive = None if state.status == RunStatus.UNKNOWN else state.alive
-        found[run_dir] = _kept(run_dir, history, alive, since, now, with_segments=with_segments)
-    return [each for each in found.values() if each is not None], unreadable
+        found[place] = _kept(run_dir, history, alive, since, now)
+    return [each for each in found if each is not None], unreadable
 
 
-def _kept(
-    run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float, *, with_segments: bool
-) -> _Run | None:
+def _kept(run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float) -> _Run | None:
     """Return what is to be kept of a run; None if nothing of it was after `since`."""
-    spent = goodput.of_history(history, alive=alive, now=now, with_segments=with_segments)
+    spent = goodput.of_history(history, alive=alive, now=now, with_segments=False)
     numbers = set(spent.nodes)
     if since is not None and spent.end <= since:
         return None
     if since is not None and spent.begin < since:
         cut = goodput.of_history(history, alive=alive, now=now).since(since)
-        numbers = {each.attempt for each in cut.segments}
-        spent = cut if with_segments else replace(cut, segments=())
+        numbers = {each.attempt for each in cut.pieces}
+        spent = replace(cut, segments=())
     return _Run(
         run_dir,
         () if history.local or not spent.gpu_seconds else history.jobs,
         history.slurm_conf,
-        tuple(each.record.number for each in history.tries if each.gpus and each.record.number in numbers),
+        tuple(
+            each.record.number for each in history.tries if each.gpus and each.sampled and each.record.number in numbers
+        ),
         spent,
     )
 
@@ -230,13 +228,13 @@ Accounted = Mapping[RunDir, float]
 
 
 def _row(who: str, runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> Row:
-    asked = [accounted[each.run_dir] for each in runs if each.run_dir in accounted]
+    asked = [accounted[each.run_dir] for each in runs if each.run_dir in accounted] if accounted else []
     whole = {each.run_dir.evaluated_run or each.run_dir for each in runs}
     return Row(
         who,
         len({run_dir.path for run_dir in whole}),
         goodput.over_all(each.goodput for each in runs),
-        total_of(node for each in runs for node in samples[each.run_dir]),
+        total_of(node for each in runs if each.attempts for node in samples[each.run_dir]),
         sum(asked) if asked else None,
     )
 
@@ -272,17 +270,17 @@ def _by_node(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> li
     sums: dict[str, Sums] = {}
     of_node: dict[str, set[str]] = {}  # paths of the runs
     for each in runs:
-        for segment in each.goodput.segments:
-            nodes = each.goodput.nodes.get(segment.attempt, ())
-            if segment.cause in HOLDS_NO_GPUS or not nodes:
+        whole = str((each.run_dir.evaluated_run or each.run_dir).path)
+        for piece in each.goodput.pieces:
+            nodes = each.goodput.nodes.get(piece.attempt, ())
+            if piece.cause in HOLDS_NO_GPUS or piece.seconds <= 0:
                 continue
             for node in nodes:
-                of_node.setdefault(node, set()).add(str((each.run_dir.evaluated_run or each.run_dir).path))
-                found = sums.setdefault(node, Sums())
-                found.add(segment.cause, segment.seconds, segment.gpus / len(nodes), segment.because)
+                of_node.setdefault(node, set()).add(whole)
+                sums.setdefault(node, Sums()).add(piece, len(nodes))
     sampled: dict[str, list[NodeGpus]] = {}
     for each in runs:
-        for use in samples[each.run_dir]:
+        for use in samples.get(each.run_dir, ()):
             sampled.setdefault(use.node, []).append(use)
     rows = [
         Row(name, len(of_node[name]), Goodput(**found.fields()), total_of(sampled.get(name, ())))

@@ -41,6 +41,11 @@ class EndWatch:
     def add(self, run_dirs: Iterable[RunDir]) -> None:
         self._waiting.update(dict.fromkeys(run_dirs))
 
+    def forget(self, run_dirs: Iterable[RunDir]) -> None:
+        """Wait no longer for these."""
+        for run_dir in run_dirs:
+            self._waiting.pop(run_dir, None)
+
     def look(self) -> Iterator[tuple[RunDir, RunState]]:
         """Yield the runs that have ended since the last look, with their states.
 

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+STOP_NAME = "stop.json"
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
@@ -19,11 +20,23 @@ def rank_log_name(rank: int | str) -> str:
     return f"rank-{rank}.log"
 
 
+def is_gpu_file(name: str) -> bool:
+    """Return whether this is the name of a record of how busy a node's GPUs were."""
+    return name.startswith("gpus-") and name.endswith(".json")
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """The paths in the folder of one attempt, attempts/NNNN. Holds no state of its own."""
 
     path: Path
+
+    def names(self) -> list[str] | None:
+        """Return the names of all files in it, in no particular order; None if it cannot be listed."""
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return None
 
     # Files of the launchers and of `finish-attempt`.
     @property
@@ -40,6 +53,11 @@ class AttemptDir:
     def srun_log(self) -> Path:
         """The file of what srun itself writes to stderr."""
         return self.path / "srun.log"
+
+    @property
+    def stage_dir(self) -> Path:
+        """The folder of what was copied to the nodes, see `stage_record`; the batch script spells it, too."""
+        return self.path / "stage"
 
     @property
     def request_file(self) -> Path:
@@ -110,7 +128,7 @@ class AttemptDir:
     @property
     def stop_file(self) -> Path:
         """The record of why the ranks were told to stop."""
-        return self.path / "stop.json"
+        return self.path / STOP_NAME
 
     @property
     def master_file(self) -> Path:
@@ -144,11 +162,7 @@ class AttemptDir:
 
     def gpu_files(self) -> list[Path]:
         """Return those records, in no particular order; none if the folder cannot be listed."""
-        try:
-            names = os.listdir(self.path)
-        except OSError:
-            return []
-        return [self.path / name for name in names if name.startswith("gpus-") and name.endswith(".json")]
+        return [self.path / name for name in self.names() or () if is_gpu_file(name)]
 
     # Files of every rank.
     def rank_log(self, rank: int) -> Path:

@@ -14,14 +14,14 @@ import operator
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UnreadableRecordError
-from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -182,17 +182,29 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     Raises:
         UnreadableRecordError: its files cannot be used.
     """
-    folder = run_dir.attempt(number)
+    return read_attempt_in(run_dir.attempt(number), number)
+
+
+def read_attempt_in(folder: AttemptDir, number: int, names: Collection[str] | None = None) -> Attempt:
+    """Return the record of the attempt with this folder, as `read_attempt`.
+
+    Args:
+        names: those of all files in the folder, from a caller that has listed it: what is not among them is not opened.
+
+    Raises:
+        UnreadableRecordError: its files cannot be used.
+    """
     path = folder.record_file
     values = read_json(path) or {}
     records.check_fields(values, _FIELDS, path)
-    known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
-    attempt = Attempt(**{**known, "number": number})
-    path = folder.stop_file
-    stop = read_json(path)
+    if not values.keys() <= _FIELDS.keys():
+        values = {name: value for name, value in values.items() if name in _FIELDS}
+    attempt = Attempt(number)
+    vars(attempt).update(values, number=number)  # in a third of the time of forty arguments: `usage` reads thousands
+    stop = read_json(folder.stop_file) if names is None or STOP_NAME in names else None
     if stop:
         stop = {**dict.fromkeys(_STOP), **stop}
-        records.check_fields(stop, _STOP, path)
+        records.check_fields(stop, _STOP, folder.stop_file)
         attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
         attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
     return attempt

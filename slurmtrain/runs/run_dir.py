@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +59,7 @@ _SOMETIMES = {
     "changing": COUNT | NOTHING,
     "trainings": OBJECT | NOTHING,
 }
+_INFO = {**_ALWAYS, **_SOMETIMES}
 
 
 @dataclass(frozen=True)
@@ -263,10 +263,9 @@ class RunDir:
         info = read_json(self.info_file)
         if info is None:
             raise UnreadableRecordError(f"{self.path} is not a run directory: it has no readable run.json")
-        missing = [name for name in _ALWAYS if name not in info]
-        if missing and whole:
+        if whole and (missing := [name for name in _ALWAYS if name not in info]):
             raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
-        records.check_fields(info, {**_ALWAYS, **_SOMETIMES}, self.info_file)
+        records.check_fields(info, _INFO, self.info_file)
         return info
 
     def config_values(self) -> Any:
@@ -400,7 +399,7 @@ class RunDir:
             return []
         except OSError as error:
             raise UnreadableRecordError(f"{self.attempts} cannot be read: {error.strerror}") from None
-        return sorted(int(name) for name in found if re.fullmatch("[0-9]{1,9}", name))
+        return sorted(int(name) for name in found if name.isdecimal() and name.isascii() and len(name) <= 9)
 
     def new_attempt(self) -> int:
         """Claim the next attempt number by creating its folder. Two claimants never get the same one.
@@ -418,7 +417,7 @@ class RunDir:
 
 
 def _is_event(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("event"), str) and records.is_time(value.get("time"))
+    return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))
 
 
 def _is_value(value: object) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 
@@ -21,6 +20,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.system.files import read_json
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.node_copies import shared_interpreter, without_copies
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +88,11 @@ class EvaluationJobs:
 
     def _submit(self) -> None:
         """Start a process that submits what is due, and return at once."""
-        words = [sys.executable, "-m", "slurmtrain", "evaluate", str(self._run_dir.path), "--due"]
+        words = [shared_interpreter(), "-m", "slurmtrain", "evaluate", str(self._run_dir.path), "--due"]
         variables = {
-            name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
+            name: value
+            for name, value in without_copies(os.environ).items()
+            if not belongs_to_a_job(name) and name not in OF_RANKS
         }
         self._run_dir.evaluations.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
         with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as output:

@@ -23,6 +23,7 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.elastic import on_given_nodes
 from slurmtrain.config.launched_program import node_shape
+from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import (
     DIVERGED,
@@ -258,6 +259,7 @@ def _train(
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
+    from slurmtrain.runtime.compile_cache import compile_cache_of
     from slurmtrain.runtime.jobs.train import build_trainer
     from slurmtrain.runtime.watchdog.progress import Position
 
@@ -273,6 +275,10 @@ def _train(
         return 0
     if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
+    compiled = compile_cache_of(config, parallel_dims_of(config), distributed.environment, distributed.device)
+    if compiled is not None:
+        compiled.load()
+        timeline.mark("compiled code")
     switch = stop_watcher.profile_switch if stop_watcher is not None else None
     trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher, profile_switch=switch)
     if watchdog is not None:
@@ -300,6 +306,8 @@ def _train(
         first = stop_flag.first
         cause = first.cause if first else StopCause.OTHER_RANK
         log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
+    if compiled is not None:
+        compiled.publish()
     distributed.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
 

@@ -22,6 +22,7 @@ from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.system.node_copies import without_copies
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -551,7 +552,7 @@ def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = Non
 
 def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
     """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
-    kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    kept = {name: value for name, value in without_copies(variables).items() if not belongs_to_a_job(name)}
     if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
         kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}

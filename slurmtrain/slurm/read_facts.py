@@ -28,6 +28,7 @@ from slurmtrain.slurm.parse_facts import (
     with_nodes,
 )
 from slurmtrain.slurm.preemption import NOT_AT_ALL
+from slurmtrain.slurm.topology import kind_of_topology
 from slurmtrain.system.user import own_user
 
 Ask = Callable[[Sequence[str]], str | None]
@@ -90,7 +91,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     wanted = [*_of_accounts(user)] if keeps_accounts(config) else []
     if whole:
         wanted += [MPI_TYPES, SRUN_HELP, *([nodes] if nodes[-1] else [])]
-        wanted += [TOPOLOGY] if _has_topology(config) else []
+        wanted += [TOPOLOGY] if kind_of_topology(config) is not None else []
     answers = _answers(ask, wanted, silent)
     found = ClusterFacts(
         config=config,
@@ -167,11 +168,6 @@ def _accounts_up_to_the_root(ask: Ask, names: Sequence[str], cluster: str, silen
 def _one_of_each(groups: Sequence[NodeGroup]) -> list[str]:
     names = [first_name(group.names) for group in groups]
     return list(dict.fromkeys(name for name in names if name))[:NODES_ASKED]
-
-
-def _has_topology(config: Mapping[str, str]) -> bool:
-    plugin = config.get("TopologyPlugin", "").removeprefix("topology/")
-    return plugin not in ("", "none", "default", "flat", "(null)")
 
 
 def _answers(ask: Ask, commands: Sequence[tuple[str, ...]], silent: list[str]) -> dict[tuple[str, ...], str]:

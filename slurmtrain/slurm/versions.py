@@ -83,6 +83,11 @@ STEPS_MANAGED_ON_THE_NODE = Difference(
     "them: `scontrol show step` asks that node. It saves the controller jobs of many steps; a run has one to three",
     "not run here; 24.05 to 25.11 by their source (job_step_info.c)",
 )
+SEGMENTS = Difference(
+    (24, 5),
+    "sbatch takes --segment, for topology/block",
+    "22.05.8 not; 24.11.7; 24.05 by its CHANGELOG",
+)
 EXPEDITED_REQUEUE = Difference(
     (25, 11),
     "--requeue=expedite (with SlurmctldParameters=enable_expedited_requeue) starts a job again at once and before all others "

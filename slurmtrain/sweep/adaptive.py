@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status import RunState, RunStatus, is_over, states
+from slurmtrain.report.status import RunState, states
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.run_dir import RunDir
@@ -24,10 +24,11 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.create import add_run, append_arrays, create_sweep, find_same
 from slurmtrain.sweep.folder import note_jobs
 from slurmtrain.sweep.jobs import Submission, check_submitted, submit_arrays
-from slurmtrain.sweep.local import run_here
+from slurmtrain.sweep.local import is_to_go_on, run_here
 from slurmtrain.sweep.plan import SweepPlan, check_belongs
 from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
+from slurmtrain.system.records import read_tail
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class OpenSweep:
     sweep: Sweep
     sweep_plan: SweepPlan
     client: SlurmClient | None
+    # What was read once: nobody else adds points, and an array that is submitted stays so. There may be thousands.
+    _points: dict[str, Point] = field(default_factory=dict, repr=False)
+    _submitted: set[int] = field(default_factory=set, repr=False)
 
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
@@ -80,13 +84,21 @@ class OpenSweep:
             raise
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
+    def check(self, config: Config) -> None:
+        """Check that a config can be a point of this sweep.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        self.sweep_plan.check(with_absolute_paths(config, current_folder()))
+
     def add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
         """Add the points that do not exist yet, and return the run of each of `wanted`. Called within `alone`.
 
         Each step may be cut short, and is done when the same points are asked for again.
         """
         sweep, sweep_plan = self.sweep, self.sweep_plan
-        points = {point.identity: point for point in sweep.points()}
+        points = self._by_identity()
         stamp = new_run_id()
         chosen = []
         _remove_cut_line(sweep.points_file)
@@ -117,12 +129,10 @@ class OpenSweep:
         if self.client is None:
             return Submission([], [])
         chosen = {run_dir.id for run_dir in run_dirs}
-        shapes = {point.run_id: point.shape for point in self.sweep.points() if point.run_id in chosen}
+        shapes = {point.run_id: point.shape for point in self._by_identity().values() if point.run_id in chosen}
         while True:
             numbers = self.sweep.array_numbers()
-            for number in numbers:
-                note_jobs(self.sweep, number)
-            open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
+            open_numbers = self._not_submitted(numbers)
             planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
             # A run that was removed is made anew, and the job that it once had is no longer its own.
             new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
@@ -131,7 +141,26 @@ class OpenSweep:
             arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
             if not new or append_arrays(self.sweep, len(numbers), new, arrays):
                 break
-        return submit_arrays(self.sweep, self.client)
+        return submit_arrays(self.sweep, self.client, known=self._submitted)
+
+    def _by_identity(self) -> dict[str, Point]:
+        """Return the points by the identity of their config."""
+        if not self._points:
+            self._points.update((point.identity, point) for point in self.sweep.points())
+        return self._points
+
+    def _not_submitted(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of these arrays that have no job; the jobs of others are recorded in their runs."""
+        found = []
+        for number in numbers:
+            if number in self._submitted:
+                continue
+            note_jobs(self.sweep, number)
+            if self.sweep.job_id(number) is None:
+                found.append(number)
+            else:
+                self._submitted.add(number)
+        return found
 
     def _has_job(self, run_id: str) -> bool:
         return bool(self.sweep.run_dir(run_id).info()["job_ids"])
@@ -140,14 +169,11 @@ class OpenSweep:
         """Yield every run, as it ends."""
         if self.client is None:
             before = states(run_dirs)
-            # A stopped run was stopped with Ctrl-C in a shell that waited for it before this one.
             left = [
-                run_dir.id
-                for run_dir in dict.fromkeys(run_dirs)
-                if before[run_dir.id].status == RunStatus.STOPPED or not is_over(run_dir)
+                run_dir.id for run_dir in dict.fromkeys(run_dirs) if before[run_dir.id].alive or is_to_go_on(run_dir)
             ]
             at_once = self.sweep.info()["parallelism"] or self.sweep.pack
-            if not run_here(self.sweep, left, at_once, show=at_once == 1):
+            if not run_here(self.sweep, left, at_once, show=at_once == 1, retry=False):
                 raise KeyboardInterrupt  # they were told to stop, and so is this process
             now = states(run_dirs)
             yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
@@ -157,6 +183,8 @@ class OpenSweep:
 
 def _remove_cut_line(path: Path) -> None:
     """Remove what a shell that was cut short, or had no disk space, has left after the last whole line."""
+    if read_tail(path, 1) in (b"", b"\n"):
+        return
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 

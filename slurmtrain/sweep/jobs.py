@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,14 +64,17 @@ class Submission:
     limit: SubmitLimitError | None = None
 
 
-def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
+def check_arrays(sweep: Sweep, client: SlurmClient, *, known: Collection[int] = ()) -> None:
     """Ask SLURM whether it would accept every array that has not been submitted.
+
+    Args:
+        known: as for `submit_arrays`.
 
     Raises:
         RefusedError: it would not. A sweep that nobody has begun to submit is removed again.
     """
     numbers = sweep.array_numbers()
-    for number in [each for each in numbers if sweep.job_id(each) is None]:
+    for number in [each for each in numbers if each not in known and sweep.job_id(each) is None]:
         path = sweep.array(number) / f".test-{os.getpid()}.sbatch"
         try:
             path.write_text(_script(sweep, number))
@@ -93,6 +98,7 @@ def submit_arrays(
     sweep: Sweep,
     client: SlurmClient,
     *,
+    known: Collection[int] = (),
     patience: Patience = Patience(),  # noqa: B008 (it is frozen)
 ) -> Submission:
     """Submit every array that has not been submitted. Several shells may do it at the same time.
@@ -101,17 +107,21 @@ def submit_arrays(
     first whether it would accept all of them, so that no half of a sweep is submitted while the other needs a
     correction.
 
+    Args:
+        known: arrays of which the caller knows that they are submitted; they are not looked at, nor in the result.
+
     Raises:
         ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job exists. Arrays that
             were submitted stay.
     """
     check_not_cancelled(sweep)
-    check_arrays(sweep, client)
+    check_arrays(sweep, client, known=known)
     submitted: list[str] = []
     found: list[str] = []
-    done: set[int] = set()
+    done = set(known)
+    lineage = functools.cache(sweep.lineage)  # it is read from the plans of the arrays, which keep it
     while left := [number for number in sweep.array_numbers() if number not in done]:
-        number = min(left, key=sweep.lineage)
+        number = min(left, key=lineage)
         try:
             job_id, new = _submit_array(sweep, number, client, patience)
         except SubmitLimitError as limit:
@@ -237,7 +247,8 @@ def _script(sweep: Sweep, number: int) -> str:
     runs = [RunDir(Path(path)) for path in info["after"]]
     config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
     after = plan["after"]
-    parts = [each for each in sweep.array_numbers() if after in sweep.lineage(each) and each != number]
+    others = [each for each in sweep.array_numbers() if each != number] if after is not None else []
+    parts = [each for each in others if after in sweep.lineage(each)]
     before = [job for each in parts if (job := sweep.job_id(each)) is not None and not _is_over(sweep, each)]
     if before:
         config = with_dependency(config, [f"afterany:{':'.join(before)}"])

@@ -8,7 +8,6 @@ two lines, the next one goes on with the same trials.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,16 +16,16 @@ from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.report.goodput import Cause, goodput_of
-from slurmtrain.report.status import RunState, RunStatus, is_over, state, states
-from slurmtrain.report.waiting import EndWatch
+from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.adaptive import OpenSweep, Wanted
 from slurmtrain.sweep.jobs import Submission, check_submitted
-from slurmtrain.sweep.local import LocalRuns, alone
+from slurmtrain.sweep.local import alone
 from slurmtrain.sweep.optuna_study import Study
 from slurmtrain.sweep.points import Composer, values_of
 from slurmtrain.sweep.pruning import LoggedValues, ask_to_end
 from slurmtrain.sweep.search import checked, explaining_sweeper, result_of
+from slurmtrain.sweep.search_runs import Here, OnCluster
 from slurmtrain.sweep.trials import (
     LogEvent,
     Spent,
@@ -76,6 +75,7 @@ class OptunaSearch:
         # The trials that have not ended, by the run that computes them: two with the same config share one.
         self._running: dict[RunDir, list[int]] = {}
         self._logs: dict[RunDir, LoggedValues] = {}
+        self._unreadable = set[RunDir]()
         self._ask_again: dict[RunDir, float] = {}
         self._failed_in_a_row = 0
         self._submit_again = 0.0
@@ -100,15 +100,15 @@ class OptunaSearch:
         sweep = self._open_sweep.sweep
         with alone(sweep):
             self._log = TrialLog(sweep.trials_file)
+            if self._log.remark is not None:
+                log.warning("%s", self._log.remark)
             with explaining_sweeper():
                 self._study.replay(self._log.lines, self._log.trials)
             pack = sweep.pack
             parallelism = sweep.info()["parallelism"]
             local = self._open_sweep.client is None
             slots = min(self._study.n_jobs, parallelism or (pack if local else self._study.n_jobs))
-            runs: _OnCluster | _Here = (
-                _Here(self._open_sweep, show=slots == 1) if local else _OnCluster(self._open_sweep)
-            )
+            runs = Here(self._open_sweep, show=slots == 1) if local else OnCluster(self._open_sweep)
             with runs:
                 self._take_up(runs)
                 while True:
@@ -120,26 +120,37 @@ class OptunaSearch:
                     self._prune()
             self._write_results()
 
-    def _take_up(self, runs: _OnCluster | _Here) -> None:
-        """Go on with the trials that another process has left, and with those that had failed and were tried again."""
-        left = [trial for trial in self._log.trials if trial.state == TrialState.RUNNING]
-        self._begin(left, runs)
+    def _take_up(self, runs: OnCluster | Here) -> None:
+        """Go on with the trials that another process has left, and with those that had failed and were tried again.
+
+        Those that were started keep their run, whatever has become of their config's checks: its job may be running.
+        """
         sweep = self._open_sweep.sweep
+        left = [trial for trial in self._log.trials if trial.state == TrialState.RUNNING]
+        for trial in left:
+            if trial.run_id is not None:
+                self._wait_for(sweep.run_dir(trial.run_id), trial.number)
+        self._begin([trial for trial in left if trial.run_id is None], runs)
         failed = {
             trial.number: sweep.run_dir(trial.run_id)
             for trial in self._log.trials
             if trial.state == TrialState.FAIL and trial.run_id is not None
         }
-        now = states([run_dir for run_dir in failed.values() if run_dir.info_file.exists()])
+        now = states([run_dir for run_dir in dict.fromkeys(failed.values()) if run_dir.info_file.exists()])
         for number, run_dir in failed.items():
             its = now.get(run_dir.id)
             alive = its is not None and its.alive and self._open_sweep.client is not None
             if its is not None and (alive or its.status == RunStatus.FINISHED):
-                log.info("trial %d had failed, and run %s was tried again: its result counts", number, run_dir.id)
-                self._running.setdefault(run_dir, []).append(number)
+                if alive:
+                    log.info("trial %d had failed, and run %s is tried again: waiting for it", number, run_dir.id)
+                self._wait_for(run_dir, number)
                 runs.watch([run_dir])
 
-    def _refill(self, runs: _OnCluster | _Here, slots: int, pack: int) -> None:
+    def _wait_for(self, run_dir: RunDir, number: int) -> None:
+        self._running.setdefault(run_dir, []).append(number)
+        self._logs.setdefault(run_dir, LoggedValues(run_dir, self._metric))
+
+    def _refill(self, runs: OnCluster | Here, slots: int, pack: int) -> None:
         """Ask for so many trials that all slots are taken, and submit them."""
         if self._submit_again and time.monotonic() < self._submit_again:
             return
@@ -169,20 +180,21 @@ class OptunaSearch:
             if self._submit_again:
                 return
 
-    def _begin(self, trials: Sequence[Trial], runs: _OnCluster | _Here) -> None:
-        """Start the runs of trials that were asked for, or were asked for before and have not been started."""
+    def _begin(self, trials: Sequence[Trial], runs: OnCluster | Here) -> None:
+        """Start the runs of trials that were asked for and have no run, and what else waits for its start."""
         wanted, refused = [], []
         for trial in trials:
             try:
                 config = checked(self._composer, trial.overrides)
+                self._open_sweep.check(config)
             except SlurmtrainError as error:  # other combinations of values may be valid
                 refused.append((trial, error.message))
             else:
                 wanted.append((trial, Wanted(values_of(trial.overrides, self._searched), config)))
         run_dirs = self._open_sweep.add([each for _, each in wanted]) if wanted else []
         for (trial, _), run_dir in zip(wanted, run_dirs, strict=True):
-            self._running.setdefault(run_dir, []).append(trial.number)
-            self._logs.setdefault(run_dir, LoggedValues(run_dir, self._metric))
+            self._log.add(LogEvent.STARTED, trial.number, run=run_dir.id)
+            self._wait_for(run_dir, trial.number)
         submission = runs.start(list(self._running)) if self._running else Submission([], [])
         self._submit_again = 0.0
         if submission.limit is not None:
@@ -193,16 +205,21 @@ class OptunaSearch:
         for trial, why in refused:
             self._tell(trial, TrialState.FAIL, None, why=why)
 
+    def _judged(self, run_dir: RunDir) -> list[Trial]:
+        """Return the trials of a run that have not ended. One that had failed, and is tried again, is not judged."""
+        trials = [self._log.trials[number] for number in self._running[run_dir]]
+        return [trial for trial in trials if trial.state == TrialState.RUNNING]
+
     def _prune(self) -> None:
         """Tell the pruner what the trials have logged, and have those stopped that it gives up."""
         if not self._prunes:
             return
-        for run_dir, numbers in self._running.items():
-            trial = self._log.trials[numbers[0]]
-            if trial.state != TrialState.RUNNING:
+        for run_dir in self._running:
+            judged = self._judged(run_dir)
+            if not judged:
                 continue
-            if trial.pruned_at is None and self._report(run_dir, numbers):
-                step, value = trial_at(self._log.trials[numbers[0]])
+            if all(trial.pruned_at is None for trial in judged) and self._report(run_dir):
+                step, value = trial_at(self._judged(run_dir)[0])
                 log.info(
                     "%s %s: pruned at step %d, where its %s is %.6g",
                     run_dir.id,
@@ -211,31 +228,41 @@ class OptunaSearch:
                     self._metric,
                     value,
                 )
-            if self._log.trials[numbers[0]].pruned_at is not None:
+            if any(trial.pruned_at is not None for trial in self._judged(run_dir)):
                 self._stop(run_dir)
 
-    def _report(self, run_dir: RunDir, numbers: Sequence[int]) -> bool:
+    def _report(self, run_dir: RunDir) -> bool:
         """Tell the pruner the values that were added to a run's log; return whether its trials are to be pruned."""
+        numbers = [trial.number for trial in self._judged(run_dir)]
         try:
             added = list(self._logs[run_dir].added())
         except UnreadableRecordError as error:
-            log.warning("%s", error.message)
+            if run_dir not in self._unreadable:  # once, not at every look
+                log.warning("%s; so run %s is not pruned now", error.message, run_dir.id)
+            self._unreadable.add(run_dir)
             return False
-        last = self._log.trials[numbers[0]].last_step
-        if not self._study.given_up.isdisjoint(numbers):  # by who was killed before that was noted
-            for number in numbers:
-                self._log.add(LogEvent.PRUNING, number, step=last)
-            return True
-        for step, value in to_report(added, self._log.trials[numbers[0]].last_step):
-            decided = False
-            for number in numbers:
-                self._log.add(LogEvent.VALUE, number, step=step, value=value)
-                decided = self._study.report(number, step, value) or decided
+        decided = not self._study.given_up.isdisjoint(numbers)  # by who was killed before that was noted
+        for step, value in () if decided else self._to_report(run_dir, added):
+            decided = self._tell_value(run_dir, step, value)
             if decided:
-                for number in numbers:
-                    self._log.add(LogEvent.PRUNING, number, step=step)
-                return True
-        return False
+                break
+        if decided:
+            for number in numbers:
+                self._log.add(LogEvent.PRUNING, number, step=self._log.trials[number].last_step)
+        return decided
+
+    def _to_report(self, run_dir: RunDir, added: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        """Return those of the values that were logged that at least one trial of the run is judged by."""
+        return to_report(added, min((trial.last_step for trial in self._judged(run_dir)), default=-1))
+
+    def _tell_value(self, run_dir: RunDir, step: int, value: float) -> bool:
+        """Tell the pruner a value of the trials of a run, and return whether it gives one of them up."""
+        decided = False
+        for trial in self._judged(run_dir):
+            if step > trial.last_step:  # the trials of one run may have begun at different moments
+                self._log.add(LogEvent.VALUE, trial.number, step=step, value=value)
+                decided = self._study.report(trial.number, step, value) or decided
+        return decided
 
     def _stop(self, run_dir: RunDir) -> None:
         """Have a run stopped; once more if it is still there after a while, since it may just have started again."""
@@ -251,11 +278,19 @@ class OptunaSearch:
             log.warning("%s cannot be stopped now: %s", run_dir.id, error.strerror)
 
     def _end(self, run_dir: RunDir, now: RunState) -> None:
-        """Tell the study how the trials of a run have ended."""
-        numbers = self._running[run_dir]
-        trial = self._log.trials[numbers[0]]
-        if self._prunes and trial.state == TrialState.RUNNING and trial.pruned_at is None:
-            self._report_rest(run_dir, numbers)
+        """Tell the study how the trials of a run have ended.
+
+        Raises:
+            UnreadableRecordError: the files of the run do not tell how it has ended.
+        """
+        if now.status == RunStatus.UNREADABLE:  # its job may be running
+            raise UnreadableRecordError(
+                now.explanation,
+                hint="without the folder of the run, its trial counts as failed, and the search goes on",
+            )
+        judged = self._judged(run_dir)
+        if self._prunes and judged and all(trial.pruned_at is None for trial in judged):
+            self._report_rest(run_dir)
         value, why = None, ""
         finished = now.status == RunStatus.FINISHED
         try:
@@ -263,26 +298,23 @@ class OptunaSearch:
             self._say_result(run_dir, goal.metric, value)
         except RunFailedError as failure:
             why = failure.message
-        trial = self._log.trials[numbers[0]]
-        pruned = trial.pruned_at is not None or (now.status == RunStatus.PRUNED and bool(trial.values))
-        end = state_of_end(finished=finished, pruned=pruned, value=value)
-        for number in numbers:
-            said = why if end == TrialState.FAIL else ""
-            self._tell(self._log.trials[number], end, value, why=said, run_dir=run_dir, now=now)
+        for number in self._running[run_dir]:
+            trial = self._log.trials[number]
+            pruned = trial.pruned_at is not None or (now.status == RunStatus.PRUNED and bool(trial.values))
+            end = state_of_end(finished=finished, pruned=pruned, value=value)
+            self._tell(trial, end, value, why=why if end == TrialState.FAIL else "", run_dir=run_dir, now=now)
         del self._running[run_dir]  # after the last line: a search that fails in between finds it again
         self._logs.pop(run_dir, None)
         self._submit_again = 0.0 if not self._submit_again else time.monotonic()
 
-    def _report_rest(self, run_dir: RunDir, numbers: Sequence[int]) -> None:
+    def _report_rest(self, run_dir: RunDir) -> None:
         """Tell the pruner what a run had logged when it ended: others are compared with it."""
         try:
-            added = list(self._logs[run_dir].added()) if run_dir in self._logs else []
+            added = list(self._logs[run_dir].added())
         except UnreadableRecordError:
             return
-        for step, value in to_report(added, self._log.trials[numbers[0]].last_step):
-            for number in numbers:
-                self._log.add(LogEvent.VALUE, number, step=step, value=value)
-                self._study.report(number, step, value)
+        for step, value in self._to_report(run_dir, added):
+            self._tell_value(run_dir, step, value)
 
     def _tell(
         self,
@@ -302,6 +334,7 @@ class OptunaSearch:
             facts |= _facts_of(run_dir, now)
         trial = self._log.add(LogEvent.TOLD, trial.number, **facts)
         if again:
+            log.info("trial %d had failed, and run %s was tried again: its result counts", trial.number, trial.run_id)
             self._study.add(trial)
         else:
             self._study.tell(trial.number, end, value)
@@ -338,95 +371,6 @@ class OptunaSearch:
         facts = {"name": "optuna", "best_params": dict(best.params), "best_value": best.value}
         write_text(self._open_sweep.sweep.path / RESULTS, OmegaConf.to_yaml(OmegaConf.create(facts)))
         log.info("the best of %d trials: %s: %.6g", len(self._log.trials), " ".join(self._chosen(best)), best.value)
-
-
-class _OnCluster:
-    """The runs of a search as jobs. One squeue call asks for all of them, now and then."""
-
-    def __init__(self, open_sweep: OpenSweep):
-        self._open_sweep, self._watch = open_sweep, EndWatch(ask_first=False)
-
-    def __enter__(self) -> _OnCluster:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            name = self._open_sweep.sweep.id
-            log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
-
-    @property
-    def watched(self) -> bool:
-        return bool(self._watch.waiting)
-
-    def start(self, run_dirs: Sequence[RunDir]) -> Submission:
-        """Submit those that have no job."""
-        submission = self._open_sweep.submit(run_dirs)
-        self.watch([run_dir for run_dir in run_dirs if run_dir.info()["job_ids"]])
-        return submission
-
-    def watch(self, run_dirs: Sequence[RunDir]) -> None:
-        self._watch.add(run_dirs)
-
-    def ended(self, _: bool) -> list[tuple[RunDir, RunState]]:
-        """Wait a moment, and return the runs that have ended, in the order in which they have."""
-        found = sorted(self._watch.look(), key=_when_it_ended)
-        if not found:
-            time.sleep(self._watch.pause_s)
-        return found
-
-
-class _Here:
-    """The runs of a search as processes of this machine."""
-
-    def __init__(self, open_sweep: OpenSweep, *, show: bool):
-        self._runs = LocalRuns(open_sweep.sweep, show=show)
-        self._over: list[RunDir] = []
-        self._started = set[RunDir]()
-
-    def __enter__(self) -> _Here:
-        self._runs.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._runs.__exit__(*error)
-
-    @property
-    def watched(self) -> bool:
-        return True
-
-    def start(self, run_dirs: Sequence[RunDir]) -> Submission:
-        """Start those that have not ended."""
-        for run_dir in run_dirs:
-            if run_dir in self._started:
-                continue
-            self._started.add(run_dir)
-            # A stopped run was stopped with Ctrl-C in a shell that waited for it before this one.
-            if state(run_dir).status == RunStatus.STOPPED or not is_over(run_dir):
-                self._runs.start(run_dir)
-            else:
-                self._over.append(run_dir)
-        return Submission([], [])
-
-    def watch(self, run_dirs: Sequence[RunDir]) -> None:
-        self._started.update(run_dirs)
-        self._over += run_dirs
-
-    def ended(self, look_at_logs: bool) -> list[tuple[RunDir, RunState]]:
-        """Wait until a run has ended, or for a moment if logs are to be looked at."""
-        over, self._over = self._over, []
-        over = over or self._runs.ended(timeout_s=LOOK_EVERY_S if look_at_logs else None)
-        self._started.difference_update(over)  # another trial may have the same config
-        now = states(over)
-        return [(run_dir, now[run_dir.id]) for run_dir in over]
-
-
-LOOK_EVERY_S = 0.5
-
-
-def _when_it_ended(ended: tuple[RunDir, RunState]) -> tuple[float, str]:
-    run_dir, now = ended
-    last = now.attempts[-1].ended if now.attempts else None
-    return (last if last is not None else math.inf, run_dir.id)
 
 
 def _facts_of(run_dir: RunDir, now: RunState) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmtrain.choices import Pruner
@@ -78,7 +80,7 @@ class Study:
         self._sweeper = sweeper
         self._study = optuna.create_study(
             study_name=sweeper.study_name,
-            storage=sweeper.storage,
+            storage=opened(sweeper.storage) if self.kept_elsewhere else None,
             sampler=sampler,
             pruner=pruner_of(self._search),
             direction=direction,
@@ -88,6 +90,8 @@ class Study:
         self._asked = 0
         # Asha judges a value once. A search that was killed before it had noted the verdict finds it here.
         self.given_up = set[int]()
+        # Trials whose end a storage knows, and the log does not, as after a power cut.
+        self._ended_before = set[int]()
 
     def ask(self) -> Asked:
         """Return what the sampler chooses for the next trial."""
@@ -100,16 +104,24 @@ class Study:
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Tell an intermediate value of a trial, and return whether it is to be pruned."""
-        trial = self._trials[number]
-        trial.report(value, step)
-        if trial.should_prune():
+        if number in self._ended_before:
+            return False
+        self._report(number, step, value)
+        if self._trials[number].should_prune():
             self.given_up.add(number)
         return number in self.given_up
+
+    def _report(self, number: int, step: int, value: float) -> None:
+        if self.kept_elsewhere and math.isnan(value):  # Optuna's tables have no place for it
+            value = -math.inf if self.maximize else math.inf
+        self._trials[number].report(value, step)
 
     def tell(self, number: int, state: TrialState, value: float | None) -> None:
         """Tell how a trial has ended."""
         import optuna
 
+        if number in self._ended_before:
+            return
         told = optuna.trial.TrialState[state.name]
         try:
             self._study.tell(self._trials[number], value if state == TrialState.COMPLETE else None, state=told)
@@ -164,7 +176,7 @@ class Study:
                 for name, attribute in trial.attributes.items():
                     self._trials[trial.number].set_system_attr(name, attribute)
                 for step, value in trial.values.items():
-                    self._trials[trial.number].report(value, step)
+                    self._report(trial.number, step, value)
                 continue
             last = trial.values.get(trial.last_step)
             results = {TrialState.COMPLETE: trial.value, TrialState.PRUNED: last}
@@ -204,11 +216,13 @@ class Study:
                     hint="--again searches anew, with the study as it is",
                 ) from None
             if stored.state.is_finished():
+                if trial.state == TrialState.RUNNING:
+                    self._ended_before.add(trial.number)
                 continue
             self._trials[trial.number] = optuna.trial.Trial(self._study, stored._trial_id)
             for step, value in trial.values.items():
                 if step not in stored.intermediate_values:
-                    self._trials[trial.number].report(value, step)
+                    self._report(trial.number, step, value)
             if trial.state != TrialState.RUNNING:
                 self.tell(trial.number, trial.state, trial.value)
         self._study.sampler.reseed_rng()  # the same random numbers would choose the same points again
@@ -223,6 +237,43 @@ class Study:
             known.update(trial.distributions)
         names = [name for name in params if name in known]
         return {name: params[name] for name in names}, {name: known[name] for name in names}
+
+
+def opened(storage: Any) -> Any:
+    """Return the storage at a URL; one that is an object of Optuna's already is returned unchanged.
+
+    Optuna 2 writes the version of its tables without a commit. SQLAlchemy 1 committed by itself; with SQLAlchemy 2 that
+    version is lost, and the storage refused. So it is written here, before Optuna looks for it.
+
+    Raises:
+        UsageError: the database cannot be opened.
+    """
+    import optuna
+
+    if not isinstance(storage, str) or storage.startswith("redis"):
+        return optuna.storages.get_storage(storage)
+    import alembic.config
+    import alembic.migration
+    import alembic.script
+    import sqlalchemy
+
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(Path(optuna.storages.__file__).parent / "_rdb" / "alembic"))
+    script = alembic.script.ScriptDirectory.from_config(config)
+    try:
+        engine = sqlalchemy.create_engine(optuna.storages.RDBStorage._fill_storage_url_template(storage))
+        with engine.begin() as connection:
+            version = alembic.migration.MigrationContext.configure(connection)
+            if version.get_current_revision() is None:
+                version.stamp(script, "head")
+        engine.dispose()
+        return optuna.storages.get_storage(storage)
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
+        name = storage.rpartition("@")[2]  # without user and password
+        raise UsageError(
+            f"hydra.sweeper.storage={name} cannot be opened: {str(error).splitlines()[0]}",
+            hint="a study in a file of SQLite is hydra.sweeper.storage=sqlite:////home/me/study.db",
+        ) from None
 
 
 def pruner_of(search: SearchConfig) -> optuna.pruners.BasePruner:

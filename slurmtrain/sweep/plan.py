@@ -71,8 +71,8 @@ class SweepPlan:
         text = "\n".join(sorted(self.identities)) if self.search is None else self.search
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-    def add(self, config: Config) -> str:
-        """Add one more point, and return the identity of its config.
+    def check(self, config: Config) -> None:
+        """Check that a config can be one more point.
 
         Raises:
             ConfigError: it cannot be in one sweep with the others.
@@ -83,10 +83,18 @@ class SweepPlan:
                 f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
                 hint="what varies is a column of `sweep collect`; it need not be in the name",
             )
+        check_belongs(config, self.first)
+
+    def add(self, config: Config) -> str:
+        """Add one more point, and return the identity of its config.
+
+        Raises:
+            ConfigError: it cannot be in one sweep with the others.
+        """
+        self.check(config)
         identity = identity_of(config)
         self.identities.append(identity)
         if identity not in self.frozen:
-            check_belongs(config, self.first)
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
             self.asking.setdefault(self.shapes[identity], config)

@@ -89,6 +89,7 @@ class Search:
         for position, (overrides, _) in enumerate(jobs):
             try:
                 config = checked(self._composer, overrides)
+                self._open_sweep.check(config)
             except SlurmtrainError as error:  # other combinations of values may be valid
                 refused[position] = error
             else:

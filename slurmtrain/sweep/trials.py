@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import ClusterError
 from slurmtrain.system import records
 
 EVERY_STEP_UP_TO = 100  # from then on values are at least 1 % of the steps apart, so that a long log stays cheap
@@ -35,6 +36,7 @@ class LogEvent(StrEnum):
     """What a line of the log is about."""
 
     ASKED = "asked"
+    STARTED = "started"  # its run exists, and is to be submitted
     VALUE = "value"  # an intermediate value
     PRUNING = "pruning"  # it is to be stopped
     TOLD = "told"
@@ -64,11 +66,11 @@ class Trial:
         overrides: what was chosen for it, as KEY=VALUE.
         params: the same as the sampler has it.
         attributes: what the sampler needs to know of it again.
-        values: intermediate values by step.
+        values: intermediate values by step, in the order of the steps.
         pruned_at: the step at which it was decided to prune it; None if it was not.
         state: its state.
         value: its result; None before it has one, or if it has none.
-        run_id: the run that computes it; None if it was refused before.
+        run_id: the run that computes it; None if it was refused, or has not been started yet.
         steps: the last step that it has logged.
         steps_planned: the steps of the whole run; None if that is not known.
         spent: what it has cost.
@@ -79,7 +81,7 @@ class Trial:
     overrides: tuple[str, ...]
     params: Mapping[str, Any] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[int, float] = field(default_factory=dict)
+    values: dict[int, float] = field(default_factory=dict)
     pruned_at: int | None = None
     state: TrialState = TrialState.RUNNING
     value: float | None = None
@@ -92,87 +94,186 @@ class Trial:
     @property
     def last_step(self) -> int:
         """The step of its last intermediate value; -1 without one."""
-        return max(self.values, default=-1)
+        return next(reversed(self.values), -1)
 
 
 class TrialLog:
-    """The log on disk, and the trials that it tells of. One process at a time writes it."""
+    """The log on disk, and the trials that it tells of. One process at a time writes it.
+
+    Attributes:
+        lines: the lines that count.
+        trials: the trials so far.
+        ignored: why other lines are left out, by their numbers in the file, from 1 on.
+
+    Raises:
+        UnreadableRecordError: it is not a regular file, or cannot be read.
+    """
 
     def __init__(self, path: Path):
         self._path = path
-        self.lines = read_log(path)
+        self.lines: list[dict[str, Any]] = []
         self.trials: list[Trial] = []
+        self.ignored: dict[int, str] = {}
         try:
-            for line in self.lines:
+            data = records.read_bytes(path, at_most=records.METRICS_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            data = b""
+        self._size = len(data)
+        for number, text in enumerate(data.split(b"\n"), 1):
+            if not text:
+                continue
+            line = records.parse(text)
+            why = why_ignored(self.trials, line)
+            if why is None:
+                self.lines.append(line)
                 apply(self.trials, line)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UnreadableRecordError(
-                f"{path}: a line of it cannot be used ({type(error).__name__}: {error})"
-            ) from None
+            else:
+                self.ignored[number] = why
+
+    @property
+    def remark(self) -> str | None:
+        """One sentence about the lines that are left out; None if there are none."""
+        if not self.ignored:
+            return None
+        number, why = next(iter(self.ignored.items()))
+        count = len(self.ignored)
+        what = f"line {number}" if count == 1 else f"{count} lines, the first of them line {number},"
+        return f"the search ignores {what} of {self._path}: {why}"
 
     def add(self, event: LogEvent, trial: int, **facts: Any) -> Trial:
         """Write a line, and return the trial as it is then.
 
         Raises:
-            OSError: it could not be written.
+            ClusterError: another process has written to the log, so it is at this search now.
+            OSError: the line could not be written.
         """
-        line = {"event": event, "trial": trial, **facts}
-        text = json.dumps(line)
+        if self._size_on_disk() != self._size:  # it was suspended for so long that another one took it for dead
+            raise ClusterError(
+                f"another process has written to {self._path}, so this one ends",
+                hint="the other goes on with the search",
+            )
+        text = json.dumps({"event": event, "trial": trial, **facts})
         records.append_line(self._path, text + "\n")
+        self._size = self._size_on_disk()
         line = json.loads(text)  # as another process will read it
         self.lines.append(line)
         apply(self.trials, line)
         return self.trials[trial]
 
+    def _size_on_disk(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except FileNotFoundError:
+            return 0
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of the log; a last one that a kill has torn is left out, and so are lines that are none.
 
-    Raises:
-        UnreadableRecordError: it is not a regular file, or its lines contradict each other.
+def why_ignored(trials: Sequence[Trial], line: Any) -> str | None:
+    """Say why a line of the log does not count after those that made `trials`; return None if it counts.
+
+    No line can make the log useless: a kill or a full disk tears one, a newer version writes kinds that this one does not
+    know, and where a process was suspended for long, two have written.
     """
-    try:
-        text = records.read_bytes(path, at_most=records.METRICS_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = []
-    asked = 0
-    for line in text.splitlines():
-        values = records.parse(line)
-        if not isinstance(values, dict) or values.get("event") not in tuple(LogEvent):
-            continue  # a torn line, after which another process has gone on
-        number = values.get("trial")
-        new = values["event"] == LogEvent.ASKED
-        if not records.is_count(number) or (number != asked if new else number >= asked):  # type: ignore[operator]
-            raise UnreadableRecordError(f"{path}: a line is about trial {number!r}, of which no line before tells")
-        asked += new
-        found.append(values)
-    return found
+    if not isinstance(line, dict):
+        return "it is torn"
+    event, number = line.get("event"), line.get("trial")
+    if event not in tuple(LogEvent):
+        return f"this version does not know the event {event!r}"
+    if not _is_count(number):
+        return f"it names no trial, but {number!r}"
+    if event == LogEvent.ASKED:
+        return _why_not_asked(len(trials), line)
+    if number >= len(trials):
+        return f"no line before it asks for trial {number}"
+    trial = trials[number]
+    if event == LogEvent.TOLD:
+        return _why_not_told(trial, line)
+    if trial.state != TrialState.RUNNING:
+        return f"trial {number} had ended before"
+    if event == LogEvent.STARTED:
+        if trial.run_id is not None:
+            return f"trial {number} had been started before"
+        return None if _is_run(line.get("run")) else f"it names no run, but {line.get('run')!r}"
+    if not _is_count(line.get("step")):
+        return f"it names no step, but {line.get('step')!r}"
+    if event == LogEvent.PRUNING:
+        return f"trial {number} had been pruned before" if trial.pruned_at is not None else None
+    if not _is_number(line.get("value")):
+        return f"its value is no number, but {line.get('value')!r}"
+    return f"trial {number} had come further before" if line["step"] <= trial.last_step else None
+
+
+def _why_not_asked(asked: int, line: Mapping[str, Any]) -> str | None:
+    number, overrides = line["trial"], line.get("overrides")
+    if number != asked:
+        return f"it asks for trial {number}, and the next one is {asked}"
+    if not isinstance(overrides, list) or not all(isinstance(word, str) for word in overrides):
+        return f"it has no overrides for trial {number}, but {overrides!r}"
+    if not all(isinstance(line.get(name) or {}, dict) for name in ("params", "attributes")):
+        return f"the parameters of trial {number} are not given by name"
+    return None
+
+
+def _why_not_told(trial: Trial, line: Mapping[str, Any]) -> str | None:
+    end, value, run = line.get("state"), line.get("value"), line.get("run")
+    if end not in tuple(TrialState) or end == TrialState.RUNNING:
+        return f"this version does not know the end {end!r}"
+    if not (value is None or _is_number(value)) or (end == TrialState.COMPLETE and value is None):
+        return f"the result of trial {trial.number} is no number, but {value!r}"
+    if not (run is None or _is_run(run)):
+        return f"it names no run, but {run!r}"
+    tried_again = trial.state == TrialState.FAIL and end == TrialState.COMPLETE
+    if trial.state != TrialState.RUNNING and not tried_again:
+        return f"trial {trial.number} had ended before"
+    if None not in (run, trial.run_id) and run != trial.run_id:
+        return f"it is about run {run}, and trial {trial.number} is run {trial.run_id}"
+    return None
+
+
+def _is_run(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return records.is_count(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def apply(trials: list[Trial], line: Mapping[str, Any]) -> None:
-    """Change the trials as a line of the log says."""
+    """Change the trials as a line that counts says."""
     number, event = line["trial"], line["event"]
     if event == LogEvent.ASKED:
         trials.append(Trial(number, tuple(line["overrides"]), line.get("params") or {}, line.get("attributes") or {}))
         return
     trial = trials[number]
     if event == LogEvent.VALUE:
-        trial = replace(trial, values={**trial.values, int(line["step"]): float(line["value"])})
+        trial.values[int(line["step"])] = float(line["value"])  # in place: there may be hundreds of thousands
+    elif event == LogEvent.STARTED:
+        trials[number] = replace(trial, run_id=line["run"])
     elif event == LogEvent.PRUNING:
-        trial = replace(trial, pruned_at=int(line["step"]))
+        trials[number] = replace(trial, pruned_at=int(line["step"]))
     else:
-        trial = replace(
+        trials[number] = replace(
             trial,
             state=TrialState(line["state"]),
             value=line.get("value"),
-            run_id=line.get("run"),
-            steps=line.get("steps"),
-            steps_planned=line.get("steps_planned"),
-            spent=Spent(**line["spent"]) if line.get("spent") else Spent(),
+            run_id=line.get("run") or trial.run_id,
+            steps=_count(line.get("steps")),
+            steps_planned=_count(line.get("steps_planned")),
+            spent=_spent(line.get("spent")),
             why=str(line.get("why") or ""),
         )
-    trials[number] = trial
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if _is_count(value) else None
+
+
+def _spent(values: Any) -> Spent:
+    known = values if isinstance(values, dict) else {}
+    return Spent(**{each.name: known[each.name] for each in fields(Spent) if _is_number(known.get(each.name))})
 
 
 def to_ask(*, asked: int, wanted: int, running: int, slots: int, pack: int = 1) -> int:

@@ -35,6 +35,24 @@ def forbid_others_to_write(folder: Path) -> None:
                 os.chmod(each, stat.S_IMODE(found.st_mode) & ~0o022)
 
 
+def inherit_group(folder: Path) -> None:
+    """Give what was copied into a team's folder its group and setgid bit, as what is made there has them from the kernel.
+
+    A copied folder has the mode of the original, without that bit, and so what is made in it afterwards would be of the
+    user's own group. What the original lets nobody else read stays so.
+    """
+    if not _is_of_a_team(folder):
+        return
+    group = os.stat(folder).st_gid
+    for path, _, names in os.walk(folder):
+        for each in (path, *(os.path.join(path, name) for name in names)):
+            if os.lstat(each).st_gid != group:
+                os.chown(each, -1, group, follow_symlinks=False)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & stat.S_IRGRP and not mode & stat.S_ISGID:
+            os.chmod(path, mode | stat.S_ISGID)
+
+
 def _is_of_a_team(folder: Path) -> bool:
     try:
         return os.stat(folder).st_mode & OF_A_TEAM == OF_A_TEAM

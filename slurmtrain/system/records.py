@@ -28,6 +28,7 @@ RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job o
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK_POLL_S = 0.01
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
@@ -43,16 +44,22 @@ def open_regular(path: Path) -> int:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecordError: it is a link, a pipe, a device or a folder, or this user may not read it.
     """
+    return open_with_size(path)[0]
+
+
+def open_with_size(path: Path) -> tuple[int, int]:
+    """Open as `open_regular`; return the descriptor and the size in bytes."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, _TO_READ)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise UnreadableRecordError(f"{path} is not a regular file")
-    return descriptor
+    return descriptor, found.st_size
 
 
 def _unreadable(path: Path, error: OSError) -> UnreadableRecordError:
@@ -70,9 +77,8 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than `at_most`.
     """
-    descriptor = open_regular(path)
+    descriptor, size = open_with_size(path)
     try:
-        size = os.fstat(descriptor).st_size
         if size > at_most:
             raise UnreadableRecordError(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
         return _read(descriptor, 0, size)
@@ -106,11 +112,10 @@ def read_tail(path: Path, size: int) -> bytes:
         UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
-        descriptor = open_regular(path)
+        descriptor, whole = open_with_size(path)
     except (FileNotFoundError, NotADirectoryError):
         return b""
     try:
-        whole = os.fstat(descriptor).st_size
         return _read(descriptor, max(0, whole - size), min(whole, size))
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -345,6 +350,8 @@ def is_count(value: object) -> bool:
 
 def is_time(value: object) -> bool:
     """Return whether a value is a time in unix seconds that a calendar has."""
+    if type(value) is float:
+        return 0 <= value < LATEST
     return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
 
 
@@ -374,9 +381,10 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Pat
     Raises:
         UnreadableRecordError: one is of another kind.
     """
-    for name, kind in kinds.items():
-        if name in values and type(values[name]) not in kind.types and not kind.holds(values[name]):
-            raise UnreadableRecordError(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
+    for name, value in values.items():
+        kind = kinds.get(name)
+        if kind is not None and type(value) not in kind.types and not kind.holds(value):
+            raise UnreadableRecordError(f"{path}: {name} is {_shown(value)}, not {kind.phrase}")
 
 
 def _shown(value: object) -> str:
@@ -388,6 +396,8 @@ def _shown(value: object) -> str:
 
 def finite(value: object) -> float | None:
     """Return the value as a float when it is a finite number, else None."""
+    if type(value) is float:
+        return value if abs(value) < 1e300 else None
     return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 

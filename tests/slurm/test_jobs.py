@@ -10,12 +10,14 @@ import shutil
 import signal
 import sys
 import time
+import venv
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import slurmtrain
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
@@ -524,6 +526,61 @@ def test_setup_lines_and_variables_reach_the_ranks(project: Project) -> None:
     )
     run.finish()
     assert (run.run_dir.attempt(1).path / "rank-0.log").read_text() == "one two $(words)\n"
+
+
+LOOKS = """
+import json, os, sys, helper
+attempt = os.environ["SLURMTRAIN_ATTEMPT"]
+data = os.path.join(os.environ["SLURMTRAIN_DATA"], "words")
+seen = {"node": os.environ["SLURMD_NODENAME"], "helper": helper.__file__, "prefix": sys.prefix, "data": os.path.realpath(data),
+        "words": open(data).read(), "made": os.stat(data).st_ino}
+open(os.path.join(os.environ["SLURMTRAIN_RUN_DIR"], f"seen-{attempt}-{os.environ['RANK']}"), "w").write(json.dumps(seen))
+sys.exit(3 if attempt == "1" else 0)
+"""
+
+
+def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_its_ranks(
+    project: Project, tmp_path: Path
+) -> None:
+    """The environment is a small one that leads to the packages of this one. The nodes are one machine: each has a folder."""
+    environment, local, data = tmp_path / "environment", tmp_path / "local", tmp_path / "shared" / "words"
+    venv.create(environment, symlinks=True)
+    packages = next(environment.glob("lib/python*/site-packages"))
+    there = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "all.pth").write_text("\n".join([*there, str(Path(slurmtrain.__file__).parents[1])]))
+    for folder in (data.parent, local):
+        folder.mkdir()
+    data.write_text("some words")
+    (project.path / "looks.py").write_text(LOOKS)
+    (project.path / "helper.py").write_text("")
+    stage = ["code=true", "environment=true", f"data=['{data}']", f"dir='{local}'", "required=true"]
+    run = project.submit(
+        "job=command",
+        r"job.command='python \${SLURMTRAIN_CODE}/looks.py'",
+        f"cluster.venv='{environment}'",
+        *(f"cluster.stage.{each}" for each in stage),
+        "cluster.nodes=2",
+        "cluster.tasks_per_node=2",
+        small=False,
+    )
+    run.wait_for_end()
+    assert [attempt.verdict for attempt in run.attempts()] == ["in-place", "done"], run.logs()
+    seen = {
+        (attempt, rank): json.loads((run.run_dir.path / f"seen-{attempt}-{rank}").read_text())
+        for attempt in (1, 2)
+        for rank in range(4)
+    }
+    (top,) = local.glob("slurmtrain-*")
+    for each in seen.values():
+        found = [Path(each[name]).relative_to(top).parts[1:] for name in ("helper", "prefix", "data")]
+        node = each["node"]
+        assert found == [(node, "code", "helper.py"), (node, "environment"), (node, "data", "words")]
+        assert each["words"] == "some words"
+    assert len({each["made"] for each in seen.values()}) == 2  # copied once on each of two nodes
+    (staged,) = events(run, "staged")
+    assert staged["without"] == {} and staged["attempt"] == 1
+    assert list(top.iterdir()) == []  # they are gone with the job
+    assert len(list(run.run_dir.path.parent.parent.glob(".environments-*/*.tar"))) == 1
 
 
 def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -> None:

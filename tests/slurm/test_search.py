@@ -93,8 +93,10 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
 
 def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, project: Path) -> None:
     bad = "optim.lr=choice(0.99,0.98)"
-    refused = sandbox.run(words(sandbox, bad, "hydra.sweeper.n_jobs=1"), cwd=project, check=False)
+    few = ["hydra.sweeper.n_jobs=1", "search.max_failures_in_a_row=2"]
+    refused = sandbox.run(words(sandbox, bad, *few), cwd=project, check=False)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "2 trials in a row have failed (search.max_failures_in_a_row)" in refused.stderr
     assert "exit code 1" in refused.stderr and "sweep retry " in refused.stderr
 
 

@@ -13,6 +13,8 @@ from slurmtrain.launch.queue_check.finding import Finding
 from slurmtrain.launch.queue_check.limits import check_limits, check_node_count, check_partition_memory, check_time
 from slurmtrain.launch.queue_check.nodes import check_nodes
 from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.topology import kind_of_topology
+from slurmtrain.slurm.versions import SEGMENTS
 
 
 def check_request(
@@ -39,7 +41,7 @@ def check_request(
     ]
     # Of several partitions SLURM takes one in which the job can run.
     best = min(each_has, key=lambda found: sum(each.fatal for each in found))
-    found = [*account, *best, *_check_container(facts, cluster)]
+    found = [*account, *best, *_check_container(facts, cluster), *_check_placement(facts, cluster)]
     return sorted(_judged_by_plugins(facts, found), key=lambda each: not each.fatal)
 
 
@@ -107,6 +109,22 @@ def _no_partition(facts: ClusterFacts, name: str | None) -> Finding:
     return Finding(
         "cluster.partition", f"cluster.partition={name}: this cluster has no such partition", nearest(name, known)
     )
+
+
+def _check_placement(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
+    """Find what is asked of a network that SLURM does not know: it would take the option, and do nothing."""
+    if cluster.segment is not None and facts.version is not None and not SEGMENTS.applies_to(facts.version):
+        release = f"{facts.version[0]}.{facts.version[1]:02d}"
+        message = f"cluster.segment={cluster.segment}: SLURM {release} has no segments, which came with 24.05"
+        return [Finding("cluster.segment", message, "cluster.segment=null")]
+    kind = kind_of_topology(facts.config)
+    found = []
+    for field, value, needs in (("segment", cluster.segment, "block"), ("switches", cluster.switches, "tree")):
+        if value is not None and kind != needs:
+            has = f"has topology/{kind}" if kind else "knows no topology"
+            message = f"cluster.{field}={value} does nothing here: it is for topology/{needs}, and this cluster {has}"
+            found.append(Finding(f"cluster.{field}", message, f"cluster.{field}=null", fatal=False))
+    return found
 
 
 def _check_container(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:

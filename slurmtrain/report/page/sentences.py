@@ -206,7 +206,7 @@ def what_was_lost(goodput: Goodput | None) -> str:
     begin = f"It held its nodes for {units.duration(held)}"
     if goodput.gpu_hours > 0:
         begin += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
-    queued = f" Beside that it waited for {units.duration(waited)}." if waited >= 1 else ""
+    queued = f" Besides, it waited for {units.duration(waited)}." if waited >= 1 else ""
     if share is None:
         return f"{begin}. How much of that was productive is not known, since the program reports no progress.{queued}"
     others = sorted(

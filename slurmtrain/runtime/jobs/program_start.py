@@ -242,9 +242,10 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
 
     Args:
         given: variables of this rank, all of which may be replaced.
-        environment: variables of this process; its SLURM_* and MASTER_* may be replaced.
+        environment: variables of this process; its SLURM_* and MASTER_* may be replaced, and the folders of cluster.stage.
     """
-    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
+    replaced = ("SLURM_", "MASTER_", "SLURMTRAIN_CODE", "SLURMTRAIN_DATA")
+    known = {name: value for name, value in environment.items() if name.startswith(replaced)} | dict(given)
     shell = next((context for context, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
 
     def value_of(match: re.Match[str]) -> str:

@@ -55,6 +55,7 @@ from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.node_copies import with_copies
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
@@ -558,7 +559,7 @@ def _read_weights(config: Config, model: nn.Module, folder: Path) -> Restored:
 
 
 def build(group: str, values: dict[str, Any]) -> Any:
-    """Instantiate a config group's `_target_`.
+    """Instantiate a config group's `_target_`, which reads the copies of this node where cluster.stage has made some.
 
     Raises:
         ConfigError: it cannot be imported, or does not take these arguments.
@@ -567,7 +568,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
     from hydra.utils import instantiate
 
     try:
-        return instantiate(values, _convert_="all")
+        return instantiate(with_copies(values), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, SlurmtrainError):

@@ -33,7 +33,7 @@ from slurmtrain.runtime.preflight import shared_folder
 from slurmtrain.runtime.preflight.facts import DiskFacts, GpuFacts, NodeFacts, PathFacts, RankFacts
 from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
 from slurmtrain.runtime.preflight.waiting import begin
-from slurmtrain.slurm.environment import Environment, has_gpu_files
+from slurmtrain.slurm.environment import Environment, has_gpu_files, own_node_name
 from slurmtrain.system.paths import URL
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 
@@ -307,6 +307,9 @@ def code_digests(run_dir: RunDir) -> dict[str, str]:
         OSError: one of them cannot be read.
     """
     roots = [(f"{PACKAGE}{os.sep}", "slurmtrain/"), (f"{run_dir.code.resolve()}{os.sep}", "code/")]
+    stage, node = os.environ.get("SLURMTRAIN_STAGE"), own_node_name()
+    if stage and node:  # this node's copy of the code
+        roots.append((f"{os.path.join(stage, node, 'code')}{os.sep}", "code/"))
     found = {}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)

@@ -105,7 +105,7 @@ def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.Ca
             assert main(["--host", "me@login", "--host-python", python, *verb]) == 78
             told = capfd.readouterr().err
             assert told.count("error:") == 1 and said in told
-            assert "ssh me@login, install it there" in told and "--host-python venv/bin/python" in told
+            assert "ssh me@login, make an environment" in told and "--host-python venv/bin/python" in told
     assert not (login / "slurmtrain-work").exists()
 
 
@@ -118,10 +118,13 @@ def test_the_python_there_may_be_named_as_a_person_names_it(
     for path in (login / "venv" / "bin" / "python", fake_slurm.directory / "python-of-mine"):
         path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         path.chmod(0o755)
+    fake_slurm.command("sbatch", 'command -v python >"$here/python"; echo "Submitted batch job 1"')
     named = python.replace("ABSOLUTE", f"{login}/venv/bin/python")
     there = ["--host=me@login:~/my work", f"--host-python={named}"]
     assert main([*there, "cluster=a100x4", "submit"]) == 0
     assert len(list((login / "my work" / "runs").glob("*/2*"))) == 1
+    of_the_job = (fake_slurm.directory / "python").read_text().strip()
+    assert of_the_job == f"{login}/venv/bin/python" or python == "python-of-mine"
     assert main([*there, "status", "last"]) == 0 and "(train)" in capfd.readouterr().out
 
 

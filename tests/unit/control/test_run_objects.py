@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 import slurmtrain
-from slurmtrain.cli.json_output import run_object
+from slurmtrain.cli.json_output import point_object, run_object
 from slurmtrain.config.compose import compose, config_hash, load_frozen, register_schema
 from slurmtrain.control.runs import Status
 from slurmtrain.errors import (
@@ -168,6 +168,11 @@ def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> No
         if name != "attempts":
             assert getattr(run.status(), name) == as_json[name], name
     assert len(run.status().attempts) == len(as_json["attempts"]) == 1
+
+
+def test_every_state_is_in_the_description_of_the_json() -> None:
+    described = str(run_object.__doc__) + str(point_object.__doc__)
+    assert [word for word in status.RunStatus if word not in described] == []
 
 
 def test_metrics_have_each_step_once_whatever_was_done_again(project: Path) -> None:

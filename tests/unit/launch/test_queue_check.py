@@ -12,6 +12,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.queue_check.finding import Finding, raise_fatal
 from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
 from slurmtrain.slurm.facts import Account, ClusterFacts
+from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
 ALPHA = facts_of("alpha_22_05")
@@ -184,6 +185,41 @@ def test_what_the_config_leaves_open_is_that_of_the_shell() -> None:
     variables = {"SBATCH_PARTITION": "urgent", "SBATCH_ACCOUNT": "chemistry", "SBATCH_QOS": ""}
     found = with_choices_of_the_shell(ClusterConfig(account="physics"), variables)
     assert (found.partition, found.account, found.qos) == ("urgent", "physics", None)
+
+
+def with_topology(kind: str, version: str = "24.11.7", **more: str) -> ClusterFacts:
+    return replace(ALPHA, config={**ALPHA.config, "TopologyPlugin": kind, "SLURM_VERSION": version, **more})
+
+
+def test_switches_and_segments_are_for_networks_that_slurm_knows() -> None:
+    assert findings(with_topology("topology/tree"), switches=1) == []
+    assert findings(with_topology("topology/block"), segment=1) == []
+    (flat,) = findings(with_topology("topology/flat"), switches=1)
+    assert "switches=1 does nothing here" in flat.message and "this cluster knows no topology" in flat.message
+    (tree,) = findings(with_topology("topology/tree"), segment=1)
+    assert "is for topology/block, and this cluster has topology/tree" in tree.message
+    assert not flat.fatal and not tree.fatal
+    assert "SLURM 22.05 has no segments" in fatal(with_topology("topology/tree", "22.05.8"), segment=1).message
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameter", "words"),
+    [
+        ("topology/tree", "SwitchAsNodeRank", "switch by switch (TopologyParam=SwitchAsNodeRank)"),
+        (
+            "topology/tree",
+            "(null)",
+            "need not follow the switches of topology/tree: with TopologyParam=SwitchAsNodeRank",
+        ),
+        ("topology/block", "RoutePart,BlockAsNodeRank", "block by block"),
+        ("topology/block", "", "need not follow the blocks of topology/block"),
+        ("topology/default", "", "SLURM knows no topology"),
+        ("topology/3d_torus", "", "SLURM's order of nodes (topology/3d_torus)"),
+    ],
+)
+def test_the_order_of_ranks_is_that_of_slurms_nodes_and_said(kind: str, parameter: str, words: str) -> None:
+    assert words in str(order_of_ranks({"TopologyPlugin": kind, "TopologyParam": parameter}))
+    assert order_of_ranks({}) is None
 
 
 def test_nodes_that_do_not_work_now_are_a_warning() -> None:

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from slurmtrain.choices import ContainerKind
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
-from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, StageConfig
 from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import (
     JobPaths,
     Line,
@@ -67,6 +68,11 @@ APPTAINER = """
     cluster=a100x4  cluster.container.kind=apptainer  cluster.container.image=/images/torch.sif
     cluster.container.args=[--nv]  cluster.container.mounts=[/data:/data:ro]  requeue=off
 """
+STAGE = """
+    cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64  cluster.venv=/home/me/envs/train
+    cluster.stage.code=true  cluster.stage.environment=true  cluster.stage.data=['/data/my tokens',/data/valid]
+    cluster.stage.dir=$SLURM_TMPDIR/me  cluster.switches=1  cluster.switches_wait_min=30
+"""
 
 
 def config_of(text: str) -> Config:
@@ -92,6 +98,8 @@ def golden_of(name: str) -> tuple[Config, JobPaths]:
         return config_of("cluster=a100x4  cluster.nodes=2-4  train.global_batch_size=64"), PATHS
     if name == "standby":
         return config_of("cluster=a100x4  requeue.standby_ranks=true"), PATHS
+    if name == "stage":
+        return config_of(STAGE), PATHS
     if name == "first":
         return config_of("cluster=a100x4"), replace(PATHS, choice="a100x4")
     if name in ("resubmit", "chain"):
@@ -103,7 +111,18 @@ def golden_text(name: str) -> str:
     return render_script(*golden_of(name))
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain", "elastic", "standby"]
+ALL_GOLDENS = [
+    *SLURM_CLUSTERS,
+    "everything",
+    "apptainer",
+    "array",
+    "pack",
+    "resubmit",
+    "chain",
+    "elastic",
+    "standby",
+    "stage",
+]
 
 
 # Goldens.
@@ -191,20 +210,37 @@ def test_the_reasons_name_the_fields_that_decide_and_what_the_clusters_release_n
     assert "24.05" not in why(lines, guard)
 
 
+def test_nodes_are_asked_for_behind_switches_and_in_segments_and_the_order_of_ranks_is_explained() -> None:
+    config = config_of("cluster=a100x4  cluster.nodes=4  cluster.switches=2  cluster.segment=2")
+    lines = explain_script(config, PATHS, (24, 5), "ranks are numbered switch by switch")
+    assert {"#SBATCH --switches=2", "#SBATCH --segment=2"} <= {line.text for line in lines}
+    assert why(lines, "#SBATCH --nodes") == "cluster.nodes; ranks are numbered switch by switch"
+    for words, said in {
+        "cluster.nodes=3  cluster.segment=2": "cluster.segment=2 does not divide the 3 nodes",
+        "cluster.nodes=2  cluster.spare_nodes=1  cluster.segment=2": "does not divide the 3 nodes",
+        "cluster.switches_wait_min=5": "waits for nothing",
+        "cluster.switches=1  +cluster.sbatch.switches=1": "are the same option of sbatch",
+        "cluster.switches=0": "cluster.switches=0",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            config_of(f"cluster=a100x4  {words}")
+
+
 def test_render_explains_beside_each_line_and_for_programs(
     project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
     assert main(words) == 0
     script = capsys.readouterr().out.splitlines()
-    fake_slurm.command("scontrol", 'echo "SLURM_VERSION = 25.11.1"')
+    known = {"SLURM_VERSION": "25.11.1", "TopologyPlugin": "topology/tree", "TopologyParam": "SwitchAsNodeRank"}
+    fake_slurm.command("scontrol", "\n".join(f"echo '{name} = {value}'" for name, value in known.items()))
     assert main([*words, "--explain", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
     assert [line["line"] for line in lines] == script
     assert "--requeue=expedite" in next(each["why"] for each in lines if each["line"] == "#SBATCH --requeue")
     assert main([*words, "--explain"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^#SBATCH --nodes=2 +\| cluster.nodes$", shown, re.MULTILINE)
+    assert re.search(r"^#SBATCH --nodes=2 +\| cluster.nodes; ranks are numbered switch by", shown, re.MULTILINE)
     assert all(line.strip() in shown for line in script)
     assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
     assert main([*words, "--json"]) == 2
@@ -772,6 +808,79 @@ def test_the_batch_shell_outlives_the_signals_and_finishes_the_attempt_after_the
     assert process.wait(timeout=60) == 75
     assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"]
     process.communicate()
+
+
+# Copies on the nodes.
+
+COPYING = compose(["cluster=a100x4", "cluster.nodes=2", "cluster.stage.code=true"])
+# What the verb `stage --judge` does comes from $judged; srun notes its steps down, and those of the ranks what they are given.
+JUDGES = '[ "$3" != stage ] || { eval "$judged"; exit; }; [ "$3" = finish-attempt ] || exit 0\n' + (
+    'echo "${*:4}" >>"$here/../finished"; read -r word <"$here/../words"; sed -i 1d "$here/../words"; echo "$word"'
+)
+STEPS = """case "$*" in
+  *--plan*) echo plan >>"$here/../steps"; eval "$planned" ;;
+  *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copied" ;;
+  *" rm -rf "*) echo "removed ${@: -1}" >>"$here/../steps" ;;
+  *) echo "ranks [$SLURMTRAIN_STAGE] [$SLURMTRAIN_NOT_STAGED]" >>"$here/../steps"; [ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137 ;;
+esac"""
+
+
+def copying(
+    run_dir: Path, tmp_path: Path, words: str = "in-place done", **what: str
+) -> tuple[int, list[str], list[str]]:
+    """The exit code of the script, the steps that it started, and how its attempts ended."""
+    (tmp_path / "words").write_text(words.replace(" ", "\n") + "\n")
+    given = {"planned": "", "copied": "", "judged": "echo", "TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"} | what
+    done = run_script(
+        script_for(run_dir, config=COPYING), tmp_path, srun=STEPS, verbs=JUDGES, squeue="echo 77", **given
+    )
+    steps, finished = ((tmp_path / name) for name in ("steps", "finished"))
+    ends = [line.split("--exit-code ")[1] for line in finished.read_text().splitlines()]
+    return done.returncode, steps.read_text().replace(f"slurmtrain-{os.getuid()}", "UID").splitlines(), ends
+
+
+def test_the_nodes_copy_once_for_all_starts_of_the_ranks_and_the_copies_end_with_the_job(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    code, steps, ends = copying(run_dir, tmp_path, judged="echo n1")
+    folder = "/local/UID/cluster-77-0"
+    ranks = f"ranks [{folder}] [n1]"
+    copied = f"nodes=2 copy {folder} --jobs 77 "
+    assert steps == ["plan", copied + ranks, ranks, f"removed {folder}"]
+    assert (code, ends) == (0, ["137", "0"])
+
+
+@pytest.mark.parametrize("signalled", [{"planned": "exit 143"}, {"copied": "exit 140"}, {"copied": "exit 143"}])
+def test_a_signal_while_the_nodes_copy_ends_the_attempt_as_stopped(
+    run_dir: Path, tmp_path: Path, signalled: dict[str, str]
+) -> None:
+    _, steps, ends = copying(run_dir, tmp_path, "requeue", **signalled)
+    assert ends == ["75"] and not any("ranks" in step for step in steps)
+
+
+def test_without_copies_the_ranks_start_as_ever_unless_the_copies_are_required(run_dir: Path, tmp_path: Path) -> None:
+    _, steps, _ = copying(run_dir, tmp_path, planned="exit 1", judged="exit 1")
+    assert steps[:2] == ["plan", "ranks [] []"]
+    (tmp_path / "steps").unlink()
+    (tmp_path / "finished").unlink()
+    _, steps, ends = copying(run_dir, tmp_path, "end", judged="echo n1 has no sound copy; exit 78")
+    assert ends == ["78"] and not any("ranks" in step for step in steps)
+    assert (run_dir / "attempts" / "0003" / "setup-failed").read_text() == "n1 has no sound copy\n"
+
+
+def test_a_rank_uses_the_copies_of_its_node_only_where_they_are_sound(tmp_path: Path) -> None:
+    (tmp_path / "n0").mkdir()
+    (tmp_path / "n0" / "use").write_text("export PYTHONPATH=/local SLURMTRAIN_PYTHON=/bin/echo\n")
+    cluster = ClusterConfig(python="/bin/true", stage=StageConfig(code=True))
+    words = srun_words(cluster, PATHS)[-1]
+
+    def rank(**variables: str) -> str:
+        return subprocess.run(["bash", "-c", words], env=variables, capture_output=True, text=True, check=True).stdout
+
+    stage = str(tmp_path)
+    assert "-m slurmtrain train" in rank(SLURMTRAIN_STAGE=stage, SLURMD_NODENAME="n0", SLURMTRAIN_NOT_STAGED="n1 n2")
+    assert rank(SLURMTRAIN_STAGE=stage, SLURMD_NODENAME="n0", SLURMTRAIN_NOT_STAGED="n1 n0") == ""
+    assert rank(SLURMD_NODENAME="n0") == ""
 
 
 # Restart in place.

@@ -1,6 +1,7 @@
 """The report in a real browser: headless Chromium through playwright, and axe-core for contrast, names and keyboard.
 
-Needs `pip install playwright axe-playwright-python` and a Chromium, as Debian's package `chromium`; skipped without them.
+They need `pip install -e '.[browser]'` and a Chromium, as Debian's package `chromium`, and are skipped without them. They are
+marked slow: `pytest tests/unit/report/test_page_in_browser.py` runs them, in about a minute.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     page = opened(what, scheme, width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    nav = page.locator("nav").evaluate("each => [each.scrollWidth, each.clientWidth]")
+    assert width < 900 or nav[0] <= nav[1], "a link to a section is out of sight"
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     found = axe.Axe().run(page).response["violations"]
     assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in found] == []

@@ -840,13 +840,13 @@ def test_status_opens_each_file_of_an_ended_run_once(
         add_attempt(run, job_id=str(number), started=1.0, ended=2.0, verdict="done", reason="finished")
         run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
     opened: list[Path] = []
-    real = records.open_regular
+    real = records.open_with_size
 
-    def open_and_note(path: Path) -> int:
+    def open_and_note(path: Path) -> tuple[int, int]:
         opened.append(path)
         return real(path)
 
-    monkeypatch.setattr(records, "open_regular", open_and_note)
+    monkeypatch.setattr(records, "open_with_size", open_and_note)
     found = states(runs)
     assert [found[run.id].status for run in runs] == ["finished"] * 3
     assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -29,6 +30,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import trusted_conf
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
+from slurmtrain.system.modes import inherit_group
 from tests.support.commands import FakeSlurm
 from tests.support.run_info import run_info
 from tests.support.stranger import Stranger
@@ -486,6 +488,46 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
         saving,
     ):
         assert not path.stat().st_mode & 0o022, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another group of one's own is needed")
+def test_what_is_copied_into_a_teams_folder_is_the_teams_and_what_is_private_stays_so(
+    in_team: RunDir, stranger: Stranger
+) -> None:
+    """A copied folder loses the setgid bit, and what is made in it afterwards would have the group of the user alone."""
+    code = in_team.code
+    code.mkdir(mode=0o750)
+    original = code.parent / "original"
+    (original / "a" / "b").mkdir(parents=True, mode=0o750)
+    for name, mode in (("a/b/c.py", 0o640), ("a/netrc", 0o600)):
+        (original / name).touch()
+        (original / name).chmod(mode)
+    for folder in (original, original / "a", original / "a" / "b"):
+        os.chown(folder, -1, os.getgid())
+        folder.chmod(0o750)
+    shutil.copytree(original, code / "package")
+    (code / "package" / "a" / "b" / "link").symlink_to("/etc/passwd")
+    (code / "package" / "jobs").mkdir(mode=0o750)
+    (code / "package" / "jobs" / "template").touch(mode=0o640)
+    assert (code / "package" / "jobs").stat().st_gid == os.getgid() != stranger.gid
+    inherit_group(code)
+    (code / "package" / "a" / "b" / "later").touch()
+
+    def look() -> None:
+        for name in ("a/b/c.py", "jobs/template"):
+            assert (code / "package" / name).read_bytes() == b""
+        with pytest.raises(PermissionError):
+            (code / "package" / "a" / "netrc").read_bytes()
+        assert os.stat(code / "package" / "a" / "b" / "later").st_gid == stranger.gid
+
+    stranger.does(look, groups=[stranger.gid])
+    assert Path("/etc/passwd").stat().st_gid == 0
+    private = code.parent / "private"
+    private.mkdir(mode=0o700)
+    (private / "x").touch()
+    os.chown(private / "x", -1, os.getgid())
+    inherit_group(private)
+    assert (private / "x").stat().st_gid == os.getgid()
 
 
 def golden_lines(begin: str, end: str) -> str:

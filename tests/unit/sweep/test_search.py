@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,12 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
 
-from slurmtrain.choices import Backend, Pruner
+from slurmtrain.choices import Backend
+from slurmtrain.cli import main
 from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.schema import Config, SearchConfig
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.progress import Progress
 from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
@@ -31,15 +28,12 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import _pickled
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
+from slurmtrain.sweep.adaptive import Wanted, open_sweep
 from slurmtrain.sweep.create import find_same
-from slurmtrain.sweep.jobs import Submission
 from slurmtrain.sweep.local import alone
-from slurmtrain.sweep.optuna_search import OptunaSearch
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.sweep.points import composing, values_of
+from slurmtrain.sweep.points import composing
 from slurmtrain.sweep.search import Search, identity_text, seeds
-from slurmtrain.sweep.trials import LogEvent, TrialLog, TrialState, read_log
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.files import write_json
 from slurmtrain.system.redaction import hide
@@ -79,6 +73,9 @@ class Finished:
 
     def __init__(self, path: Path):
         self.path = path
+
+    def check(self, config: Config) -> None:
+        pass
 
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
@@ -155,19 +152,20 @@ def test_what_cannot_be_handed_over_says_so(status: JobStatus, value: object, wo
         _ = pickle.loads(_pickled(returned)).return_value
 
 
-def test_the_same_search_asks_for_the_same_points(tmp_path: Path) -> None:
-    """Without a seed of its own, and on this machine."""
+def test_the_same_search_asks_for_the_same_points(cli: Cli, project: Path) -> None:
+    """Without a seed of its own, and on this machine; and stdout belongs to its JSON."""
     result = """'{"step": 1, "valid_loss": 1}'"""
-    program = f"cd $SLURMTRAIN_RUN_DIR; echo once >>started; echo {result} >metrics.jsonl"
-    (tmp_path / "point.sh").write_text(program)
+    (project / "point.sh").write_text(
+        f"echo I am loud; cd $SLURMTRAIN_RUN_DIR; echo once >>started; echo {result} >metrics.jsonl"
+    )
     words = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
-    words += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optim.lr=interval(0.1,1)", "submit"]
-    for _ in range(2):
-        command = [sys.executable, "-m", "slurmtrain", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    assert "is there already" in done.stderr
-    assert [path.read_text() for path in tmp_path.glob("runs/*/*/started")] == ["once\n"] * 3
+    words += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optim.lr=interval(0.1,1)", "submit"]
+    done = cli(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["points"] == 2 and "I am loud" in done.stderr
+    done = cli(*words)
+    assert done.returncode == 0 and "is there already" in done.stderr, done.stderr
+    assert [path.read_text() for path in project.glob("runs/*/*/started")] == ["once\n"] * 2
 
 
 def test_what_holds_a_secret_is_not_handed_over() -> None:
@@ -263,121 +261,6 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
     assert not is_claimed(opened.sweep.path)
 
 
-class KilledError(BaseException):
-    """The shell is killed."""
-
-
-class Finishing:
-    """Runs of a search that finish, in the order of their loss, which is the learning rate; those above 0.8 fail.
-
-    Those above 0.5 go on until they are pruned, or four looks long. All log 3 steps before somebody looks.
-    """
-
-    def __init__(self, opened: OpenSweep):
-        self._left: list[RunDir] = []
-        self.asked: list[str] = []
-        self.watched = True
-        self._looks = 0
-
-    def __enter__(self) -> Finishing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def start(self, run_dirs: Sequence[RunDir]) -> Submission:
-        for run_dir in run_dirs:
-            if run_dir not in self._left:
-                self._left.append(run_dir)
-                if not run_dir.metrics_file.exists():
-                    with (run_dir.path / "started").open("a") as file:
-                        file.write("once\n")
-                    loss = self.loss(run_dir)
-                    steps = (1, 2, 3) if loss <= 0.8 else ()
-                    lines = [{"step": step, "valid_loss": loss + 1 / step} for step in steps]
-                    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return Submission([], [])
-
-    @staticmethod
-    def loss(run_dir: RunDir) -> float:
-        return float(str(run_dir.info()["varied"][0]).partition("=")[2])
-
-    def ended(self, _: bool) -> list[tuple[RunDir, RunState]]:
-        self._left.sort(key=lambda run_dir: (run_dir.id not in self.asked, self.loss(run_dir)))
-        run_dir = self._left[0]
-        loss = self.loss(run_dir)
-        self._looks += 1
-        if 0.5 < loss <= 0.8 and run_dir.id not in self.asked and self._looks % 4:
-            return []
-        self._left.remove(run_dir)
-        pruned = run_dir.id in self.asked
-        word = RunStatus.PRUNED if pruned else RunStatus.FAILED if loss > 0.8 else RunStatus.FINISHED
-        return [(run_dir, RunState(word, str(word), False, [], None, Progress(3)))]
-
-
-def test_a_search_that_is_killed_between_any_two_lines_goes_on_exactly_once(
-    sweep_plan: SweepPlan, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[Finishing] = []
-
-    def prune(run_dir: RunDir, client: object) -> bool:
-        runs[-1].asked.append(run_dir.id)
-        return True
-
-    def here(opened: OpenSweep, *, show: bool) -> Finishing:
-        runs.append(Finishing(opened))
-        return runs[-1]
-
-    monkeypatch.setattr("slurmtrain.sweep.optuna_search._Here", here)
-    monkeypatch.setattr("slurmtrain.sweep.optuna_search.ask_to_end", prune)
-    line = ["hydra/sweeper=optuna", "optim.lr=interval(0.01,1)", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=3"]
-    line += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.sampler.n_startup_trials=3"]
-    pruner = SearchConfig(pruner=Pruner.MEDIAN, startup_trials=2)
-    base = dataclasses.replace(sweep_plan.first, search=pruner)
-
-    def configured(composer: object, overrides: Sequence[str]) -> Config:
-        lr = float(values_of(overrides)["optim.lr"])
-        return dataclasses.replace(base, optim=dataclasses.replace(base.optim, lr=lr))
-
-    monkeypatch.setattr("slurmtrain.sweep.optuna_search.checked", configured)
-    written = TrialLog.add
-    found = {}
-    with composing(PRIMARY) as composer:
-        composed = composer.with_hydra(line)
-        for kill_at in (None, *range(0, 60, 3), *range(1, 60, 7)):
-            count = [0]
-
-            def add(
-                log: TrialLog, *words: Any, kill_at: int | None = kill_at, count: list[int] = count, **f: Any
-            ) -> Any:
-                count[0] += 1
-                if count[0] - 1 == kill_at and kill_at % 2:
-                    raise KilledError
-                trial = written(log, *words, **f)
-                if count[0] - 1 == kill_at:
-                    raise KilledError
-                return trial
-
-            monkeypatch.setattr(TrialLog, "add", add)
-            opened = open_sweep(SweepPlan(base, search=f"killed at {kill_at}"), [], None, parallelism=3)
-            for _ in range(2):
-                search = OptunaSearch(composer, opened, base, composed, ["optim.lr=interval(0.01,1)"], ["optim.lr"])
-                with contextlib.suppress(KilledError):
-                    search.run()
-            found[kill_at] = search.trials
-            started = [path.read_text() for path in opened.sweep.path.glob("*/started")]
-            assert started == ["once\n"] * 8 and len(opened.sweep.points()) == 8
-            assert not any(trial.state == TrialState.RUNNING for trial in search.trials)
-            lines = read_log(opened.sweep.trials_file)
-            for event in (LogEvent.ASKED, LogEvent.TOLD):
-                assert sorted(line["trial"] for line in lines if line["event"] == event) == list(range(8))
-    assert {trial.state for trials in found.values() for trial in trials} == {
-        TrialState.COMPLETE,
-        TrialState.PRUNED,
-        TrialState.FAIL,
-    }
-
-
 def find_same_info(sweep_plan: SweepPlan) -> dict[str, Any]:
     sweep = find_same(sweep_plan)
     assert sweep is not None
@@ -401,35 +284,23 @@ def test_a_point_that_was_removed_is_submitted_anew(
     assert opened.sweep.array_numbers() == [0, 1]
 
 
-@pytest.mark.parametrize("words", [["cluster=a100x4", "--after", "nobody"], ["cluster=a100x4", "requeue=chain"]])
-def test_what_a_search_cannot_be_is_said_before_anything_is_made(
-    cli: Cli, project: Path, fake_slurm: FakeSlurm, words: list[str]
-) -> None:
-    done = cli("-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words)
-    assert done.returncode != 0 and ("there are no runs" in done.stderr or "requeue.mode=chain" in done.stderr), (
-        done.stderr
-    )
-    assert "Traceback" not in done.stderr and not list(project.glob("runs/*.sweep-*"))
-
-
-def test_a_search_leaves_stdout_to_its_json(cli: Cli, project: Path) -> None:
-    (project / "point.sh").write_text(
-        'echo "I am loud"; echo \'{"step": 1, "valid_loss": 1}\' >"$SLURMTRAIN_RUN_DIR/metrics.jsonl"'
-    )
-    fixed = ["+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
-    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "hydra.sweeper.n_jobs=1"]
-    done = cli("-m", *fixed, *sweeper, "optim.lr=interval(1e-5,1e-2)", "submit", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["points"] == 1 and "I am loud" in done.stderr
-
-
 @pytest.mark.parametrize(
-    ("setting", "words"),
-    [("direction=up", "the sweeper gave up: ValueError"), ("n_trials=x", "hydra.sweeper.n_trials: Value 'x'")],
+    ("words", "code", "said"),
+    [
+        ("cluster=a100x4 --after nobody", 2, "there are no runs"),
+        ("cluster=a100x4 requeue=chain", 78, "requeue.mode=chain"),
+        ("hydra.sweeper.direction=up", 2, "the sweeper gave up: ValueError"),
+        ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials: Value 'x'"),
+        ("--dry-run", 2, "--dry-run cannot show a search"),
+    ],
 )
-def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: str) -> None:
-    done = cli("-m", "hydra/sweeper=optuna", f"hydra.sweeper.{setting}", "optim.lr=interval(1,2)", "submit")
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_what_a_search_cannot_be_is_said_in_one_sentence(
+    project: Path, fake_slurm: FakeSlurm, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words.split()]) == code
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
+    assert fake_slurm.submitted == []
 
 
 def test_ctrl_c_says_that_the_jobs_go_on(

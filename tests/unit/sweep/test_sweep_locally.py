@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import process
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import FakeSlurm
 
 # A program for every point; $POINT says which.
 COMMAND = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "requeue=off", "job.snapshot=none"]
@@ -33,31 +33,31 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_points_run_here_one_after_the_other_and_the_same_command_runs_what_is_left(cli: Cli, project: Path) -> None:
+def test_points_run_here_one_after_the_other_and_the_same_command_runs_what_is_left(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (project / "point.sh").write_text(
         'mkdir alone || exit 9; echo "this is $POINT"; rmdir alone; [ "$POINT" != 2 -o -e mended ]'
     )
     words = [*COMMAND, "+cluster.env.POINT=1,2,3", "submit"]
-    done = cli(*words)
-    assert done.returncode == 1, done.stderr
-    assert "this is 1" in done.stdout and "this is 3" in done.stdout and "2 finished, 1 failed" in done.stdout
-    assert "point 1 (cluster.env.POINT=2): crashed: rank 0: bash ended with exit code 1" in done.stderr
+    assert main(words) == 1
+    out, said = capfd.readouterr()
+    assert "this is 1" in out and "this is 3" in out and "2 finished, 1 failed" in out
+    assert "point 1 (cluster.env.POINT=2): crashed: rank 0: bash ended with exit code 1" in said
     assert attempts_of(project) == [1, 1, 1]
     (project / "mended").touch()
-    done = cli(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["states"] == {"finished": 3}
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["states"] == {"finished": 3}
     assert attempts_of(project) == [1, 2, 1]
 
 
 @pytest.mark.parametrize("words", [("--array-parallelism", "2"), ("sweep.pack=2",)])
-def test_several_points_can_run_here_at_the_same_time(cli: Cli, project: Path, words: tuple[str, ...]) -> None:
+def test_several_points_can_run_here_at_the_same_time(project: Path, words: tuple[str, ...]) -> None:
     (project / "point.sh").write_text('touch "here-$POINT"; until [ -e here-1 -a -e here-2 ]; do sleep 0.02; done')
-    done = cli(*COMMAND, "+cluster.env.POINT=1,2", "submit", *words)
-    assert done.returncode == 0, done.stderr
+    assert main([*COMMAND, "+cluster.env.POINT=1,2", "submit", *words]) == 0
 
 
-def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(cli: Cli, project: Path) -> None:
+def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "point.sh").write_text('touch "here-$POINT"; while [ ! -e go ]; do sleep 0.02; done')
     words = [*COMMAND, "+cluster.env.POINT=1,2", "submit"]
     shell = subprocess.Popen(
@@ -65,18 +65,18 @@ def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(cli: Cli, project: Path)
     )
     try:
         wait_for(project / "here-1")
-        second = cli(*words)
-        assert second.returncode == 1 and "is at sweep" in second.stderr
+        assert main(words) == 1 and "is at sweep" in capsys.readouterr().err
         shell.send_signal(signal.SIGINT)
         _, said = shell.communicate(timeout=120)
     finally:
         shell.kill()
     assert shell.returncode == 75 and "stopped with Ctrl-C" in said, said
     assert attempts_of(project) == [1, 0]
-    states = json.loads(cli("sweep", "status", "last", "--json").stdout)["states"]
-    assert states == {"stopped": 1, "prepared": 1}
+    capsys.readouterr()
+    assert main(["sweep", "status", "last", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["states"] == {"stopped": 1, "prepared": 1}
     (project / "go").touch()
-    assert cli("sweep", "retry", "last").returncode == 0
+    assert main(["sweep", "retry", "last"]) == 0
     assert attempts_of(project) == [2, 1]
 
 
@@ -115,6 +115,15 @@ def test_a_sweep_in_which_nothing_varies_is_told_to_be_one_run(
     assert main(["-m", "+cluster=a100x4", *words, "submit", "--dry-run"]) == 0
     said = "nothing varies, so this is a sweep of one run; choices are written key=1,2" in capsys.readouterr().err
     assert said == (words == ["train.seed=1"])
+
+
+def test_a_pruner_in_a_sweep_of_given_points_is_refused_since_it_would_prune_nothing(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "search.pruner=median", "submit"]) == 2
+    said = capsys.readouterr().err
+    assert "search.pruner=median" in said and "hydra/sweeper=optuna" in said
+    assert list(project.iterdir()) == [] and fake_slurm.submitted == []
 
 
 def test_what_a_dry_run_prints_is_what_is_submitted(

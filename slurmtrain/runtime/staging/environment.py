@@ -1,0 +1,182 @@
+"""The ranks' Python environment as one archive, which a node reads in one piece instead of as tens of thousands of files.
+
+An archive is named by a digest of the names, sizes and times of all files of the environment, and by the sha256 of its own
+content. So an environment that has changed since gets another archive, and a name never stands for two contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import subprocess
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ConfigError
+from slurmtrain.system.files import temporary_beside
+
+log = logging.getLogger(__name__)
+
+KEPT_DAYS = 14  # an archive that no job has used for so long is removed when another one is made
+QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
+ASK_S = 300
+
+
+@dataclass(frozen=True)
+class PythonEnvironment:
+    """An environment.
+
+    Attributes:
+        prefix: its folder.
+        python: path of its interpreter in that folder.
+    """
+
+    prefix: Path
+    python: str
+
+
+def find_environment(python: Sequence[str]) -> PythonEnvironment:
+    """Return the environment of an interpreter, which is asked.
+
+    Raises:
+        ConfigError: it has none that could be copied.
+    """
+    try:
+        answer = subprocess.run([*python, "-c", QUESTION], capture_output=True, text=True, timeout=ASK_S, check=True)
+        prefix, executable = answer.stdout.splitlines()[:2]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"cluster.stage.environment: {' '.join(python)} cannot be asked for its folder: {error}"
+        ) from None
+    own = (Path(prefix) / "pyvenv.cfg").is_file() or (Path(prefix) / "conda-meta").is_dir()
+    if not own or not Path(executable).is_relative_to(prefix):
+        raise ConfigError(
+            f"cluster.stage.environment: {executable} is the interpreter of no virtual or conda environment",
+            hint="name one by cluster.venv, cluster.conda_env or cluster.python",
+        )
+    return PythonEnvironment(Path(prefix), os.path.relpath(executable, prefix))
+
+
+def archive_of(environment: PythonEnvironment, folder: Path) -> Path:
+    """Return the archive of an environment, made now if there is none yet of what it is today.
+
+    Args:
+        folder: the folder of archives that all nodes see; only this user may write there, since code of it is run.
+
+    Raises:
+        ConfigError: the folder is open to others.
+        OSError: it cannot be read or written.
+    """
+    _own_folder(folder)
+    key = key_of(environment.prefix)
+    for found in sorted(folder.glob(f"{key}-*.tar")):
+        with contextlib.suppress(OSError):
+            os.utime(found)  # it is in use
+        return found
+    began = time.monotonic()
+    temporary = temporary_beside(folder / key, ".tar")
+    try:
+        digest = pack(environment.prefix, temporary)
+        archive = folder / f"{key}-{digest}.tar"
+        temporary.replace(archive)
+    finally:
+        temporary.unlink(missing_ok=True)
+    size_gb, seconds = archive.stat().st_size / 1e9, time.monotonic() - began
+    log.info("packed %s (%.1f GB) in %.0f s, once: %s", environment.prefix, size_gb, seconds, archive)
+    remove_unused(folder, archive)
+    return archive
+
+
+def digest_of(archive: Path) -> str:
+    """Return the sha256 that an archive has by its name."""
+    return archive.stem.rpartition("-")[2]
+
+
+def key_of(prefix: Path) -> str:
+    """Return a digest of the names, sizes, modes and times of all files of an environment."""
+    digest = hashlib.sha256(f"{prefix}\0".encode())
+    for folder, folders, names in os.walk(prefix):
+        folders.sort()
+        for name in sorted([*names, *folders]):
+            path = os.path.join(folder, name)
+            found = os.lstat(path)
+            if stat.S_ISDIR(found.st_mode):
+                continue
+            link = os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
+            line = f"{path}\0{found.st_size}\0{found.st_mode}\0{found.st_mtime_ns}\0{link}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def pack(prefix: Path, archive: Path) -> str:
+    """Write an environment into a tar archive, the same bytes each time, and return their sha256."""
+    with archive.open("xb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as packed:
+            for folder, folders, names in os.walk(prefix):
+                folders.sort()
+                links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+                for name in sorted([*names, *links]):
+                    path = os.path.join(folder, name)
+                    member = packed.gettarinfo(path, os.path.relpath(path, prefix))
+                    if member is None:  # a socket
+                        continue
+                    _make_anonymous(member, prefix, path)
+                    if member.isreg():
+                        with open(path, "rb") as content:
+                            packed.addfile(member, content)
+                    else:
+                        packed.addfile(member)
+        file.flush()
+        os.fsync(file.fileno())
+    with archive.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def point_to(prefix: Path, target: Path) -> None:
+    """Let the scripts of a copy in `target` start the interpreter of the copy; they name that of `prefix`."""
+    before, after = f"{prefix}/".encode(), f"{target}/".encode()
+    for script in (target / "bin").iterdir():
+        if script.is_symlink() or not script.is_file():
+            continue
+        with script.open("rb") as file:
+            if file.read(2) != b"#!":
+                continue
+        first, newline, rest = script.read_bytes().partition(b"\n")
+        second, newline_2, rest = rest.partition(b"\n")
+        # A path that is too long for "#!" is in the second line, after "#!/bin/sh".
+        changed = b"".join((first.replace(before, after), newline, second.replace(before, after), newline_2, rest))
+        script.write_bytes(changed)
+
+
+def remove_unused(folder: Path, kept: Path) -> None:
+    """Remove archives that no job has used for KEPT_DAYS days, and what killed jobs have left of one."""
+    for path in (*folder.glob("*.tar"), *folder.glob(".*.tar")):
+        with contextlib.suppress(OSError):
+            if path != kept and time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
+                path.unlink()
+
+
+def _own_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} is to hold archives whose code is run, and it is not a folder that only you can write to",
+            hint="remove it",
+        )
+
+
+def _make_anonymous(member: tarfile.TarInfo, prefix: Path, path: str) -> None:
+    """Take out what differs between two archives of one environment, and what would lead back to the original."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    if member.islnk():  # a second name of a file that is packed already
+        return
+    if member.issym() and os.path.isabs(member.linkname) and Path(member.linkname).is_relative_to(prefix):
+        member.linkname = os.path.relpath(member.linkname, os.path.dirname(path))

@@ -1,0 +1,271 @@
+"""Copies on the nodes (cluster.stage): what is copied, what is refused, which nodes use theirs, and how ranks find them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.stage_record import Item, NodeReport, Plan, progress, read_plan, read_reports, write_plan
+from slurmtrain.runtime.staging import environment
+from slurmtrain.runtime.staging.copying import copy_tree
+from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
+from slurmtrain.runtime.staging.judge import judge
+from slurmtrain.runtime.staging.node import remove_left_over, stage_node
+from slurmtrain.system.file_systems import Mount
+from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
+
+SHARED = Mount("/", "lustre")
+
+
+def local(folder: Path) -> Mount | None:
+    return Mount("/", "ext4")
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A snapshot with a link to a file elsewhere, and one to a folder within."""
+    code = tmp_path / "run" / "code"
+    (code / "sub").mkdir(parents=True)
+    (code / "train.py").write_text("print()")
+    (code / "sub" / "helper.py").write_text("x = 1")
+    (tmp_path / "elsewhere").write_text("text")
+    (code / "notes").symlink_to(tmp_path / "elsewhere")
+    (code / "again").symlink_to("sub")
+    return code
+
+
+def plan_of(code: Path, **changes: object) -> Plan:
+    items = (Item("code", str(code), 20, copy_tree(code, None)),)
+    return dataclasses.replace(Plan(items, ("n0", "n1"), ("code/sub", "code"), "code/sub"), **changes)  # type: ignore[arg-type]
+
+
+# The copies of a node.
+
+
+def test_a_copy_has_all_files_and_the_ranks_import_from_it_first(code: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    report = stage_node(plan_of(code), folder, "n0", mount=local)
+    assert report.error is None
+    copy = folder / "n0" / "code"
+    assert (copy / "notes").read_text() == "text" and not (copy / "notes").is_symlink()
+    assert (copy / "again").readlink() == Path("sub")
+    assert (copy / "train.py").stat().st_mtime_ns == (
+        code / "train.py"
+    ).stat().st_mtime_ns  # or compiled files would be stale
+    shown = subprocess.run(
+        ["bash", "-c", f'. "{folder}/n0/use"; echo "$PYTHONPATH|$SLURMTRAIN_CODE|$SLURMTRAIN_SHARED_PYTHONPATH"'],
+        env={"PYTHONPATH": "/shared"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == f"{copy}/sub:{copy}:/shared|{copy}/sub|/shared\n"
+
+
+def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    plan = plan_of(code)
+    (code / "train.py").write_text("changed")
+    changed = stage_node(plan, folder, "n0", mount=local)
+    assert changed.error is not None and f"{code} was read here with the digest" in changed.error
+    gone = dataclasses.replace(plan, items=(Item("data/x", str(tmp_path / "gone"), 1),))
+    assert str(stage_node(gone, folder, "n1", mount=local).error).endswith("gone: No such file or directory")
+    large = dataclasses.replace(plan, items=(dataclasses.replace(plan.items[0], size_bytes=10**18),))
+    said = str(stage_node(large, folder, "n2", mount=local).error)
+    assert said.startswith(f"1000000000.00 GB are to be copied to {tmp_path}, which has ")
+    shared = stage_node(plan, folder, "n3", mount=lambda _: SHARED)
+    assert shared.error == f"{tmp_path} is no folder of the node: it is lustre, which nodes share"
+    assert list(folder.glob("*/use")) == []
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurmtrain-1").mkdir()
+    (tmp_path / "slurmtrain-1").chmod(0o777)
+    report = stage_node(plan_of(code), tmp_path / "slurmtrain-1" / "c-7-0", "n0", mount=local)
+    assert report.error is not None and "is not a folder that only its owner" in report.error
+
+
+def test_what_jobs_that_have_ended_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept, gone = ("c-7-1", "c-8-0", "other-9-0", "notes"), ("c-7-0", "c-9-0")
+    for name in (*kept, *gone):
+        (tmp_path / name / "n0").mkdir(parents=True)
+    remove_left_over(tmp_path / "c-7-1", ["7", "8"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+# The environment.
+
+
+def fake_environment(prefix: Path) -> PythonEnvironment:
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "lib").mkdir()
+    (prefix / "lib" / "package.py").write_text("x = 1")
+    (prefix / "bin" / "python").symlink_to("/usr/bin/env")
+    (prefix / "bin" / "python3").symlink_to(prefix / "bin" / "python")
+    (prefix / "bin" / "tool").write_text(f"#!{prefix}/bin/python\nprint()\n")
+    return PythonEnvironment(prefix, "bin/python")
+
+
+def test_an_environment_is_packed_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    made = fake_environment(tmp_path / "environment")
+    archives = tmp_path / "archives"
+    first = archive_of(made, archives)
+    assert archive_of(made, archives) == first and os.listdir(archives) == [first.name]
+    (made.prefix / "lib" / "package.py").write_text("x = 22")
+    second = archive_of(made, archives)
+    assert second != first and digest_of(second) != digest_of(first)
+    os.utime(first, (0, 0))  # no job has used it for a long time
+    (made.prefix / "lib" / "package.py").write_text("x = 333")
+    third = archive_of(made, archives)
+    assert sorted(os.listdir(archives)) == sorted([second.name, third.name])
+
+
+def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_used(tmp_path: Path) -> None:
+    made = fake_environment(tmp_path / "environment")
+    archive = archive_of(made, tmp_path / "archives")
+    item = Item("environment", str(archive), archive.stat().st_size, digest_of(archive))
+    plan = Plan((item,), ("n0",), prefix=str(made.prefix), python=made.python)
+    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    assert stage_node(plan, folder, "n0", mount=local).error is None
+    copy = folder / "n0" / "environment"
+    assert (copy / "bin" / "tool").read_text().splitlines()[0] == f"#!{copy}/bin/python"
+    assert (copy / "bin" / "python3").readlink() == Path("python")
+    damaged = bytearray(archive.read_bytes())
+    damaged[damaged.index(b"x = 1")] ^= 1
+    archive.write_bytes(bytes(damaged))
+    assert "was read here with the digest" in str(stage_node(plan, folder, "n1", mount=local).error)
+    archive.write_bytes(bytes(damaged)[: len(damaged) // 2])
+    assert stage_node(plan, folder, "n2", mount=local).error is not None
+    assert not (folder / "n1" / "use").exists() and not (folder / "n2" / "use").exists()
+
+
+def test_an_interpreter_without_an_environment_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is the interpreter of no virtual or conda environment"):
+        environment.find_environment(["bash", "-c", 'echo "/usr"; echo "/usr/bin/python3"'])
+    with pytest.raises(ConfigError, match="cannot be asked for its folder"):
+        environment.find_environment(["/no/such/python"])
+
+
+def test_archives_of_another_user_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / "archives").mkdir()
+    (tmp_path / "archives").chmod(0o777)
+    with pytest.raises(ConfigError, match="not a folder that only you can write to"):
+        archive_of(fake_environment(tmp_path / "environment"), tmp_path / "archives")
+
+
+# Which nodes use their copies.
+
+PLAN = Plan((Item("code", "/code", 1, "a"), Item("data/x", "/x", 1)), ("n0", "n1", "n2"))
+
+
+def reports(**digests: str) -> dict[str, NodeReport]:
+    return {node: NodeReport(node, 1.0, {"code": "a", "data/x": digest}) for node, digest in digests.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "without"),
+    [
+        (reports(n0="d", n1="d", n2="d"), {}),
+        (reports(n0="d", n1="d"), {"n2": "ended without a word"}),
+        (reports(n0="d", n1="e", n2="d"), {"n1": "differs from that of most nodes"}),
+        (reports(n0="d", n1="e"), {"n0": "was it changed meanwhile?", "n1": "was it changed meanwhile?", "n2": "word"}),
+        ({**reports(n0="d", n2="d"), "n1": NodeReport("n1", error="disk full")}, {"n1": "disk full"}),
+    ],
+)
+def test_nodes_whose_copies_are_sound_and_equal_use_them(found: dict[str, NodeReport], without: dict[str, str]) -> None:
+    judged = judge(PLAN, found)
+    assert list(judged.without) == list(without)
+    assert all(words in judged.without[node] for node, words in without.items())
+
+
+def test_one_sentence_names_the_nodes_without_copies() -> None:
+    assert judge(PLAN, reports(n0="d", n1="e", n2="d")).sentence == (
+        "n1 has no sound copy: its copy of /x differs from that of most nodes"
+    )
+    many = dataclasses.replace(PLAN, nodes=tuple(f"n{number}" for number in range(9)))
+    assert judge(many, {}).sentence.endswith("; and 6 more nodes")
+
+
+def test_status_counts_the_nodes_that_have_copied(tmp_path: Path) -> None:
+    attempt = AttemptDir(tmp_path)
+    assert progress(attempt) is None
+    attempt.stage_dir.mkdir()
+    assert progress(attempt) == "prepares what its nodes get copies of"
+    write_plan(attempt, PLAN)
+    assert read_plan(attempt) == PLAN
+    said = NodeReport("n1", 1.0, {"code": "a"}).line()
+    (attempt.stage_dir / "reports.jsonl").write_text(said + said[:20])  # the second was killed while it wrote
+    assert read_reports(attempt) == {"n1": NodeReport("n1", 1.0, {"code": "a"})}
+    assert progress(attempt) == "copies code, data/x (0.0 GB) to each of its nodes: 1 of 3 done"
+    (attempt.stage_dir / "reports.jsonl").write_text("".join(NodeReport(node).line() for node in PLAN.nodes))
+    assert progress(attempt) is None
+
+
+# What the ranks, and what they start for other nodes, find.
+
+
+def test_a_data_source_reads_the_copies_and_the_checkpoint_is_bound_to_the_names_in_the_config() -> None:
+    copies = {"SLURMTRAIN_COPIES": '{"/shared/tokens": "/local/data/tokens"}'}
+    values = {"_target_": "a.B", "path": "/shared/tokens", "paths": ["/shared/tokens/x.bin", "/shared/tokens2"], "n": 1}
+    assert with_copies(values, copies) == {
+        "_target_": "a.B",
+        "path": "/local/data/tokens",
+        "paths": ["/local/data/tokens/x.bin", "/shared/tokens2"],
+        "n": 1,
+    }
+    assert with_copies(values, {}) is values
+
+
+def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/local/environment/bin/python")
+    staged = {
+        "PATH": "/local/environment/bin:/bin",
+        "PYTHONSAFEPATH": "1",
+        "SLURMTRAIN_SHARED_PATH": "/bin",
+        "SLURMTRAIN_SHARED_PYTHONSAFEPATH": "",
+        "SLURMTRAIN_PYTHON": "/local/environment/bin/python",
+        "SLURMTRAIN_SHARED_PYTHON": "/shared/bin/python",
+        "SLURMTRAIN_STAGE": "/local",
+        "SLURMTRAIN_NOT_STAGED": "",
+        "HOME": "/home/me",
+    }
+    assert shared_interpreter(staged) == "/shared/bin/python"
+    assert shared_interpreter({}) == "/local/environment/bin/python"
+    assert without_copies(staged) == {"PATH": "/bin", "HOME": "/home/me"}
+
+
+# The config.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.stage.dir=scratch"], "is no folder of a node"),
+        (["cluster.stage.dir='/tmp/$(id)'"], "is no folder of a node"),
+        (["cluster.stage.data=[/a/x,/b/x]"], "x is a second of that name"),
+        (["cluster=local", "cluster.stage.code=true"], "has this machine only"),
+        (
+            ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif", "cluster.stage.code=true"],
+            "would not see the copies",
+        ),
+        (["sweep.pack=2", "cluster.stage.environment=true"], "each copy for themselves"),
+        (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(compose(["cluster=a100x4", *words] if "cluster=local" not in words else words))
+
+
+def test_relative_data_is_that_of_the_folder_of_the_command() -> None:
+    config = with_absolute_paths(compose(["cluster=a100x4", "cluster.stage.data=[tokens/]"]), Path("/home/me"))
+    assert config.cluster.stage.data == ["/home/me/tokens"]
