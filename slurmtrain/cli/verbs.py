@@ -160,7 +160,7 @@ VERBS: dict[str, Verb] = {
     ),
     "preempt": Verb(
         "preempt RUN [--json]",
-        "send a run the signal of a preemption, as a drill",
+        "send a run the signal of a preemption, to try what happens",
         "slurmtrain.cli.stop",
         "Send a run the signal of a preemption. It saves, leaves, is requeued and resumes; the answer says how long that took.",
         examples=("preempt last",),
@@ -415,7 +415,7 @@ VERBS: dict[str, Verb] = {
         "probe [--partition NAME] [--out FILE] [--check FILE|NAME] [--account NAME] [--qos NAME] [--json] ...",
         "find out what this cluster is, and write conf/cluster/NAME.yaml for it; --check: has it changed since?",
         "slurmtrain.cli.probe",
-        "Ask SLURM, by about ten quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
+        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
         "file systems, and write a commented conf/cluster/NAME.yaml for one partition. What SLURM does not say stands in it "
         "as a question. --check compares a file with the cluster and exits with 0: it suits, 1: something has changed, or "
         "78: its jobs cannot run.",

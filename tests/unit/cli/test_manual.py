@@ -84,6 +84,7 @@ def shown_commands() -> list[list[str]]:
         text = path.read_text().replace("\\\n", "")
         for line in re.findall(r"^    (?:\$ )?python -m slurmtrain (.*)$", text, re.MULTILINE):
             words = shlex.split(line, comments=True)
+            words = words[: words.index(">")] if ">" in words else words  # what the shell does with the output
             if "..." not in " ".join(words):
                 found.append(words)
     return found
