@@ -13,7 +13,7 @@ _FEATURE = re.compile(r"[A-Za-z0-9_.+-]+")  # a constraint that names one featur
 
 
 def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:
-    """Find what too few nodes of the partition have: each thing by itself, then all of it together."""
+    """Find what too few nodes of the partition have: how many there are, each thing by itself, then all of it together."""
     groups = facts.nodes_of(partition.name)
     if not groups:
         return []
@@ -24,6 +24,10 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
     of = f"partition {partition.name}"
     # Nodes in a cloud that are powered down are not listed.
     certain = not facts.dynamic and sum(group.count for group in groups) >= partition.nodes
+    total = sum(group.count for group in groups)
+    if total < needed:
+        message = f"{of} has {total} node{'' if total == 1 else 's'}, and the job needs {needed}"
+        return [Finding("cluster.nodes", message, "ask for fewer, or set another cluster.partition", fatal=certain)]
     shares_cpus = bool(cluster.sbatch.get("overcommit"))
     feature = cluster.constraint if cluster.constraint and _FEATURE.fullmatch(cluster.constraint) else None
     types = sorted({name for group in groups for name, _ in group.gpus if name})
@@ -64,9 +68,8 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
         words = ", ".join(words for (_, _, words, _), wanted in zip(rows, asked, strict=True) if wanted)
         hint = f"its nodes are: {'; '.join(_words(group) for group in groups[:6])}"
         return [Finding("cluster.nodes", _too_few(of, together, needed, words), hint, fatal=certain)]
-    total = sum(group.count for group in groups)
     usable = sum(group.usable for group in groups if all(suits(group) for _, suits, _, _ in rows))
-    if usable < needed <= total:
+    if usable < needed:
         message = f"{usable} of the nodes of {of} that suit this job work now, and it needs {needed}: it may wait long"
         return [Finding("cluster.nodes", message, "`sinfo -R` says why the others do not", fatal=False)]
     return []
