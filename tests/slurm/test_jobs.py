@@ -529,12 +529,17 @@ def test_setup_lines_and_variables_reach_the_ranks(project: Project) -> None:
 
 
 LOOKS = """
-import json, os, sys, helper
+import glob, json, os, sys, time, helper
 attempt = os.environ["SLURMTRAIN_ATTEMPT"]
 data = os.path.join(os.environ["SLURMTRAIN_DATA"], "words")
 seen = {"node": os.environ["SLURMD_NODENAME"], "helper": helper.__file__, "prefix": sys.prefix, "data": os.path.realpath(data),
         "words": open(data).read(), "made": os.stat(data).st_ino}
-open(os.path.join(os.environ["SLURMTRAIN_RUN_DIR"], f"seen-{attempt}-{os.environ['RANK']}"), "w").write(json.dumps(seen))
+beginning = os.path.join(os.environ["SLURMTRAIN_RUN_DIR"], f"seen-{attempt}-")
+with open("writing-" + os.environ["RANK"], "w") as file:
+    file.write(json.dumps(seen))
+os.replace(file.name, beginning + os.environ["RANK"])
+while len(glob.glob(beginning + "*")) < 4:  # the first rank that fails ends the others
+    time.sleep(0.02)
 sys.exit(3 if attempt == "1" else 0)
 """
 
