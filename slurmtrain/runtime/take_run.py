@@ -65,12 +65,22 @@ def take_or_leave(
     if takes and not settled:
         settle(run_dir, mine, job_id)
     elif not takes:
-        said = f"job {claim.job_id} of {claim.choice} has it"
-        log.info("run %s: %s, so job %s of %s leaves", run_dir.id, said, job_id, name)
-        with contextlib.suppress(OSError):
-            run_dir.event(Event.NOT_TAKEN, job_id=job_id, choice=name, sentence=said)
+        _leave(run_dir, name, job_id, claim)
     take_back(run_dir, [choice for choice in everywhere if choice.name not in (claim.choice, name)], mine, client)
+    now = choices.claim_of(run_dir)
+    if takes and now is not None and not now.is_of(name, job_id):
+        # Where this job is not shown, as to a sibling of a federation, another one takes it for gone while it has not begun.
+        _leave(run_dir, name, job_id, now)
+        return False
     return takes
+
+
+def _leave(run_dir: RunDir, name: str, job_id: str, claim: Claim) -> None:
+    """Say why a job leaves a run alone."""
+    said = f"job {claim.job_id} of {claim.choice} has it"
+    log.info("run %s: %s, so job %s of %s leaves", run_dir.id, said, job_id, name)
+    with contextlib.suppress(OSError):
+        run_dir.event(Event.NOT_TAKEN, job_id=job_id, choice=name, sentence=said)
 
 
 def settle(run_dir: RunDir, choice: Choice, job_id: str) -> None:

@@ -43,15 +43,20 @@ def association_of(facts: ClusterFacts, account: str | None, partition: str) -> 
     fitting = [
         each
         for each in facts.associations or ()
-        if each.partition in ("", partition) and (account is None or each.account.lower() == account.lower())
+        if each.partition.lower() in ("", partition.lower())  # sacctmgr keeps names in lower case
+        and (account is None or each.account.lower() == account.lower())
     ]
     if account is None and len({each.account for each in fitting}) != 1:
         return None
-    return max(fitting, key=lambda each: each.partition == partition, default=None)
+    return max(fitting, key=lambda each: each.partition != "", default=None)
 
 
 def qos_of(facts: ClusterFacts, association: Association | None, qos: str | None) -> Qos | None:
-    """Return the QOS that a job gets: the one that it names, else its association's default, else the only one there."""
+    """Return the QOS that a job gets: the one that it names, else its association's default, else the only one there.
+
+    None: there is no such QOS, or it is not known: without a default SLURM looks further up, and of a list ("a,b", from 24.11
+    on) it takes the one with which the job can start.
+    """
     name = qos or (association.default_qos if association is not None else "")
     if not name and association is not None and len(association.qos) == 1:
         name = association.qos[0]
@@ -59,16 +64,22 @@ def qos_of(facts: ClusterFacts, association: Association | None, qos: str | None
 
 
 def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> list[Bound]:
-    """Return those that set limits for a job, the first of which counts; [] where accounting limits nothing."""
-    if not facts.enforces("limits") or facts.qos is None:  # a QOS that is not known may lift the limits of an account
-        return []
+    """Return those that set limits for a job, the first of which counts.
+
+    [] where accounting limits nothing, or it is not known which QOS the job gets: that one may lift the limits of an account.
+    """
     association = association_of(facts, account, partition.name)
     own, its = qos_of(facts, association, qos), facts.qos_named(partition.qos) if partition.qos else None
-    found = [Bound(f"QOS {own.name}", own.limits)] if own is not None else []
+    if not facts.enforces("limits") or own is None:
+        return []
+    found = [Bound(f"QOS {own.name}", own.limits)]
     if its is not None:
         bound = Bound(f"QOS {its.name} of partition {partition.name}", its.limits)
-        found.insert(len(found) if own is not None and "overpartqos" in own.flags else 0, bound)
-    return [*found, *(_of_accounts(association) if association is not None else [])]
+        found.insert(len(found) if "overpartqos" in own.flags else 0, bound)
+    found += _of_accounts(association) if association is not None else []
+    if any("relative" in each.flags for each in (own, its) if each is not None):  # its amounts are shares, in percent
+        found = [replace(each, limits=Limits(wall_min=each.limits.wall_min)) for each in found]
+    return found
 
 
 def _of_accounts(association: Association) -> list[Bound]:

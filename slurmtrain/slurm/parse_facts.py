@@ -186,6 +186,11 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
     )
 
 
+def clusters_of(text: str) -> set[str]:
+    """Return the names, in lower case, of the clusters in what `parse_associations` reads."""
+    return {row["Cluster"].lower() for row in _rows(text, ASSOC_COLUMNS)}
+
+
 def parse_accounts(text: str, cluster: str) -> tuple[Account, ...]:
     """Read `sacctmgr -nP show assoc account=... user= format=...` with ACCOUNT_COLUMNS, and keep those of one cluster."""
     return tuple(

@@ -16,6 +16,7 @@ from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
     QOS_COLUMNS,
     SINFO_FORMAT,
+    clusters_of,
     first_name,
     parse_accounts,
     parse_associations,
@@ -138,14 +139,18 @@ def _with_accounts(
     facts: ClusterFacts, answers: Mapping[tuple[str, ...], str], user: str, silent: Collection[str]
 ) -> ClusterFacts:
     """Add the answers to the commands of `_of_accounts` to what is known of a cluster."""
-    associations = associations_command(user)
+    command = associations_command(user)
+    associations = parse_associations(answers[command], facts.name) if " ".join(command) not in silent else None
+    if not associations and user.isdigit():  # sacctmgr knows users by name alone, and slurmctld may know this one's
+        associations = None
+    # Of several clusters in one database each has a default account of its own, and the first is shown.
+    one_cluster = len(clusters_of(answers[command])) <= 1
+    default_account = answers[default_account_command(user)].strip().partition("\n")[0] or None
     return replace(
         facts,
-        associations=parse_associations(answers[associations], facts.name)
-        if " ".join(associations) not in silent
-        else None,
+        associations=associations,
         qos=parse_qos(answers[QOS]) or None,
-        default_account=answers[default_account_command(user)].strip().partition("\n")[0] or None,
+        default_account=default_account if one_cluster else None,
     )
 
 

@@ -113,7 +113,7 @@ def _check_account_and_qos(facts: ClusterFacts, partition: Partition, cluster: C
 def _check_qos(
     facts: ClusterFacts, partition: Partition, association: Association | None, wanted: str | None
 ) -> list[Finding]:
-    if facts.qos is None:
+    if facts.qos is None or (wanted is not None and "," in wanted):  # of a list, SLURM takes one that suits (24.11)
         return []
     if wanted is not None and facts.qos_named(wanted) is None:
         known = [each.name for each in facts.qos]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check.finding import Finding
 from slurmtrain.launch.queue_check.nodes import memory_mb_of
-from slurmtrain.slurm.facts import ClusterFacts, Partition, Qos
+from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.job_limits import (
     Bound,
     association_of,
@@ -84,14 +84,11 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
 
 def _may_lift(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig, flag: str) -> bool:
     """Return whether a QOS may lift a limit of the partition: its flag does, or it is not known which QOS the job gets."""
-    if facts.keeps_accounts and (facts.qos is None or facts.associations is None):
+    own = qos_of(facts, association_of(facts, cluster.account, partition.name), cluster.qos)
+    if facts.keeps_accounts and own is None:
         return True
-    its = [_job_qos(facts, partition, cluster), facts.qos_named(partition.qos) if partition.qos else None]
-    return any(flag in each.flags for each in its if each is not None)
-
-
-def _job_qos(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> Qos | None:
-    return qos_of(facts, association_of(facts, cluster.account, partition.name), cluster.qos)
+    its = facts.qos_named(partition.qos) if partition.qos else None
+    return any(flag in each.flags for each in (own, its) if each is not None)
 
 
 def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:

@@ -28,6 +28,9 @@ def check_request(
     """
     if not facts.partitions:
         return []
+    elsewhere = [*_check_container(facts, cluster), *_check_placement(facts, cluster)]
+    if cluster.partition is None and cluster.reservation is not None:  # the job gets the reservation's partition
+        return _sorted(_judged_by_plugins(facts, [*check_account(facts, cluster), *elsewhere]))
     names = cluster.partition.split(",") if cluster.partition else [None]
     partitions = [(name, facts.partition(name)) for name in names]
     missing = [name for name, found in partitions if found is None]
@@ -41,8 +44,11 @@ def check_request(
     ]
     # Of several partitions SLURM takes one in which the job can run.
     best = min(each_has, key=lambda found: sum(each.fatal for each in found))
-    found = [*account, *best, *_check_container(facts, cluster), *_check_placement(facts, cluster)]
-    return sorted(_judged_by_plugins(facts, found), key=lambda each: not each.fatal)
+    return _sorted(_judged_by_plugins(facts, [*account, *best, *elsewhere]))
+
+
+def _sorted(found: Sequence[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda each: not each.fatal)
 
 
 def _check_partition(

@@ -174,6 +174,39 @@ def test_nodes_in_a_cloud_that_are_powered_down_and_not_listed_refuse_no_job() -
     assert not found.fatal
 
 
+def test_the_partition_of_a_reservation_is_not_known_here_and_refuses_no_job() -> None:
+    without_default = replace(ALPHA, partitions=tuple(replace(each, default=False) for each in ALPHA.partitions))
+    assert findings(without_default, reservation="course", nodes=99) == []
+    assert "none of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
+
+
+def test_of_a_list_of_qos_slurm_takes_one_that_suits() -> None:
+    assert findings(account="physics", qos="high,secret", nodes=3) == []
+
+
+def test_an_account_without_a_default_qos_has_one_that_is_not_known() -> None:
+    assert ALPHA.associations is not None
+    several = tuple(replace(each, qos=("normal", "high"), default_qos="") for each in ALPHA.associations)
+    found = findings(replace(ALPHA, associations=several), account="physics", nodes=3, time_limit_min=2881)
+    assert [(each.fatal, "MaxTime" in each.message) for each in found] == [(False, True)]
+
+
+def test_limits_of_a_qos_in_percent_are_no_amounts() -> None:
+    assert ALPHA.qos is not None
+    relative = tuple(replace(each, flags=each.flags | {"relative"}) for each in ALPHA.qos)
+    assert fatal(account="physics", qos="high", nodes=3, time_limit_min=240).field == "cluster.nodes"
+    assert findings(replace(ALPHA, qos=relative), account="physics", qos="high", nodes=3, time_limit_min=240) == []
+
+
+def test_the_partition_of_an_association_has_no_case() -> None:
+    assert ALPHA.associations is not None
+    upper = tuple(replace(each, name="GPU") if each.name == "gpu" else each for each in ALPHA.partitions)
+    groups = tuple(replace(each, partition="GPU") if each.partition == "gpu" else each for each in ALPHA.groups)
+    only = tuple(replace(each, partition="gpu") for each in ALPHA.associations)
+    facts = replace(ALPHA, partitions=upper, groups=groups, associations=only)
+    assert findings(facts, partition="GPU", account="physics") == []
+
+
 def test_limits_of_an_account_refuse_no_job_where_its_qos_is_not_known() -> None:
     """Which may lift them: one lost answer of sacctmgr is enough."""
     assert [
@@ -338,7 +371,7 @@ def test_pyxis_is_looked_for_where_an_image_is_to_be_run_by_it() -> None:
 
 def test_all_that_is_fatal_is_said_at_once_and_the_rest_is_returned_as_warnings() -> None:
     with pytest.raises(ConfigError) as error:
-        raise_fatal(findings(account="chemistry", time_limit_min=3000))
+        raise_fatal(findings(account="chemistry", nodes=99))
     assert "chemistry" in error.value.message
-    assert "time_limit_min=3000" in error.value.message
+    assert "the job needs 99" in error.value.message
     assert raise_fatal([Finding("a", "it may wait", "be patient", fatal=False)]) == ["it may wait; be patient"]

@@ -204,6 +204,17 @@ def test_a_job_that_dies_after_it_took_the_run_and_before_it_began_loses_it_to_t
     assert not starts(run, "h100x8", "2", slurm)
 
 
+def test_a_job_that_was_taken_for_gone_before_it_began_leaves_the_run_to_the_one_that_has_it(run: RunDir) -> None:
+    class Hidden(Slurm):
+        def find_by_comment(self, word: str) -> list[str]:
+            take(run, "a100x4", "1", lambda claim: True)  # meanwhile
+            return super().find_by_comment(word)
+
+    assert not starts(run, "h100x8", "2", Hidden(run, j1="RUNNING", j2="RUNNING"))
+    assert claim_of(run) == Claim(2, "a100x4", "1")
+    assert [event["sentence"] for event in told(run, Event.NOT_TAKEN)] == ["job 1 of a100x4 has it"]
+
+
 def test_a_job_that_died_while_it_made_the_run_its_own_leaves_nothing_of_that(run: RunDir) -> None:
     take(run, "h100x8", "2", lambda claim: False)
     run.config_file.write_text((run.choices / "h100x8" / "config.yaml").read_text())

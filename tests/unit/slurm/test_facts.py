@@ -22,7 +22,7 @@ from slurmtrain.slurm.parse_facts import (
     parse_qos,
     parse_tres,
 )
-from slurmtrain.slurm.read_facts import read_facts
+from slurmtrain.slurm.read_facts import associations_command, read_facts
 from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, SRUN_FORGETS_CPUS_PER_TASK
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 
@@ -93,6 +93,21 @@ def test_accounts_and_qos_are_read_with_the_limits_that_hold_for_a_job() -> None
     wall = wall_limit(bounds_of(facts, gpu, "biology", None))
     assert wall is not None
     assert (wall.most, wall.of) == (1440, "account biology")
+
+
+def test_the_default_account_is_not_known_where_several_clusters_share_a_database() -> None:
+    answers = answers_of("alpha_22_05")
+    command = " ".join(associations_command("me"))
+    answers[command] += answers[command].replace("alpha|", "beta|")
+    facts = read_facts(lambda words: answers.get(" ".join(words)), user="me")
+    assert facts.default_account is None
+    assert facts.associations is not None and {each.account for each in facts.associations} == {"physics", "biology"}
+
+
+def test_a_user_without_a_name_is_not_known_to_sacctmgr_and_may_be_to_slurmctld() -> None:
+    answers = answers_of("alpha_22_05") | {" ".join(associations_command("1234")): ""}
+    facts = read_facts(lambda words: answers.get(" ".join(words)), user="1234")
+    assert facts.associations is None and facts.qos
 
 
 @pytest.mark.parametrize("name", ALPHAS[1:])
