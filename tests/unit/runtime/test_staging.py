@@ -52,7 +52,7 @@ def plan_of(code: Path, **changes: object) -> Plan:
 
 
 def test_a_copy_has_all_files_and_the_ranks_import_from_it_first(code: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     report = stage_node(plan_of(code), folder, "n0", mount=local)
     assert report.error is None
     copy = folder / "n0" / "code"
@@ -72,7 +72,7 @@ def test_a_copy_has_all_files_and_the_ranks_import_from_it_first(code: Path, tmp
 
 
 def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     plan = plan_of(code)
     (code / "train.py").write_text("changed")
     changed = stage_node(plan, folder, "n0", mount=local)
@@ -88,9 +88,9 @@ def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, t
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Path) -> None:
-    (tmp_path / "slurmtrain-1").mkdir()
-    (tmp_path / "slurmtrain-1").chmod(0o777)
-    report = stage_node(plan_of(code), tmp_path / "slurmtrain-1" / "c-7-0", "n0", mount=local)
+    (tmp_path / "slurmtrain-stage-1").mkdir()
+    (tmp_path / "slurmtrain-stage-1").chmod(0o777)
+    report = stage_node(plan_of(code), tmp_path / "slurmtrain-stage-1" / "c-7-0", "n0", mount=local)
     assert report.error is not None and "is not a folder that only its owner" in report.error
 
 
@@ -134,7 +134,7 @@ def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_u
     archive = archive_of(made, tmp_path / "archives")
     item = Item("environment", str(archive), archive.stat().st_size, digest_of(archive))
     plan = Plan((item,), ("n0",), prefix=str(made.prefix), python=made.python)
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     assert stage_node(plan, folder, "n0", mount=local).error is None
     copy = folder / "n0" / "environment"
     assert (copy / "bin" / "tool").read_text().splitlines()[0] == f"#!{copy}/bin/python"
