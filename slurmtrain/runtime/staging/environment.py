@@ -24,6 +24,7 @@ from slurmtrain.system.files import temporary_beside
 log = logging.getLogger(__name__)
 
 KEPT_DAYS = 14  # an archive that no job has used for so long is removed when another one is made
+UNFINISHED_S = 3600  # who packs an archive writes all the time: one untouched for so long is that of a killed job
 QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
 ASK_S = 300
 
@@ -75,14 +76,16 @@ def archive_of(environment: PythonEnvironment, folder: Path) -> Path:
     """
     _own_folder(folder)
     key = key_of(environment.prefix)
-    for found in sorted(folder.glob(f"{key}-*.tar")):
-        with contextlib.suppress(OSError):
-            os.utime(found)  # it is in use
+    if (found := _archive_with(key, folder)) is not None:
         return found
     began = time.monotonic()
+    remove_unfinished(folder)
     temporary = temporary_beside(folder / key, ".tar")
     try:
         digest = pack(environment.prefix, temporary)
+        # Nodes of a job that was faster read its archive by now; over NFS they could not go on with a file that is replaced.
+        if (found := _archive_with(key, folder)) is not None:
+            return found
         archive = folder / f"{key}-{digest}.tar"
         temporary.replace(archive)
     finally:
@@ -155,11 +158,31 @@ def point_to(prefix: Path, target: Path) -> None:
 
 
 def remove_unused(folder: Path, kept: Path) -> None:
-    """Remove archives that no job has used for KEPT_DAYS days, and what killed jobs have left of one."""
-    for path in (*folder.glob("*.tar"), *folder.glob(".*.tar")):
+    """Remove archives that no job has used for KEPT_DAYS days."""
+    for path in folder.glob("[!.]*.tar"):
+        if path != kept:
+            _remove_if_older(path, KEPT_DAYS * 86400)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed jobs have left of archives: each may fill as much of a quota as the one that is packed next."""
+    for path in folder.glob(".*.tar"):
+        _remove_if_older(path, UNFINISHED_S)
+
+
+def _remove_if_older(path: Path, seconds: float) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > seconds:
+            path.unlink()
+
+
+def _archive_with(key: str, folder: Path) -> Path | None:
+    """Return the archive of a key, which then counts as used today; None if there is none."""
+    found = min(folder.glob(f"{key}-*.tar"), default=None)
+    if found is not None:
         with contextlib.suppress(OSError):
-            if path != kept and time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
-                path.unlink()
+            os.utime(found)
+    return found
 
 
 def _own_folder(folder: Path) -> None:

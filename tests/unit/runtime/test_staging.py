@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,41 @@ def test_an_environment_is_packed_once_and_again_when_it_has_changed(tmp_path: P
     (made.prefix / "lib" / "package.py").write_text("x = 333")
     third = archive_of(made, archives)
     assert sorted(os.listdir(archives)) == sorted([second.name, third.name])
+
+
+def test_an_archive_that_another_job_made_meanwhile_is_used_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, archives = fake_environment(tmp_path / "environment"), tmp_path / "archives"
+    pack, others = environment.pack, []
+
+    def pack_slowly(prefix: Path, archive: Path) -> str:
+        monkeypatch.setattr(environment, "pack", pack)
+        others.append((first := archive_of(made, archives), first.stat().st_ino))
+        return pack(prefix, archive)
+
+    monkeypatch.setattr(environment, "pack", pack_slowly)
+    found = archive_of(made, archives)
+    assert [(found, found.stat().st_ino)] == others and os.listdir(archives) == [found.name]
+
+
+def test_before_an_environment_is_packed_what_killed_jobs_left_of_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, archives = fake_environment(tmp_path / "environment"), tmp_path / "archives"
+    archives.mkdir(mode=0o700)
+    left, growing = archives / ".a.7.b.tar", archives / ".a.8.c.tar"
+    for path, age_s in ((left, 2 * 3600), (growing, 60)):
+        path.write_text("half an archive")
+        os.utime(path, (time.time() - age_s,) * 2)
+
+    def fill_the_disk(prefix: Path, archive: Path) -> str:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(environment, "pack", fill_the_disk)
+    with pytest.raises(OSError, match="no space left"):
+        archive_of(made, archives)
+    assert list(archives.iterdir()) == [growing]
 
 
 def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_used(tmp_path: Path) -> None:
