@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.files import temporary_beside
+from slurmtrain.system.files import replace_file, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +144,19 @@ def pack(prefix: Path, archive: Path) -> str:
 def point_to(prefix: Path, target: Path) -> None:
     """Let the scripts of a copy in `target` start the interpreter of the copy; they name that of `prefix`."""
     before, after = f"{prefix}/".encode(), f"{target}/".encode()
-    for script in (target / "bin").iterdir():
+    for script in list((target / "bin").iterdir()):
         if script.is_symlink() or not script.is_file():
             continue
         with script.open("rb") as file:
             if file.read(2) != b"#!":
                 continue
-        first, newline, rest = script.read_bytes().partition(b"\n")
+        content = script.read_bytes()
+        first, newline, rest = content.partition(b"\n")
         second, newline_2, rest = rest.partition(b"\n")
         # A path that is too long for "#!" is in the second line, after "#!/bin/sh".
         changed = b"".join((first.replace(before, after), newline, second.replace(before, after), newline_2, rest))
-        script.write_bytes(changed)
+        if changed != content:  # replaced, not written to: those of a read-only environment cannot be written to
+            replace_file(script, changed, mode=stat.S_IMODE(script.stat().st_mode), durable=False)
 
 
 def remove_unused(folder: Path, kept: Path) -> None:
@@ -196,10 +198,22 @@ def _own_folder(folder: Path) -> None:
 
 
 def _make_anonymous(member: tarfile.TarInfo, prefix: Path, path: str) -> None:
-    """Take out what differs between two archives of one environment, and what would lead back to the original."""
+    """Take out what differs between two archives of one environment, and let links lead to the right place in a copy."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     if member.islnk():  # a second name of a file that is packed already
         return
-    if member.issym() and os.path.isabs(member.linkname) and Path(member.linkname).is_relative_to(prefix):
-        member.linkname = os.path.relpath(member.linkname, os.path.dirname(path))
+    if member.issym():
+        member.linkname = _link_in_copies(member.linkname, prefix, path)
+
+
+def _link_in_copies(link: str, prefix: Path, path: str) -> str:
+    """Return where a link leads in any copy of an environment: within it to the copy's own file, else to the original."""
+    folder = os.path.dirname(path)
+    leads_to = os.path.normpath(os.path.join(folder, link))
+    if Path(leads_to).is_relative_to(prefix):
+        return os.path.relpath(leads_to, folder) if os.path.isabs(link) else link
+    real = os.path.realpath(path)
+    if Path(real).is_relative_to(os.path.realpath(prefix)):  # by another name of the environment
+        return os.path.relpath(real, os.path.realpath(folder))
+    return link if os.path.isabs(link) else real

@@ -18,7 +18,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.stage_record import Item, NodeReport, Plan, progress, read_plan, read_reports, write_plan
 from slurmtrain.runtime.staging import environment
-from slurmtrain.runtime.staging.copying import copy_tree
+from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
 from slurmtrain.runtime.staging.judge import judge
 from slurmtrain.runtime.staging.node import remove_left_over, stage_node
@@ -183,6 +183,36 @@ def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_u
     archive.write_bytes(bytes(damaged)[: len(damaged) // 2])
     assert stage_node(plan, folder, "n2", mount=local).error is not None
     assert not (folder / "n1" / "use").exists() and not (folder / "n2" / "use").exists()
+
+
+def test_scripts_of_a_read_only_environment_start_the_interpreter_of_the_copy(tmp_path: Path) -> None:
+    prefix, copy = Path("/shared/environment"), tmp_path / "copy"
+    (copy / "bin").mkdir(parents=True)
+    script, untouched = copy / "bin" / "tool", tmp_path / "tool"
+    script.write_text(f"#!{prefix}/bin/python\nprint()\n")
+    script.chmod(0o555)
+    os.link(script, untouched)  # root can write to any file, and would change this one
+    environment.point_to(prefix, copy)
+    assert script.read_text() == f"#!{copy}/bin/python\nprint()\n" and script.stat().st_mode & 0o777 == 0o555
+    assert untouched.read_text() == f"#!{prefix}/bin/python\nprint()\n"
+    assert list((copy / "bin").iterdir()) == [script]
+
+
+def test_links_of_an_environment_lead_from_its_copy_to_the_same_files(tmp_path: Path) -> None:
+    made = fake_environment(tmp_path / "environment")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "python3.12").write_text("an interpreter")
+    (tmp_path / "current").symlink_to("environment")
+    lib = made.prefix / "lib"
+    (lib / "outside").symlink_to("../../base/python3.12")
+    (lib / "roundabout").symlink_to("../../current/lib/package.py")
+    (lib / "inside").symlink_to("package.py")
+    archive = archive_of(made, tmp_path / "archives")
+    copy = tmp_path / "node" / "here" / "environment"
+    unpack(archive, copy)
+    assert (copy / "lib" / "outside").read_text() == "an interpreter"
+    for name in ("roundabout", "inside"):
+        assert (copy / "lib" / name).resolve() == copy / "lib" / "package.py"
 
 
 def test_an_interpreter_without_an_environment_of_its_own_is_refused() -> None:
