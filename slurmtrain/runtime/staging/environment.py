@@ -1,7 +1,8 @@
 """The ranks' Python environment as one archive, which a node reads in one piece instead of as tens of thousands of files.
 
-An archive is named by a digest of the names, sizes and times of all files of the environment, and by the sha256 of its own
-content. So an environment that has changed since gets another archive, and a name never stands for two contents.
+An archive is named by a digest of the names, sizes and times of the environment's files, and by the sha256 of its own
+content. So an environment that has changed since gets another archive, and a name never stands for two contents. What
+Python has compiled is packed, too, but does not count as a change: each import of a module may add to it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError
+from slurmtrain.runtime.staging.copying import COMPILED
 from slurmtrain.system.files import replace_file, temporary_beside
 
 log = logging.getLogger(__name__)
@@ -102,10 +104,10 @@ def digest_of(archive: Path) -> str:
 
 
 def key_of(prefix: Path) -> str:
-    """Return a digest of the names, sizes, modes and times of all files of an environment."""
+    """Return a digest of the names, sizes, modes and times of an environment's files, but those that Python compiles."""
     digest = hashlib.sha256(f"{prefix}\0".encode())
     for folder, folders, names in os.walk(prefix):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if name != COMPILED)
         for name in sorted([*names, *folders]):
             path = os.path.join(folder, name)
             found = os.lstat(path)
@@ -125,16 +127,11 @@ def pack(prefix: Path, archive: Path) -> str:
                 folders.sort()
                 links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
                 for name in sorted([*names, *links]):
-                    path = os.path.join(folder, name)
-                    member = packed.gettarinfo(path, os.path.relpath(path, prefix))
-                    if member is None:  # a socket
-                        continue
-                    _make_anonymous(member, prefix, path)
-                    if member.isreg():
-                        with open(path, "rb") as content:
-                            packed.addfile(member, content)
-                    else:
-                        packed.addfile(member)
+                    try:
+                        _add(packed, prefix, os.path.join(folder, name))
+                    except FileNotFoundError:
+                        if os.path.basename(folder) != COMPILED:  # there, who imports replaces files at any time
+                            raise
         file.flush()
         os.fsync(file.fileno())
     with archive.open("rb") as file:
@@ -195,6 +192,21 @@ def _own_folder(folder: Path) -> None:
             f"{folder} is to hold archives whose code is run, and it is not a folder that only you can write to",
             hint="remove it",
         )
+
+
+def _add(packed: tarfile.TarFile, prefix: Path, path: str) -> None:
+    """Add a file or a link. A file is opened first: its name may soon be another's, which has another size."""
+    name = os.path.relpath(path, prefix)
+    if stat.S_ISREG(os.lstat(path).st_mode):
+        with open(path, "rb") as content:
+            member = packed.gettarinfo(path, name, content)
+            _make_anonymous(member, prefix, path)
+            packed.addfile(member, content if member.isreg() else None)
+        return
+    member = packed.gettarinfo(path, name)
+    if member is not None:  # not a socket
+        _make_anonymous(member, prefix, path)
+        packed.addfile(member)
 
 
 def _make_anonymous(member: tarfile.TarInfo, prefix: Path, path: str) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import os
 import subprocess
+import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.stage_record import Item, NodeReport, Plan, progress, read_plan, read_reports, write_plan
-from slurmtrain.runtime.staging import environment
+from slurmtrain.runtime.staging import copying, environment
 from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
 from slurmtrain.runtime.staging.judge import judge
@@ -89,6 +91,16 @@ def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, t
     assert list(folder.glob("*/use")) == []
 
 
+def test_what_python_compiles_meanwhile_changes_no_digest_and_is_not_copied(code: Path, tmp_path: Path) -> None:
+    plan = plan_of(code)
+    (code / "sub" / "__pycache__").mkdir()
+    (code / "sub" / "__pycache__" / "helper.pyc").write_text("compiled")
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
+    assert stage_node(plan, folder, "n0", mount=local).error is None
+    assert not (folder / "n0" / "code" / "sub" / "__pycache__").exists()
+    assert copying.size_of(code) == sum(len(text) for text in ("print()", "x = 1", "text"))
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Path) -> None:
     (tmp_path / "slurmtrain-stage-1").mkdir()
     (tmp_path / "slurmtrain-stage-1").chmod(0o777)
@@ -129,6 +141,35 @@ def test_an_environment_is_packed_once_and_again_when_it_has_changed(tmp_path: P
     (made.prefix / "lib" / "package.py").write_text("x = 333")
     third = archive_of(made, archives)
     assert sorted(os.listdir(archives)) == sorted([second.name, third.name])
+
+
+def test_what_python_compiles_makes_no_other_archive_and_may_vanish_while_it_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake_environment(tmp_path / "environment")
+    key = environment.key_of(made.prefix)
+    compiled = made.prefix / "lib" / "__pycache__"
+    compiled.mkdir()
+    for name in ("package.pyc", "package.pyc.140"):
+        (compiled / name).write_text("compiled")
+    assert environment.key_of(made.prefix) == key
+    walk = os.walk
+
+    def walk_and_remove(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, folders, names in walk(top):
+            for name in names:
+                if name in vanishing:
+                    Path(folder, name).unlink()
+            yield folder, folders, names
+
+    monkeypatch.setattr(os, "walk", walk_and_remove)
+    vanishing = ["package.pyc.140"]
+    environment.pack(made.prefix, tmp_path / "packed.tar")
+    with tarfile.open(tmp_path / "packed.tar") as packed:
+        assert [name for name in packed.getnames() if ".pyc" in name] == ["lib/__pycache__/package.pyc"]
+    vanishing = ["package.py"]
+    with pytest.raises(FileNotFoundError):
+        environment.pack(made.prefix, tmp_path / "packed again.tar")
 
 
 def test_an_archive_that_another_job_made_meanwhile_is_used_and_not_replaced(
