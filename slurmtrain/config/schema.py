@@ -124,9 +124,9 @@ class ClusterConfig:
     switches: int | None = (
         None  # the most leaf switches that the nodes may be behind, where SLURM knows a tree of switches
     )
-    switches_wait_min: int | None = (
-        None  # with switches: how long to wait for such nodes; then any will do. null: for ever
-    )
+    # with switches: how long to wait for such nodes; then any will do. The site's max_switch_wait (SchedulerParameters,
+    # 300 s by default) is the most that SLURM waits, whatever is asked for; null: that long
+    switches_wait_min: int | None = None
     # nodes come in groups of this many, each within one block, where SLURM knows blocks (topology/block, from 24.05 on)
     segment: int | None = None
     # further sbatch options by their long name, which sbatch judges; true is a bare flag

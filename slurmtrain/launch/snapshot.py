@@ -19,7 +19,7 @@ from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
-from slurmtrain.runs.run_dir import DRILLS, PREPARING, RunDir
+from slurmtrain.runs.run_dir import DRILLS, ENVIRONMENTS, PREPARING, RunDir
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.paths import absolute
 from slurmtrain.system.process_facts import without_user
@@ -234,6 +234,8 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
             return False
         name, *below = path.relative_to(runs).parts
         if name in (PREPARING, DRILLS) or (below and is_one(runs / name, lookup.is_sweep)):
+            return True
+        if below and name.startswith(ENVIRONMENTS):  # gigabytes that no code needs
             return True
         return len(below) > 1 and is_one(runs / name / below[0], lambda folder: RunDir(folder).exists())
 

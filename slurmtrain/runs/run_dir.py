@@ -29,6 +29,7 @@ from slurmtrain.system.redaction import redacted
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 DRILLS = "drills"  # below runs/: the scratch runs of drills, in a folder for each
+ENVIRONMENTS = ".environments-"  # below runs/: archives of environments (cluster.stage); the user's number follows
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
 # The fields of run.json: those that every run has, and those that some have.

@@ -69,7 +69,11 @@ class CompileCache:
         content = read_archive(self.path, self._key)
         if content is None:
             return 0
-        self._loaded = _pieces(torch.compiler.load_cache_artifacts(content))
+        try:
+            self._loaded = _pieces(torch.compiler.load_cache_artifacts(content))
+        except Exception as error:  # torch unpickles it: anything can be raised, and a cache must not end a training
+            log.warning("torch cannot load %s: %r; the model is compiled anew", self.path, error)
+            return 0
         if self._part.publishes:
             log.info("compiled code of earlier jobs: %d pieces from %s", len(self._loaded), self.path)
         return len(self._loaded)
@@ -78,14 +82,17 @@ class CompileCache:
         """Replace the archive, if this rank speaks for its part and has compiled something that is not in it yet."""
         if not self._part.publishes:
             return False
-        saved = torch.compiler.save_cache_artifacts()
-        if saved is None or _pieces(saved[1]) <= self._loaded:
-            return False
         try:
+            saved = torch.compiler.save_cache_artifacts()
+            if saved is None or _pieces(saved[1]) <= self._loaded:
+                return False
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self.path, archive_bytes(saved[0], self._key), mode=0o600)
         except OSError as error:
             log.warning("the compiled code cannot be kept in %s: %s", self.path.parent, error.strerror or error)
+            return False
+        except Exception as error:  # whatever torch raises: the training has succeeded all the same
+            log.warning("the compiled code cannot be kept in %s: %r", self.path.parent, error)
             return False
         log.info("compiled code for later jobs: %s", self.path)
         return True

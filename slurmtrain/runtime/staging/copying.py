@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 BLOCK = 8 << 20
+COMPILED = "__pycache__"  # folders in which Python keeps what it has compiled
 
 
 class Digest(Protocol):
@@ -39,12 +40,15 @@ class Entry(NamedTuple):
 
 
 def entries(top: Path) -> Iterator[Entry]:
-    """Yield the files of a tree in the order of their names, folder by folder. A file by itself has the name ""."""
+    """Yield the files of a tree in the order of their names, folder by folder. A file by itself has the name "".
+
+    What Python has compiled is left out: ranks that import from the tree meanwhile change it.
+    """
     if not top.is_dir():
         yield Entry("", top, top.stat().st_size)
         return
     for folder, folders, names in os.walk(top, onerror=_raise):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if name != COMPILED)
         for name in sorted([*names, *(each for each in folders if os.path.islink(os.path.join(folder, each)))]):
             path = Path(folder, name)
             found = path.lstat() if path.is_symlink() and not path.exists() else path.stat()

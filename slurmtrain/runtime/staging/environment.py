@@ -1,7 +1,8 @@
 """The ranks' Python environment as one archive, which a node reads in one piece instead of as tens of thousands of files.
 
-An archive is named by a digest of the names, sizes and times of all files of the environment, and by the sha256 of its own
-content. So an environment that has changed since gets another archive, and a name never stands for two contents.
+An archive is named by a digest of the names, sizes and times of the environment's files, and by the sha256 of its own
+content. So an environment that has changed since gets another archive, and a name never stands for two contents. What
+Python has compiled is packed, too, but does not count as a change: each import of a module may add to it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.files import temporary_beside
+from slurmtrain.runtime.staging.copying import COMPILED
+from slurmtrain.system.files import replace_file, temporary_beside
 
 log = logging.getLogger(__name__)
 
 KEPT_DAYS = 14  # an archive that no job has used for so long is removed when another one is made
+UNFINISHED_S = 3600  # who packs an archive writes all the time: one untouched for so long is that of a killed job
 QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
 ASK_S = 300
 
@@ -75,14 +78,16 @@ def archive_of(environment: PythonEnvironment, folder: Path) -> Path:
     """
     _own_folder(folder)
     key = key_of(environment.prefix)
-    for found in sorted(folder.glob(f"{key}-*.tar")):
-        with contextlib.suppress(OSError):
-            os.utime(found)  # it is in use
+    if (found := _archive_with(key, folder)) is not None:
         return found
     began = time.monotonic()
+    remove_unfinished(folder)
     temporary = temporary_beside(folder / key, ".tar")
     try:
         digest = pack(environment.prefix, temporary)
+        # Nodes of a job that was faster read its archive by now; over NFS they could not go on with a file that is replaced.
+        if (found := _archive_with(key, folder)) is not None:
+            return found
         archive = folder / f"{key}-{digest}.tar"
         temporary.replace(archive)
     finally:
@@ -99,10 +104,10 @@ def digest_of(archive: Path) -> str:
 
 
 def key_of(prefix: Path) -> str:
-    """Return a digest of the names, sizes, modes and times of all files of an environment."""
+    """Return a digest of the names, sizes, modes and times of an environment's files, but those that Python compiles."""
     digest = hashlib.sha256(f"{prefix}\0".encode())
     for folder, folders, names in os.walk(prefix):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if name != COMPILED)
         for name in sorted([*names, *folders]):
             path = os.path.join(folder, name)
             found = os.lstat(path)
@@ -122,16 +127,11 @@ def pack(prefix: Path, archive: Path) -> str:
                 folders.sort()
                 links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
                 for name in sorted([*names, *links]):
-                    path = os.path.join(folder, name)
-                    member = packed.gettarinfo(path, os.path.relpath(path, prefix))
-                    if member is None:  # a socket
-                        continue
-                    _make_anonymous(member, prefix, path)
-                    if member.isreg():
-                        with open(path, "rb") as content:
-                            packed.addfile(member, content)
-                    else:
-                        packed.addfile(member)
+                    try:
+                        _add(packed, prefix, os.path.join(folder, name))
+                    except FileNotFoundError:
+                        if os.path.basename(folder) != COMPILED:  # there, who imports replaces files at any time
+                            raise
         file.flush()
         os.fsync(file.fileno())
     with archive.open("rb") as file:
@@ -141,25 +141,47 @@ def pack(prefix: Path, archive: Path) -> str:
 def point_to(prefix: Path, target: Path) -> None:
     """Let the scripts of a copy in `target` start the interpreter of the copy; they name that of `prefix`."""
     before, after = f"{prefix}/".encode(), f"{target}/".encode()
-    for script in (target / "bin").iterdir():
+    for script in list((target / "bin").iterdir()):
         if script.is_symlink() or not script.is_file():
             continue
         with script.open("rb") as file:
             if file.read(2) != b"#!":
                 continue
-        first, newline, rest = script.read_bytes().partition(b"\n")
+        content = script.read_bytes()
+        first, newline, rest = content.partition(b"\n")
         second, newline_2, rest = rest.partition(b"\n")
         # A path that is too long for "#!" is in the second line, after "#!/bin/sh".
         changed = b"".join((first.replace(before, after), newline, second.replace(before, after), newline_2, rest))
-        script.write_bytes(changed)
+        if changed != content:  # replaced, not written to: those of a read-only environment cannot be written to
+            replace_file(script, changed, mode=stat.S_IMODE(script.stat().st_mode), durable=False)
 
 
 def remove_unused(folder: Path, kept: Path) -> None:
-    """Remove archives that no job has used for KEPT_DAYS days, and what killed jobs have left of one."""
-    for path in (*folder.glob("*.tar"), *folder.glob(".*.tar")):
+    """Remove archives that no job has used for KEPT_DAYS days."""
+    for path in folder.glob("[!.]*.tar"):
+        if path != kept:
+            _remove_if_older(path, KEPT_DAYS * 86400)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed jobs have left of archives: each may fill as much of a quota as the one that is packed next."""
+    for path in folder.glob(".*.tar"):
+        _remove_if_older(path, UNFINISHED_S)
+
+
+def _remove_if_older(path: Path, seconds: float) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > seconds:
+            path.unlink()
+
+
+def _archive_with(key: str, folder: Path) -> Path | None:
+    """Return the archive of a key, which then counts as used today; None if there is none."""
+    found = min(folder.glob(f"{key}-*.tar"), default=None)
+    if found is not None:
         with contextlib.suppress(OSError):
-            if path != kept and time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
-                path.unlink()
+            os.utime(found)
+    return found
 
 
 def _own_folder(folder: Path) -> None:
@@ -172,11 +194,38 @@ def _own_folder(folder: Path) -> None:
         )
 
 
+def _add(packed: tarfile.TarFile, prefix: Path, path: str) -> None:
+    """Add a file or a link. A file is opened first: its name may soon be another's, which has another size."""
+    name = os.path.relpath(path, prefix)
+    if stat.S_ISREG(os.lstat(path).st_mode):
+        with open(path, "rb") as content:
+            member = packed.gettarinfo(path, name, content)
+            _make_anonymous(member, prefix, path)
+            packed.addfile(member, content if member.isreg() else None)
+        return
+    member = packed.gettarinfo(path, name)
+    if member is not None:  # not a socket
+        _make_anonymous(member, prefix, path)
+        packed.addfile(member)
+
+
 def _make_anonymous(member: tarfile.TarInfo, prefix: Path, path: str) -> None:
-    """Take out what differs between two archives of one environment, and what would lead back to the original."""
+    """Take out what differs between two archives of one environment, and let links lead to the right place in a copy."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     if member.islnk():  # a second name of a file that is packed already
         return
-    if member.issym() and os.path.isabs(member.linkname) and Path(member.linkname).is_relative_to(prefix):
-        member.linkname = os.path.relpath(member.linkname, os.path.dirname(path))
+    if member.issym():
+        member.linkname = _link_in_copies(member.linkname, prefix, path)
+
+
+def _link_in_copies(link: str, prefix: Path, path: str) -> str:
+    """Return where a link leads in any copy of an environment: within it to the copy's own file, else to the original."""
+    folder = os.path.dirname(path)
+    leads_to = os.path.normpath(os.path.join(folder, link))
+    if Path(leads_to).is_relative_to(prefix):
+        return os.path.relpath(leads_to, folder) if os.path.isabs(link) else link
+    real = os.path.realpath(path)
+    if Path(real).is_relative_to(os.path.realpath(prefix)):  # by another name of the environment
+        return os.path.relpath(real, os.path.realpath(folder))
+    return link if os.path.isabs(link) else real

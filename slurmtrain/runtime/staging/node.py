@@ -43,7 +43,7 @@ def stage_node(
     """Make the copies of a node, and return what has become of them.
 
     Args:
-        folder: the job's folder on this node, `TOP/slurmtrain-UID/CLUSTER-JOB-RESTARTS`.
+        folder: the job's folder on this node, `TOP/slurmtrain-stage-UID/CLUSTER-JOB-RESTARTS`.
         node: name of this node.
         live_jobs: this user's jobs that SLURM has not ended: what others have left here is removed. None: nothing is.
     """

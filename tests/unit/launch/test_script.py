@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.checkpoint.node_copies.folder import run_folder
 from slurmtrain.choices import ContainerKind
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
@@ -836,7 +837,7 @@ def copying(
     )
     steps, finished = ((tmp_path / name) for name in ("steps", "finished"))
     ends = [line.split("--exit-code ")[1] for line in finished.read_text().splitlines()]
-    return done.returncode, steps.read_text().replace(f"slurmtrain-{os.getuid()}", "UID").splitlines(), ends
+    return done.returncode, steps.read_text().replace(f"slurmtrain-stage-{os.getuid()}", "UID").splitlines(), ends
 
 
 def test_the_nodes_copy_once_for_all_starts_of_the_ranks_and_the_copies_end_with_the_job(
@@ -848,6 +849,11 @@ def test_the_nodes_copy_once_for_all_starts_of_the_ranks_and_the_copies_end_with
     copied = f"nodes=2 copy {folder} --jobs 77 "
     assert steps == ["plan", copied + ranks, ranks, f"removed {folder}"]
     assert (code, ends) == (0, ["137", "0"])
+
+
+def test_copies_lie_in_another_folder_than_checkpoints_on_nodes_whose_dead_runs_are_removed() -> None:
+    checkpoints = run_folder(Path("/local"), Path("/checkpoints"), "run").parent.name
+    assert f"/{checkpoints}/".replace(str(os.geteuid()), "$(id -u)") not in golden_text("stage")
 
 
 @pytest.mark.parametrize("signalled", [{"planned": "exit 143"}, {"copied": "exit 140"}, {"copied": "exit 143"}])

@@ -133,6 +133,14 @@ def test_sweeps_inside_the_tree_are_not_copied_into_each_other(tree: Path, tmp_p
     assert copied(tmp_path / "code") == {".gitignore", "train.py", "sub/deep.py", "runs/notes.txt"}
 
 
+def test_archives_of_environments_beside_the_runs_are_not_copied(tree: Path, tmp_path: Path) -> None:
+    for name in ("runs/.environments-7/key-digest.tar", "runs/.environments-7/.key.tar"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("an archive")
+    snapshot(tree, tmp_path / "code")
+    assert copied(tmp_path / "code") == {".gitignore", "train.py", "sub/deep.py"}
+
+
 def test_outside_of_git_the_job_runs_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()

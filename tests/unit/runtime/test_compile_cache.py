@@ -14,6 +14,8 @@ import torch
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.runtime.compile_cache import (
+    CompileCache,
+    Part,
     archive_bytes,
     compile_cache_of,
     key_of,
@@ -79,6 +81,22 @@ def test_an_archive_that_others_could_have_written_is_not_run(tmp_path: Path) ->
     path.write_bytes(archive_bytes(b"content", KEY))
     path.chmod(0o620)
     assert read_archive(path, KEY) is None
+
+
+def test_whatever_torch_raises_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kind of artifact")
+
+    cache = CompileCache(tmp_path, KEY, Part(0, 0, publishes=True))
+    cache.path.write_bytes(archive_bytes(b"content", KEY))
+    cache.path.chmod(0o600)
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", fail)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", fail)
+    assert cache.load() == 0 and cache.publish() is False
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert all("no such kind of artifact" in record.message for record in caplog.records)
 
 
 def test_other_versions_shapes_and_layouts_have_other_archives(monkeypatch: pytest.MonkeyPatch) -> None:

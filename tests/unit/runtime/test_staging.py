@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,8 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.stage_record import Item, NodeReport, Plan, progress, read_plan, read_reports, write_plan
-from slurmtrain.runtime.staging import environment
-from slurmtrain.runtime.staging.copying import copy_tree
+from slurmtrain.runtime.staging import copying, environment
+from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
 from slurmtrain.runtime.staging.judge import judge
 from slurmtrain.runtime.staging.node import remove_left_over, stage_node
@@ -52,7 +56,7 @@ def plan_of(code: Path, **changes: object) -> Plan:
 
 
 def test_a_copy_has_all_files_and_the_ranks_import_from_it_first(code: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     report = stage_node(plan_of(code), folder, "n0", mount=local)
     assert report.error is None
     copy = folder / "n0" / "code"
@@ -72,7 +76,7 @@ def test_a_copy_has_all_files_and_the_ranks_import_from_it_first(code: Path, tmp
 
 
 def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     plan = plan_of(code)
     (code / "train.py").write_text("changed")
     changed = stage_node(plan, folder, "n0", mount=local)
@@ -87,10 +91,20 @@ def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, t
     assert list(folder.glob("*/use")) == []
 
 
+def test_what_python_compiles_meanwhile_changes_no_digest_and_is_not_copied(code: Path, tmp_path: Path) -> None:
+    plan = plan_of(code)
+    (code / "sub" / "__pycache__").mkdir()
+    (code / "sub" / "__pycache__" / "helper.pyc").write_text("compiled")
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
+    assert stage_node(plan, folder, "n0", mount=local).error is None
+    assert not (folder / "n0" / "code" / "sub" / "__pycache__").exists()
+    assert copying.size_of(code) == sum(len(text) for text in ("print()", "x = 1", "text"))
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Path) -> None:
-    (tmp_path / "slurmtrain-1").mkdir()
-    (tmp_path / "slurmtrain-1").chmod(0o777)
-    report = stage_node(plan_of(code), tmp_path / "slurmtrain-1" / "c-7-0", "n0", mount=local)
+    (tmp_path / "slurmtrain-stage-1").mkdir()
+    (tmp_path / "slurmtrain-stage-1").chmod(0o777)
+    report = stage_node(plan_of(code), tmp_path / "slurmtrain-stage-1" / "c-7-0", "n0", mount=local)
     assert report.error is not None and "is not a folder that only its owner" in report.error
 
 
@@ -129,12 +143,76 @@ def test_an_environment_is_packed_once_and_again_when_it_has_changed(tmp_path: P
     assert sorted(os.listdir(archives)) == sorted([second.name, third.name])
 
 
+def test_what_python_compiles_makes_no_other_archive_and_may_vanish_while_it_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake_environment(tmp_path / "environment")
+    key = environment.key_of(made.prefix)
+    compiled = made.prefix / "lib" / "__pycache__"
+    compiled.mkdir()
+    for name in ("package.pyc", "package.pyc.140"):
+        (compiled / name).write_text("compiled")
+    assert environment.key_of(made.prefix) == key
+    walk = os.walk
+
+    def walk_and_remove(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, folders, names in walk(top):
+            for name in names:
+                if name in vanishing:
+                    Path(folder, name).unlink()
+            yield folder, folders, names
+
+    monkeypatch.setattr(os, "walk", walk_and_remove)
+    vanishing = ["package.pyc.140"]
+    environment.pack(made.prefix, tmp_path / "packed.tar")
+    with tarfile.open(tmp_path / "packed.tar") as packed:
+        assert [name for name in packed.getnames() if ".pyc" in name] == ["lib/__pycache__/package.pyc"]
+    vanishing = ["package.py"]
+    with pytest.raises(FileNotFoundError):
+        environment.pack(made.prefix, tmp_path / "packed again.tar")
+
+
+def test_an_archive_that_another_job_made_meanwhile_is_used_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, archives = fake_environment(tmp_path / "environment"), tmp_path / "archives"
+    pack, others = environment.pack, []
+
+    def pack_slowly(prefix: Path, archive: Path) -> str:
+        monkeypatch.setattr(environment, "pack", pack)
+        others.append((first := archive_of(made, archives), first.stat().st_ino))
+        return pack(prefix, archive)
+
+    monkeypatch.setattr(environment, "pack", pack_slowly)
+    found = archive_of(made, archives)
+    assert [(found, found.stat().st_ino)] == others and os.listdir(archives) == [found.name]
+
+
+def test_before_an_environment_is_packed_what_killed_jobs_left_of_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, archives = fake_environment(tmp_path / "environment"), tmp_path / "archives"
+    archives.mkdir(mode=0o700)
+    left, growing = archives / ".a.7.b.tar", archives / ".a.8.c.tar"
+    for path, age_s in ((left, 2 * 3600), (growing, 60)):
+        path.write_text("half an archive")
+        os.utime(path, (time.time() - age_s,) * 2)
+
+    def fill_the_disk(prefix: Path, archive: Path) -> str:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(environment, "pack", fill_the_disk)
+    with pytest.raises(OSError, match="no space left"):
+        archive_of(made, archives)
+    assert list(archives.iterdir()) == [growing]
+
+
 def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_used(tmp_path: Path) -> None:
     made = fake_environment(tmp_path / "environment")
     archive = archive_of(made, tmp_path / "archives")
     item = Item("environment", str(archive), archive.stat().st_size, digest_of(archive))
     plan = Plan((item,), ("n0",), prefix=str(made.prefix), python=made.python)
-    folder = tmp_path / "slurmtrain-1" / "c-7-0"
+    folder = tmp_path / "slurmtrain-stage-1" / "c-7-0"
     assert stage_node(plan, folder, "n0", mount=local).error is None
     copy = folder / "n0" / "environment"
     assert (copy / "bin" / "tool").read_text().splitlines()[0] == f"#!{copy}/bin/python"
@@ -146,6 +224,36 @@ def test_a_copy_of_an_environment_leads_to_itself_and_a_damaged_archive_is_not_u
     archive.write_bytes(bytes(damaged)[: len(damaged) // 2])
     assert stage_node(plan, folder, "n2", mount=local).error is not None
     assert not (folder / "n1" / "use").exists() and not (folder / "n2" / "use").exists()
+
+
+def test_scripts_of_a_read_only_environment_start_the_interpreter_of_the_copy(tmp_path: Path) -> None:
+    prefix, copy = Path("/shared/environment"), tmp_path / "copy"
+    (copy / "bin").mkdir(parents=True)
+    script, untouched = copy / "bin" / "tool", tmp_path / "tool"
+    script.write_text(f"#!{prefix}/bin/python\nprint()\n")
+    script.chmod(0o555)
+    os.link(script, untouched)  # root can write to any file, and would change this one
+    environment.point_to(prefix, copy)
+    assert script.read_text() == f"#!{copy}/bin/python\nprint()\n" and script.stat().st_mode & 0o777 == 0o555
+    assert untouched.read_text() == f"#!{prefix}/bin/python\nprint()\n"
+    assert list((copy / "bin").iterdir()) == [script]
+
+
+def test_links_of_an_environment_lead_from_its_copy_to_the_same_files(tmp_path: Path) -> None:
+    made = fake_environment(tmp_path / "environment")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "python3.12").write_text("an interpreter")
+    (tmp_path / "current").symlink_to("environment")
+    lib = made.prefix / "lib"
+    (lib / "outside").symlink_to("../../base/python3.12")
+    (lib / "roundabout").symlink_to("../../current/lib/package.py")
+    (lib / "inside").symlink_to("package.py")
+    archive = archive_of(made, tmp_path / "archives")
+    copy = tmp_path / "node" / "here" / "environment"
+    unpack(archive, copy)
+    assert (copy / "lib" / "outside").read_text() == "an interpreter"
+    for name in ("roundabout", "inside"):
+        assert (copy / "lib" / name).resolve() == copy / "lib" / "package.py"
 
 
 def test_an_interpreter_without_an_environment_of_its_own_is_refused() -> None:
