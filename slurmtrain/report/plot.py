@@ -10,10 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UsageError
 from slurmtrain.report.collect import Cell, Table, is_scalar
 from slurmtrain.report.table_files import EXTRA_HINT, plain, short, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUFFIXES = ("png", "svg")
 DECADES = 100.0  # a linear axis shows nothing of the smaller values when they span more
@@ -103,16 +107,24 @@ def _scale(values: Sequence[float]) -> str:
     return "log" if min(values) > 0 and max(values) / min(values) >= DECADES else "linear"
 
 
-def draw(table: Table, path: Path) -> None:
-    """Draw the panels side by side into a PNG or SVG file.
+def kind_of_picture(path: Path) -> str:
+    """Return the kind of picture that a file's name asks for, "png" or "svg".
 
     Raises:
-        UsageError: another kind of file, matplotlib is not installed, nothing to draw, or the file cannot be written.
+        UsageError: another kind of file.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in SUFFIXES:
         raise UsageError(f"cannot draw into {path.name!r}", hint="give a name that ends in .png or .svg, or - for text")
-    found = panels(table)
+    return kind
+
+
+def load_figure_class() -> type[Figure]:
+    """Return matplotlib's Figure, which takes a moment to import.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -120,9 +132,21 @@ def draw(table: Table, path: Path) -> None:
             f"a picture needs matplotlib, which cannot be imported ({error})",
             hint=f"{EXTRA_HINT}; --plot - draws with text",
         ) from None
+    return Figure
+
+
+def draw(table: Table, path: Path) -> None:
+    """Draw the panels side by side into a PNG or SVG file.
+
+    Raises:
+        UsageError: another kind of file, matplotlib is not installed, nothing to draw, or the file cannot be written.
+    """
+    kind = kind_of_picture(path)
+    found = panels(table)
+    figure_class = load_figure_class()
     assert table.goal is not None
     # A Figure of its own, without pyplot: no display is looked for.
-    figure = Figure(figsize=(4.2 * len(found), 3.6), layout="constrained")
+    figure = figure_class(figsize=(4.2 * len(found), 3.6), layout="constrained")
     axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for panel, axis in zip(found, axes, strict=True):
         axis.scatter(panel.xs, panel.ys, s=24, color="tab:blue", alpha=0.8)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from slurmtrain.errors import UsageError
 from slurmtrain.planner.scaling import WORTH_IT
-from slurmtrain.report.plot import SUFFIXES
+from slurmtrain.report.plot import kind_of_picture, load_figure_class
 from slurmtrain.report.scaling import ScalingTest
-from slurmtrain.report.table_files import EXTRA_HINT, write_whole
+from slurmtrain.report.table_files import write_whole
 
 
 def draw(test: ScalingTest, path: Path) -> None:
@@ -18,19 +17,11 @@ def draw(test: ScalingTest, path: Path) -> None:
     Raises:
         UsageError: another kind of file, matplotlib is not installed, or the file cannot be written.
     """
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in SUFFIXES:
-        raise UsageError(f"cannot draw into {path.name!r}", hint="give a name that ends in .png or .svg, or - for text")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            f"a picture needs matplotlib, which cannot be imported ({error})",
-            hint=f"{EXTRA_HINT}; --plot - draws with text",
-        ) from None
+    kind = kind_of_picture(path)
+    figure_class = load_figure_class()
     nodes = [each.nodes for each in test.measurements]
     speed = [each.size.tokens_per_s for each in test.measurements]
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    figure = figure_class(figsize=(8.4, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(nodes, [speed[0] * each / nodes[0] for each in nodes], "--", color="tab:gray", label="ideal")
     left.plot(nodes, speed, "o-", color="tab:blue", label="measured")

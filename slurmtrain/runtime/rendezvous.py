@@ -42,7 +42,7 @@ MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 
 
 class StopDuringStartError(Exception):
-    """A stop was requested while the ranks were still looking for each other."""
+    """A stop was requested while a rank waited for others, before training has begun."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,22 @@ def file_mode(parent: Path) -> int:
     return 0o640 if _is_of_a_team(parent) else 0o600
 
 
+def make_own_folder(path: Path, *, closed: int) -> bool:
+    """Make a folder that only this user may enter, and return whether the one that is there now is this user's own.
+
+    In a folder such as /tmp anybody may have made one of that name before, or a link.
+
+    Args:
+        closed: bits of the mode that must not be set, as 0o022: nobody else may write there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & closed
+
+
 def forbid_others_to_write(folder: Path) -> None:
     """Take the right to write from all but the owner, of a folder and all below it. Links are not followed."""
     for path, _, names in os.walk(folder):

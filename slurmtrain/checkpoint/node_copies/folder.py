@@ -38,6 +38,7 @@ from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
+from slurmtrain.system.modes import make_own_folder
 
 MARK = "lineage.json"
 OWNER = "owner.json"
@@ -297,15 +298,14 @@ def _make_private(path: Path) -> None:
     Anybody can make a folder of this name in /dev/shm before, and would then read the weights.
     """
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(path)
+        private = make_own_folder(path, closed=0o077)
     except OSError as error:
         raise NodeFolderError(
             f"{path} for copies of checkpoints (checkpoint.local) cannot be made on {socket.gethostname()}: "
             f"{error.strerror or error}",
             hint="name a folder that every node has for itself and that you may write to, such as /dev/shm",
         ) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not private:
         raise NodeFolderError(
             f"{path} on {socket.gethostname()} is not a folder of yours that nobody else may enter (mode 0700)",
             hint="remove it, or name another folder by checkpoint.local",

@@ -22,6 +22,7 @@ from pathlib import Path
 from slurmtrain.errors import ConfigError
 from slurmtrain.runtime.staging.copying import COMPILED
 from slurmtrain.system.files import replace_file, temporary_beside
+from slurmtrain.system.modes import make_own_folder
 
 log = logging.getLogger(__name__)
 
@@ -185,9 +186,7 @@ def _archive_with(key: str, folder: Path) -> Path | None:
 
 
 def _own_folder(folder: Path) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not make_own_folder(folder, closed=0o022):
         raise ConfigError(
             f"{folder} is to hold archives whose code is run, and it is not a folder that only you can write to",
             hint="remove it",

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import tarfile
 import time
 from collections.abc import Callable, Collection
@@ -23,6 +22,7 @@ from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import point_to
 from slurmtrain.runtime.staging.plan import DATA, ENVIRONMENT
 from slurmtrain.system.file_systems import Mount, mount_here
+from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED_PYTHON
 
 USE = "use"
@@ -132,10 +132,8 @@ def _copy(item: Item, own: Path, plan: Plan) -> str:
 
 
 def _own_folder(folder: Path) -> None:
-    """Make the folder of this user's jobs. In a folder such as /tmp anybody may have made one of that name before."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    """Make the folder of this user's jobs."""
+    if not make_own_folder(folder, closed=0o022):
         raise ConfigError(f"{folder} is not a folder that only its owner, user {os.getuid()}, can write to")
 
 
