@@ -28,12 +28,15 @@ from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.children import children
 from tests.support.descriptors import open_files
-from tests.support.gloo import GlooRanks
+from tests.support.gloo import GlooRanks, joined
 
 SAVES, WARM_UP, STEPS_A_SAVE = 300, 100, 2
 KEEP = Keep(last=3, every=200)
 WIDTH = 416  # two matrices with AdamW's moments: 4.2 MB of state, of which each of two ranks stages a half
 STATE_BYTES = 3 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
+# Torch keeps notes of the last 2,000 collectives, some 700 bytes each: more than 100 saves need, so that memory would
+# grow all the time that is measured. A buffer of this many is full long before.
+NOTES_OF_COLLECTIVES = 200
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -137,6 +140,12 @@ def soak(distributed: DistributedContext, directory: Path) -> Soaked:
     )
 
 
+def soak_with_few_notes(world_directory: Path, directory: Path) -> Soaked:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(NOTES_OF_COLLECTIVES)  # torch reads it with the first collective
+    soaked: Soaked = joined(world_directory, soak, directory)
+    return soaked
+
+
 def _settled(expected: Holdings) -> Holdings:
     """What is held when the threads that were told to end have had the time to."""
     deadline = time.monotonic() + 60
@@ -167,7 +176,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> list[Soaked]:
     """300 saves in the background of a training on two ranks."""
     with GlooRanks(tmp_path_factory.mktemp("ranks")) as gloo_ranks:
-        return gloo_ranks(2, soak, directory, timeout_s=400)
+        return gloo_ranks.start(2, soak_with_few_notes, directory).results(timeout_s=400)
 
 
 def test_every_save_is_committed_while_training_goes_on(ranks: list[Soaked]) -> None:

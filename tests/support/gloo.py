@@ -135,7 +135,8 @@ def cluster_config(timeout_s: int = 120) -> ClusterConfig:
     return ClusterConfig(network_interface="lo", rendezvous_timeout_s=timeout_s, collective_timeout_s=120)
 
 
-def _joined(directory: Path, function: Callable[..., Any], *args: Any) -> Any:
+def joined(directory: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Meet the other ranks, call function(world, *args) and leave together."""
     world = init_distributed(
         cluster_config(), "cpu", Environment.detect(), directory, signals.install_signal_handlers()
     )
@@ -162,11 +163,11 @@ class GlooRanks:
             started.reap()
 
     def __call__(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
-        return self.start(n, _joined, function, *args).results(timeout_s)
+        return self.start(n, joined, function, *args).results(timeout_s)
 
     def start_joined(self, n: int, function: Callable[..., Any], *args: Any) -> Ranks:
         """As a call, without waiting for the end."""
-        return self.start(n, _joined, function, *args)
+        return self.start(n, joined, function, *args)
 
     def start(
         self,
