@@ -15,6 +15,7 @@ from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
+from slurmtrain.runtime.preflight.peer_ports import check_peer_ports
 from slurmtrain.runtime.preflight.waiting import begin
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
@@ -92,6 +93,7 @@ def init_distributed(
     Raises:
         EnvironmentMismatchError: a GPU was asked for that does not exist.
         RendezvousError: a rank is missing.
+        PreflightError: nodes do not reach each other.
     """
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
     if own.type == "cpu":
@@ -116,6 +118,8 @@ def init_distributed(
     if own.type == "cuda":
         _check_own_gpu(meeting.store, environment, own)
     _choose_interface(cluster.network_interface, meeting.interface)
+    if meeting.interface != "lo":  # which all ranks of one machine have
+        check_peer_ports(meeting.store, environment, os.environ.get("GLOO_SOCKET_IFNAME"))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=meeting.store,

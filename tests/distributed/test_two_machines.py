@@ -1,4 +1,4 @@
-"""Ranks on two machines, two on each: here, two network namespaces with a cable between them.
+"""Ranks on two machines, two on each: here, two network namespaces with a cable between them, and a firewall where wanted.
 
 A sandbox cannot show this, because all of its nodes share one loopback.
 """
@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,19 +23,28 @@ from pathlib import Path
 from slurmtrain.system import signals
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.errors import SlurmtrainError
 from slurmtrain.runtime.distributed_context import init_distributed
 import torch, torch.distributed as dist
 
-rank, nodes, interface = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]
+rank, nodes, interface, ports = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3], sys.argv[5] or None
 environment = Environment(
     source="slurm", rank=rank, world_size=4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2,
     nodes=nodes, tasks_per_node=(2, 2), job_id="1", step_id="0",
 )
-cluster = ClusterConfig(rendezvous_timeout_s=120, collective_timeout_s=120, network_interface=interface)
-if interface == "other0":  # which leads nowhere
+cluster = ClusterConfig(
+    rendezvous_timeout_s=120, collective_timeout_s=120, network_interface=interface, port_range=ports
+)
+if interface == "other0" or ports is not None:  # which lead nowhere, and whose tries need not take as long as they do
     from slurmtrain.runtime import rendezvous
+    from slurmtrain.runtime.preflight import peer_ports
     rendezvous.REPORT_AFTER_S, rendezvous.LOOK_FOR_REPORTS_S, rendezvous.REPORTED_S = 0.2, 0.2, 0.4
-init_distributed(cluster, "cpu", environment, Path(sys.argv[4]), signals.install_signal_handlers())
+    rendezvous.CONNECT_S, peer_ports.CONNECT_S = 1.0, 1.0
+try:
+    init_distributed(cluster, "cpu", environment, Path(sys.argv[4]), signals.install_signal_handlers())
+except SlurmtrainError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
 total = torch.ones(1)
 dist.all_reduce(total)
 port = json.loads((Path(sys.argv[4]) / "rendezvous.json").read_text())["port"]
@@ -108,6 +117,71 @@ def test_a_network_that_does_not_connect_the_machines_is_named_long_before_the_t
     assert ": no route; expected: it can" in said[0][1] and "cluster.network_interface=NAME" in said[0][1]
 
 
+@pytest.fixture
+def firewall(machines: tuple[str, str]) -> Callable[[str], None]:
+    """Drops, on both machines, each new connection that comes from the other one to a port from 1024 on but PORT."""
+    nft = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin")
+    if nft is None:
+        pytest.skip("a firewall needs nftables: apt-get install nftables")
+
+    def close_all_but(port: str) -> None:
+        for name, link in zip(machines, ("left0", "right0"), strict=True):
+            new = f'iifname "{link}" tcp dport >= 1024 tcp dport != {port} tcp flags & (syn | ack) == syn'
+            rules = f"table inet site {{ chain input {{ type filter hook input priority 0; {new} drop; }} }}"
+            done = subprocess.run(
+                ["ip", "netns", "exec", name, nft, "-f", "-"], input=rules, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                pytest.skip(f"this kernel has no nftables: {done.stderr.strip()}")
+
+    return close_all_but
+
+
+PORT = "23456"
+
+
+def test_a_firewall_before_the_port_of_rank_0_is_named_long_before_the_time_is_over(
+    machines: tuple[str, str], firewall: Callable[[str], None], tmp_path: Path
+) -> None:
+    firewall("23457")
+    codes: list[int] = []
+    said = meet(
+        machines,
+        "n0,n1",
+        ADDRESSES[0],
+        tmp_path,
+        only=[0, 1, 2],
+        ends_with=0,
+        interface="auto",
+        ports=PORT,
+        codes=codes,
+    )
+    for rank in (0, 1):
+        assert (
+            f"preflight, blocked_port: n1: cannot reach rank 0 at {ADDRESSES[0]}:{PORT} by right0: timed out"
+            in said[rank][1]
+        )
+        assert "though that machine answers on another port; expected: it can" in said[rank][1]
+    assert "cluster.port_range=LOW-HIGH names those that it lets through" in said[0][1]
+    assert codes[0] == 1  # between two nodes nobody is to blame: the run is tried again
+
+
+def test_a_firewall_that_lets_ranks_meet_and_not_talk_is_named_before_gloo_waits_for_half_an_hour(
+    machines: tuple[str, str], firewall: Callable[[str], None], tmp_path: Path
+) -> None:
+    firewall(PORT)
+    codes: list[int] = []
+    said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, ports=PORT, codes=codes)
+    for _, error in said:
+        assert f"preflight, blocked_port: n1: n0 cannot connect to it at {ADDRESSES[1]}:" in error
+        assert (
+            " by left0: timed out after 1 s; the same of 1 more of 2 nodes; expected: ranks reach each other" in error
+        )
+    assert "gloo and NCCL listen at ports that the kernel chooses (net.ipv4.ip_local_port_range: " in said[0][1]
+    assert "cluster.port_range" not in said[0][1]  # which names the port of rank 0 alone
+    assert codes == [1, 78, 78, 78]  # that of rank 0 counts
+
+
 def meet(
     machines: tuple[str, str],
     nodes: str,
@@ -116,8 +190,14 @@ def meet(
     only: Sequence[int] = range(4),
     interface: str = "auto",
     ends_with: int | None = None,
+    ports: str = "",
+    codes: list[int] | None = None,
 ) -> list[tuple[str, str]]:
-    """What each rank says, and its errors; when rank `ends_with` has left, the last is killed, as by srun."""
+    """What each rank says, and its errors; when rank `ends_with` has left, the last is killed, as by srun.
+
+    Args:
+        codes: gets the exit codes.
+    """
     variables = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": launched_from}
     variables.pop("MASTER_ADDR", None)
     ranks = [
@@ -134,6 +214,7 @@ def meet(
                 nodes,
                 interface,
                 directory,
+                ports,
             ],
             env=variables,
             stdout=subprocess.PIPE,
@@ -150,6 +231,8 @@ def meet(
     finally:
         for rank in ranks:
             rank.kill()
+    if codes is not None:
+        codes += [rank.returncode for rank in ranks]
     return [(out.strip(), error) for out, error in outputs]
 
 
