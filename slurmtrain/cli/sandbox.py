@@ -12,6 +12,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.sandbox.accounting import ACCOUNT, HIGH, LOW
 from slurmtrain.sandbox.spec import CLUSTER_NAME, PREEMPT_MODES
 from slurmtrain.slurm.client import programs_beside
 from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file
@@ -69,6 +70,11 @@ def _add_spec_options(parser: argparse.ArgumentParser, default: SandboxSpec) -> 
     parser.add_argument(
         "--slurm-prefix", type=Path, metavar="DIR", help="take SLURM from DIR/bin and DIR/sbin (default: from PATH)"
     )
+    parser.add_argument(
+        "--accounting",
+        action="store_true",
+        help="with slurmdbd and MariaDB: an account, limits, and QOS that preempt each other instead of partitions",
+    )
     parser.add_argument("--user-signal", action="store_true", help="preemption sends a job's own --signal, not SIGTERM")
 
 
@@ -107,7 +113,12 @@ def _up(options: argparse.Namespace) -> int:
     took = time.monotonic() - began
     suffix = _suffix(options)
     print(f"{spec.nodes} nodes with {node} each are idle after {took:.1f} s, in {sandbox.directory}")
-    print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")
+    if spec.accounting:
+        print(
+            f"account {ACCOUNT}; QOS: {LOW} (the default one, preempted by {spec.preempt_mode}), {HIGH} (preempts), normal"
+        )
+    else:
+        print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")
     print(f"  python -m slurmtrain +cluster=sandbox{_as_override(options)} submit")
     print(f'  eval "$({PROG} env{suffix})"   # then sinfo, sbatch, scancel, ... mean this one')
     print(f"  {PROG} down{suffix}")

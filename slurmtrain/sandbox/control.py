@@ -118,7 +118,7 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
         ClusterError: SLURM is not installed or cannot simulate several nodes, the place is taken, or a daemon failed
             (its log's last lines are shown).
     """
-    programs = find_programs(prefix.absolute() if prefix is not None else None)
+    programs = find_programs(prefix.absolute() if prefix is not None else None, accounting=spec.accounting)
     prefix = prefix.absolute() if prefix is not None else prefix_of(programs)
     directory = directory.absolute()
     lock = claim_directory(directory)
@@ -126,7 +126,7 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
     ports = None
     try:
         _clear_remains(directory)
-        ports = claim_ports(spec.nodes + 1, seed=str(directory))
+        ports = claim_ports(spec.nodes + 1 + spec.accounting, seed=str(directory))
         write_files(spec, directory, ports.first, programs, prefix)
         _launch_supervisor(directory, inherit=(lock, ports.claim))
         _wait_until_idle(sandbox)

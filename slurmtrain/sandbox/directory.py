@@ -17,7 +17,8 @@ from slurmtrain.sandbox.spec import MAX_NODES
 
 MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever removed
 PLAN, PROCESSES, SOCKET = "plan.json", "processes.json", "control.sock"  # between control.py and supervisor.py
-_PORTS = range(17000, 29000 - MAX_NODES, MAX_NODES + 1)  # all below the ephemeral range, which starts at 32768
+_BLOCK = MAX_NODES + 2  # slurmctld's, one for each node, slurmdbd's
+_PORTS = range(17000, 29000 - _BLOCK, _BLOCK)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
 _SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
 

@@ -13,6 +13,15 @@ import subprocess
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.sandbox.accounting import (
+    INSTALL,
+    PROGRAMS_OF_MARIADB,
+    PROGRAMS_OF_SLURM,
+    accounting_lines,
+    accounts_commands,
+    database_daemons,
+    slurmdbd_conf,
+)
 from slurmtrain.sandbox.directory import PLAN
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.client import PREFIX_FILE, path_with
@@ -22,11 +31,12 @@ from slurmtrain.system.user import name_of
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 
 
-def find_programs(prefix: Path | None = None) -> dict[str, str]:
+def find_programs(prefix: Path | None = None, *, accounting: bool = False) -> dict[str, str]:
     """Return the full paths of SLURM's programs. An ordinary user's PATH often lacks the directories of the daemons.
 
     Args:
-        prefix: prefix of the SLURM to use, instead of PATH; munge comes from PATH all the same.
+        prefix: prefix of the SLURM to use, instead of PATH; munge and MariaDB come from PATH all the same.
+        accounting: also find those of slurmdbd and of MariaDB.
 
     Raises:
         ClusterError: some are missing.
@@ -47,6 +57,13 @@ def find_programs(prefix: Path | None = None) -> dict[str, str]:
         raise ClusterError(
             f"SLURM is not installed here: no {', '.join(missing)} on PATH.", hint="apt-get install slurm-wlm munge"
         )
+    if accounting:
+        further = {name: shutil.which(name, path=of_slurm or with_daemons) for name in PROGRAMS_OF_SLURM}
+        further |= {name: shutil.which(name, path=with_daemons) for name in PROGRAMS_OF_MARIADB}
+        missing = [name for name, where in further.items() if where is None]
+        if missing:
+            raise ClusterError(f"a sandbox with accounting needs {', '.join(missing)}.", hint=INSTALL)
+        found |= further
     return {name: where for name, where in found.items() if where}
 
 
@@ -77,6 +94,9 @@ def write_files(
     for name in ("log", "state", "spool", *(f"spool/{node}" for node in spec.node_names)):
         (directory / name).mkdir(mode=0o700)
     texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
+    if spec.accounting:
+        texts["slurm.conf"] += accounting_lines(spec, port_of_slurmdbd(spec, first_port))
+        texts["slurmdbd.conf"] = slurmdbd_conf(site, port_of_slurmdbd(spec, first_port))
     if CGROUP_PLUGIN_DISABLED.applies_to(version):
         texts["cgroup.conf"] = "CgroupPlugin=disabled\n"  # see SLURMD_NEEDS_CGROUP
     if prefix is not None:
@@ -95,7 +115,7 @@ def write_files(
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
     path = os.environ["PATH"] if prefix is None else path_with(f"{prefix}/bin", os.environ["PATH"])
-    (directory / PLAN).write_text(json.dumps(_plan(spec, directory, first_port, programs, path)))
+    (directory / PLAN).write_text(json.dumps(_plan(spec, site, programs, path)))
 
 
 def task_prolog_text(programs: str) -> str:
@@ -109,9 +129,13 @@ case ":$PATH:" in *:{folder}:*) ;; *) printf 'export PATH=%s:%s\\n' {folder} "$P
 """
 
 
-def _plan(
-    spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str], path: str
-) -> dict[str, object]:
+def port_of_slurmdbd(spec: SandboxSpec, first_port: int) -> int:
+    """Return the port of slurmdbd, the first after those of slurmctld and the nodes."""
+    return first_port + 1 + spec.nodes
+
+
+def _plan(spec: SandboxSpec, site: Site, programs: dict[str, str], path: str) -> dict[str, object]:
+    directory = site.directory
     munge_socket = f"{directory}/munge.sock"
     # --force: a home directory that only its owner may enter is enough for a sandbox that only its owner uses.
     munged = [
@@ -122,6 +146,15 @@ def _plan(
         f"--key-file={directory}/munge.key",
     ]
     munged += [f"--pid-file={directory}/state/munged.pid", f"--seed-file={directory}/state/munged.seed"]
+    slurmctld: dict[str, object] = {
+        "name": "slurmctld",
+        "argv": [programs["slurmctld"], "-D"],
+        "ready_port": site.first_port,
+    }
+    databases: list[dict[str, object]] = []
+    if spec.accounting:
+        databases = database_daemons(site, programs, port_of_slurmdbd(spec, site.first_port))
+        slurmctld["prepare"] = accounts_commands(spec, site, programs["sacctmgr"])
     return {
         "nodes": spec.node_names,
         "env": {
@@ -131,7 +164,8 @@ def _plan(
         },
         "daemons": [
             {"name": "munged", "argv": munged, "ready_file": munge_socket},
-            {"name": "slurmctld", "argv": [programs["slurmctld"], "-D"], "ready_port": first_port},
+            *databases,
+            slurmctld,
             *({"name": node, "argv": [programs["slurmd"], "-D", "-N", node]} for node in spec.node_names),
         ],
         "stop_commands": [[programs["scancel"], "-p", partition] for partition in ("low", "high")],

@@ -10,7 +10,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.slurm.versions import PREEMPT_PARAMETERS, Version
 
 CLUSTER_NAME = "sandbox"  # SLURM's name of every sandbox
-MAX_NODES = 64  # all on one machine; also the size of a block of ports, see directory.py
+MAX_NODES = 64  # all on one machine; a block of ports, see directory.py, has one for each and two more
 PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # their spelling in slurm.conf
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
 """Stand-ins for GPUs. SLURM wants character devices that exist (for plain files it never sets CUDA_VISIBLE_DEVICES); it
@@ -34,6 +34,8 @@ class SandboxSpec:
             "suspend".
         user_signal: a preempted job gets the signal it asked for with `--signal` instead of SIGTERM.
         cred_expire_s: a requeued job starts again after this plus 1 s (real clusters: 120).
+        accounting: also run slurmdbd and MariaDB, with an account and the QOS `low` and `high`. Then QOS preempt each other,
+            not partitions: `grace_s` and `preempt_mode` are those of QOS `low`, the default one.
     """
 
     nodes: int = 4
@@ -46,6 +48,7 @@ class SandboxSpec:
     preempt_mode: str = "requeue"
     user_signal: bool = False
     cred_expire_s: int = 6
+    accounting: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -86,12 +89,15 @@ class Site:
 
 
 def slurm_conf(spec: SandboxSpec, site: Site) -> str:
-    """Return the text of slurm.conf for a plain cluster: two partitions, preemption, no accounting."""
+    """Return the text of slurm.conf for a plain cluster: two partitions, and preemption by them or by QOS."""
     d = site.directory
     last = spec.nodes - 1
     nodes = "n0" if last == 0 else f"n[0-{last}]"
     ports = f"{site.first_port + 1}" if last == 0 else f"[{site.first_port + 1}-{site.first_port + 1 + last}]"
-    low = spec.preempt_mode.upper()
+    low = high = ""  # where QOS preempt each other, partitions are alike
+    if not spec.accounting:
+        low = f" PriorityTier=1 PreemptMode={spec.preempt_mode.upper()} GraceTime={spec.grace_s}"
+        high = " PriorityTier=10 PreemptMode=OFF"
     gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
     return f"""\
 ClusterName={CLUSTER_NAME}
@@ -120,7 +126,7 @@ TaskPlugin=task/none
 MpiDefault=none
 
 # Preemption as clusters do it.
-PreemptType=preempt/partition_prio
+PreemptType={"preempt/qos" if spec.accounting else "preempt/partition_prio"}
 PreemptMode={PREEMPT_MODES[spec.preempt_mode]}
 {_user_signal(spec, site)}JobRequeue=1
 KillWait={spec.kill_wait_s}
@@ -140,8 +146,8 @@ DefMemPerCPU={spec.memory_mb // spec.cpus}
 {"GresTypes=gpu" if spec.gpus else ""}
 NodeName={nodes} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={ports} Sockets=1 CoresPerSocket={spec.cpus} \
 ThreadsPerCore=1 RealMemory={spec.memory_mb}{gres} State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode={low} GraceTime={spec.grace_s} MaxTime=INFINITE
-PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
+PartitionName=low Nodes=ALL Default=YES{low} MaxTime=INFINITE
+PartitionName=high Nodes=ALL{high} MaxTime=INFINITE
 """
 
 

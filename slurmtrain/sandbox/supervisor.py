@@ -30,10 +30,15 @@ from slurmtrain.system.process_tree import Process, become_subreaper, descendant
 
 @dataclass(frozen=True)
 class Daemon:
-    """A program to run in the foreground, and the file or local port whose appearance shows that it is ready."""
+    """A program to run in the foreground, and the file or local port whose appearance shows that it is ready.
+
+    Attributes:
+        prepare: commands that are run before it, one after the other. If one fails, the program is not started.
+    """
 
     name: str
     argv: tuple[str, ...]
+    prepare: tuple[tuple[str, ...], ...] = ()
     ready_file: str | None = None
     ready_port: int | None = None
 
@@ -222,12 +227,18 @@ class Supervisor:
 
 
 def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce: int) -> None:
-    """Run a cell: start the daemon, report its pid, then reap dead processes until none is left."""
+    """Run a cell: prepare and start the daemon, report its pid, then reap dead processes until none is left."""
     for signum in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
     become_subreaper()
     set_name(f"sandbox-{daemon.name}")
     with open(directory / "log" / f"{daemon.name}.out", "ab") as out:
+        for command in daemon.prepare:
+            done = subprocess.run(
+                command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False
+            )
+            if done.returncode != 0:
+                os._exit(done.returncode & 0xFF or 1)
         child = subprocess.Popen(daemon.argv, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     os.write(announce, str(child.pid).encode())
     os.close(announce)
@@ -248,7 +259,10 @@ def main(directory: Path) -> None:
         os._exit(0)
     os.setsid()
     plan = json.loads((directory / PLAN).read_text())
-    daemons = [Daemon(**{**d, "argv": tuple(d["argv"])}) for d in plan["daemons"]]
+    daemons = [
+        Daemon(**{**d, "argv": tuple(d["argv"]), "prepare": tuple(map(tuple, d.get("prepare", ())))})
+        for d in plan["daemons"]
+    ]
     Supervisor(directory, {d.name: d for d in daemons}, plan["env"], plan["stop_commands"]).run()
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
+from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.client import PREFIX_FILE
 from tests.support.slurm_cluster import Cluster
 
@@ -54,3 +56,16 @@ def cancelling_sandbox() -> Iterator[Cluster]:
 def graceless_sandbox() -> Iterator[Cluster]:
     """One node; preemption requeues at once, without a GraceTime, which is SLURM's default."""
     yield from _cluster("tests-grace", SandboxSpec(nodes=1, grace_s=0, kill_wait_s=10))
+
+
+@pytest.fixture(scope="module")
+def accounting_sandbox() -> Iterator[Cluster]:
+    """Two nodes, with slurmdbd: accounts and limits, and QOS that preempt each other. `tests/run` does not install it."""
+    try:
+        find_programs(accounting=True)
+    except ClusterError as error:
+        pytest.skip(f"{error.message} {error.hint}")
+    yield from _cluster(
+        "tests-db",
+        SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, accounting=True),
+    )

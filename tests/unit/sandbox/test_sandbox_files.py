@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -59,6 +60,30 @@ def test_a_sandbox_preempts_as_it_was_asked_to(
     assert f"\n{lines[0]}\n{signal}\n" in text and f" {lines[1]} " in text
     with pytest.raises(UsageError, match="preempt_mode='kill'"):
         SandboxSpec(preempt_mode="kill")
+
+
+def test_with_accounting_qos_preempt_each_other_and_partitions_do_not(tmp_path: Path) -> None:
+    prefix, sandbox = a_slurm(tmp_path / "slurm"), tmp_path / "sandbox"
+    with pytest.raises(ClusterError, match="a sandbox with accounting needs slurmdbd, ") as error:
+        find_programs(prefix, accounting=True)
+    assert error.value.hint == "apt-get install slurmdbd mariadb-server-core"
+    sandbox.mkdir()
+    spec = SandboxSpec(nodes=2, accounting=True, preempt_mode="cancel", grace_s=7)
+    databases = dict.fromkeys(("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"), "/bin/true")
+    write_files(spec, sandbox, 17000, find_programs(prefix) | databases, prefix)
+    conf, plan = (sandbox / "slurm.conf").read_text(), json.loads((sandbox / "plan.json").read_text())
+    assert "\nPreemptType=preempt/qos\nPreemptMode=CANCEL\n" in conf
+    assert "PriorityTier" not in conf and "GraceTime" not in conf
+    assert "\nAccountingStoragePort=17003\n" in conf  # after slurmctld's and those of two nodes
+    names = [each["name"] for each in plan["daemons"]]
+    assert names == ["munged", "mariadbd", "slurmdbd", "slurmctld", "n0", "n1"]
+    commands = [" ".join(words[2:]) for words in plan["daemons"][names.index("slurmctld")]["prepare"]]
+    assert commands[:3] == [
+        "add cluster sandbox",
+        "add qos low PreemptMode=cancel GraceTime=7",
+        "add qos high Preempt=low Priority=100",
+    ]
+    assert (sandbox / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600  # slurmdbd refuses any other
 
 
 def test_a_prefix_without_slurm_is_refused_with_what_is_missing(tmp_path: Path) -> None:
