@@ -22,6 +22,9 @@ class Limits:
         group_tres: amounts of all jobs together, and so of one.
         least_tres: a job asks for this much at least.
         user_tres: amounts of all jobs of a user together, and so of one.
+        account_tres: amounts of all jobs of an account together, and so of one.
+        tres_min: amounts of a job times the minutes of its time limit.
+        counts: numbers of jobs, by `slurm.parse_facts.COUNTS`: where one is 0, no job gets through.
     """
 
     wall_min: int | None = None
@@ -30,6 +33,9 @@ class Limits:
     group_tres: Mapping[str, int] = field(default_factory=dict)
     least_tres: Mapping[str, int] = field(default_factory=dict)
     user_tres: Mapping[str, int] = field(default_factory=dict)
+    account_tres: Mapping[str, int] = field(default_factory=dict)
+    tres_min: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,13 @@ class Account:
     Attributes:
         parent: the account above it; "": it is the root.
         group_tres: amounts of all jobs of it and of the accounts below it together, and so of one.
+        counts: as of `Limits`, for all of these jobs.
     """
 
     name: str
     parent: str = ""
     group_tres: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class Partition:
         exclusive: a job gets whole nodes, whatever it asks for.
         cpus_per_node, memory_mb: what a job may have of a node at most.
         memory_per_cpu_mb: what a job may have for each CPU; SLURM gives a job that asks for more the CPUs for it.
+        default_memory_mb, default_memory_per_cpu_mb: what a job that names no memory gets of a node, or for each CPU; None for
+            both: what the cluster says. 0: not known.
     """
 
     name: str
@@ -126,6 +136,8 @@ class Partition:
     cpus_per_node: int | None = None
     memory_mb: int | None = None
     memory_per_cpu_mb: int | None = None
+    default_memory_mb: int | None = None
+    default_memory_per_cpu_mb: int | None = None
 
     @property
     def takes_jobs(self) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
 
+DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -52,14 +54,16 @@ def association_of(facts: ClusterFacts, account: str | None, partition: str) -> 
 
 
 def qos_of(facts: ClusterFacts, association: Association | None, qos: str | None) -> Qos | None:
-    """Return the QOS that a job gets: the one that it names, else its association's default, else the only one there.
+    """Return the QOS that a job gets: the one that it names, its association's default, the only one there, or `normal`.
 
-    None: there is no such QOS, or it is not known: without a default SLURM looks further up, and of a list ("a,b", from 24.11
-    on) it takes the one with which the job can start.
+    The first of these that there is counts. sacctmgr shows a default of the accounts above as the association's own.
+
+    None: there is no such QOS, or it is not known: of a list ("a,b", from 24.11 on) SLURM takes the one with which the job can
+    start.
     """
     name = qos or (association.default_qos if association is not None else "")
-    if not name and association is not None and len(association.qos) == 1:
-        name = association.qos[0]
+    if not name and association is not None and association.qos:
+        name = association.qos[0] if len(association.qos) == 1 else DEFAULT_QOS
     return facts.qos_named(name) if name else None
 
 
@@ -85,20 +89,26 @@ def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qo
 def _of_accounts(association: Association) -> list[Bound]:
     """Return the limits of an association, of its whole account, and of those above it.
 
-    The amounts of all jobs together hold on every level, other than those of which the first counts: each is named where it
-    is least.
+    The amounts and numbers of all jobs together hold on every level, other than those of which the first counts: each is
+    named where it is least.
     """
-    levels = [(f"account {association.account}", association.limits.group_tres)]
-    levels += [(f"account {each.name} (all of its jobs together)", each.group_tres) for each in association.accounts]
-    names = {name for _, amounts in levels for name in amounts}
-    least_at = {
-        name: min((amounts[name], at) for at, (_, amounts) in enumerate(levels) if name in amounts) for name in names
-    }
+    own = association.limits
+    words = [f"account {association.account}"]
+    words += [f"account {each.name} (all of its jobs together)" for each in association.accounts]
+    amounts = _where_least([own.group_tres, *(each.group_tres for each in association.accounts)])
+    counts = _where_least([own.counts, *(each.counts for each in association.accounts)])
     found = []
-    for at, (words, amounts) in enumerate(levels):
-        own = {name: amount for name, amount in amounts.items() if least_at[name] == (amount, at)}
-        found.append(Bound(words, replace(association.limits if at == 0 else Limits(), group_tres=own)))
+    for at, of in enumerate(words):
+        limits = replace(own if at == 0 else Limits(), group_tres=amounts[at], counts=counts[at])
+        found.append(Bound(of, limits))
     return found
+
+
+def _where_least(levels: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """Return what is left of each level when each name stands only where its number is least."""
+    names = {name for each in levels for name in each}
+    least_at = {name: min((each[name], at) for at, each in enumerate(levels) if name in each)[1] for name in names}
+    return [{name: number for name, number in each.items() if least_at[name] == at} for at, each in enumerate(levels)]
 
 
 def wall_limit(bounds: Sequence[Bound]) -> Limit | None:
@@ -107,14 +117,27 @@ def wall_limit(bounds: Sequence[Bound]) -> Limit | None:
 
 
 def job_limit(bounds: Sequence[Bound], name: str) -> Limit | None:
-    """Return the least limit on the amount of a resource that one job has: of a job, of a user and of a group."""
+    """Return the least limit on the amount of a resource that one job has: of a job, a user, an account and a group."""
     kinds: tuple[Callable[[Limits], Mapping[str, int]], ...] = (
         lambda limits: limits.tres,
         lambda limits: limits.user_tres,
+        lambda limits: limits.account_tres,
         lambda limits: limits.group_tres,
     )
     found = [limit for kind in kinds if (limit := _first(bounds, kind, name)) is not None]
     return min(found, key=lambda limit: limit.most, default=None)
+
+
+def minutes_limit(bounds: Sequence[Bound], name: str) -> Limit | None:
+    """Return the limit on the amount of a resource that one job has, times the minutes of its time limit."""
+    return _first(bounds, lambda limits: limits.tres_min, name)
+
+
+def closed(bounds: Sequence[Bound]) -> list[tuple[str, str]]:
+    """Return what is limited to 0 jobs, in words, and by whom: no job gets through there."""
+    names = dict.fromkeys(name for each in bounds for name in each.limits.counts)
+    found = [(name, _first(bounds, lambda limits: limits.counts, name)) for name in names]
+    return [(name, limit.of) for name, limit in found if limit is not None and limit.most == 0]
 
 
 def node_limit(bounds: Sequence[Bound], name: str) -> Limit | None:

@@ -21,13 +21,25 @@ from slurmtrain.slurm.versions import parse_version
 SINFO_FORMAT = "%R|%D|%c|%X|%Y|%Z|%m|%G|%f|%T|%N"
 QOS_COLUMNS = (
     *("Name", "Flags", "GraceTime", "Preempt", "PreemptMode", "MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESPU"),
-    *("GrpTRES", "MinTRES", "MaxJobsPU", "MaxSubmitPU"),
+    *("GrpTRES", "MinTRES", "MaxTRESPA", "MaxTRESMins"),
+    *("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit"),
 )
 ASSOC_COLUMNS = (
     *("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall", "MaxTRES", "MaxTRESPerNode", "GrpTRES"),
-    *("MaxJobs", "MaxSubmit"),
+    *("MaxTRESMins", "MaxJobs", "GrpJobs", "MaxSubmit", "GrpSubmit"),
 )
-ACCOUNT_COLUMNS = ("Cluster", "Account", "ParentName", "GrpTRES")
+ACCOUNT_COLUMNS = ("Cluster", "Account", "ParentName", "GrpTRES", "GrpJobs", "GrpSubmit")
+# Numbers of jobs by the column that has them, and by a name for what they count: a QOS and an account limit the same.
+COUNTS = {
+    "MaxJobsPU": "running jobs of a user",
+    "MaxJobs": "running jobs of a user",
+    "MaxJobsPA": "running jobs of an account",
+    "GrpJobs": "running jobs of all",
+    "MaxSubmitPU": "submitted jobs of a user",
+    "MaxSubmit": "submitted jobs of a user",
+    "MaxSubmitPA": "submitted jobs of an account",
+    "GrpSubmit": "submitted jobs of all",
+}
 _UNLIMITED = {"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "-1"}
 _KILO = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}  # in MB
 
@@ -49,26 +61,31 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         default=fields.get("Default") == "YES",
         state=fields.get("State", "UP"),
         alternate=_word(fields.get("Alternate", "")),
-        nodes=_count(fields.get("TotalNodes", "")) or 0,
+        nodes=parse_count(fields.get("TotalNodes", "")) or 0,
         node_names=_word(fields.get("Nodes", "")),
         max_time_min=parse_minutes(fields.get("MaxTime", "")),
-        min_nodes=_count(fields.get("MinNodes", "")) or 0,
-        max_nodes=_count(fields.get("MaxNodes", "")),
+        min_nodes=parse_count(fields.get("MinNodes", "")) or 0,
+        max_nodes=parse_count(fields.get("MaxNodes", "")),
         allowed_accounts=_names(fields.get("AllowAccounts", "ALL")),
         denied_accounts=_names(fields.get("DenyAccounts", "")) or (),
         allowed_qos=_names(fields.get("AllowQos", "ALL")),
         denied_qos=_names(fields.get("DenyQos", "")) or (),
         allowed_groups=_names(fields.get("AllowGroups", "ALL")),
         qos=_word(fields.get("QoS", "")),
-        priority_tier=_count(fields.get("PriorityTier", "")) or 0,
+        priority_tier=parse_count(fields.get("PriorityTier", "")) or 0,
         preempt_mode=fields.get("PreemptMode", ""),
         grace_s=parse_duration(fields.get("GraceTime", "")),
         exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
         root_only=fields.get("RootOnly") == "YES",
         needs_reservation=fields.get("ReqResv") == "YES",
-        cpus_per_node=_count(fields.get("MaxCPUsPerNode", "")),
-        memory_mb=_count(fields.get("MaxMemPerNode", "")),
-        memory_per_cpu_mb=_count(fields.get("MaxMemPerCPU", "")),
+        cpus_per_node=parse_count(fields.get("MaxCPUsPerNode", "")),
+        memory_mb=parse_count(fields.get("MaxMemPerNode", "")),
+        memory_per_cpu_mb=parse_count(fields.get("MaxMemPerCPU", "")),
+        # Where there is one for each GPU, it is not known which counts.
+        default_memory_mb=0
+        if "PerGPU" in fields.get("JobDefaults", "")
+        else parse_count(fields.get("DefMemPerNode", "")),
+        default_memory_per_cpu_mb=parse_count(fields.get("DefMemPerCPU", "")),
     )
 
 
@@ -112,7 +129,7 @@ def parse_gres(text: str) -> tuple[tuple[str, int], ...]:
         parts = word.strip().split(":")
         if parts[0].lower() != "gpu":
             continue
-        number = _count(parts[-1]) if len(parts) > 1 else 1
+        number = parse_count(parts[-1]) if len(parts) > 1 else 1
         if number:
             kind = ":".join(parts[1:-1])
             found[kind] = found.get(kind, 0) + number
@@ -134,10 +151,10 @@ def with_nodes(groups: Iterable[NodeGroup], text: str) -> tuple[NodeGroup, ...]:
     for group in groups:
         its = by_name.get(first_name(group.names))
         if its is not None:
-            kept_mb = _count(its.get("MemSpecLimit", "")) or 0
+            kept_mb = parse_count(its.get("MemSpecLimit", "")) or 0
             group = replace(
                 group,
-                cpus=_count(its.get("CPUEfctv", "")) or group.cpus,
+                cpus=parse_count(its.get("CPUEfctv", "")) or group.cpus,
                 memory_mb=max(0, group.memory_mb - kept_mb),
                 address=its.get("NodeAddr", ""),
                 version=parse_version(its.get("Version", "")),
@@ -163,7 +180,12 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
     """Read `sacctmgr -nP show qos format=...` with QOS_COLUMNS."""
     found = []
     for row in _rows(text, QOS_COLUMNS):
-        limits = replace(_limits(row), least_tres=parse_tres(row["MinTRES"]), user_tres=parse_tres(row["MaxTRESPU"]))
+        limits = replace(
+            _limits(row),
+            least_tres=parse_tres(row["MinTRES"]),
+            user_tres=parse_tres(row["MaxTRESPU"]),
+            account_tres=parse_tres(row["MaxTRESPA"]),
+        )
         flags = frozenset(flag.lower() for flag in _words(row["Flags"]))
         preempt = tuple(_words(row["Preempt"]))
         grace_s = parse_duration(row["GraceTime"])
@@ -194,7 +216,7 @@ def clusters_of(text: str) -> set[str]:
 def parse_accounts(text: str, cluster: str) -> tuple[Account, ...]:
     """Read `sacctmgr -nP show assoc account=... user= format=...` with ACCOUNT_COLUMNS, and keep those of one cluster."""
     return tuple(
-        Account(row["Account"], row["ParentName"], parse_tres(row["GrpTRES"]))
+        Account(row["Account"], row["ParentName"], parse_tres(row["GrpTRES"]), _counts(row))
         for row in _rows(text, ACCOUNT_COLUMNS)
         if row["Cluster"].lower() == cluster.lower()
     )
@@ -225,7 +247,14 @@ def _limits(row: Mapping[str, str]) -> Limits:
         tres=parse_tres(row["MaxTRES"]),
         tres_per_node=parse_tres(row["MaxTRESPerNode"]),
         group_tres=parse_tres(row["GrpTRES"]),
+        tres_min=parse_tres(row["MaxTRESMins"]),
+        counts=_counts(row),
     )
+
+
+def _counts(row: Mapping[str, str]) -> dict[str, int]:
+    numbers = {what: parse_count(row[column]) for column, what in COUNTS.items() if column in row}
+    return {what: number for what, number in numbers.items() if number is not None}
 
 
 def _rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -238,7 +267,7 @@ def parse_tres(text: str) -> dict[str, int]:
     found = {}
     for word in _words(text):
         name, _, amount = word.partition("=")
-        number = _megabytes(amount) if name == "mem" else _count(amount)
+        number = _megabytes(amount) if name == "mem" else parse_count(amount)
         if number is not None:
             found[name.lower()] = number
     return found
@@ -281,7 +310,8 @@ def _word(text: str) -> str:
     return "" if text in ("N/A", "(null)") else text
 
 
-def _count(text: str) -> int | None:
+def parse_count(text: str) -> int | None:
+    """Return a number without a unit; None for UNLIMITED and all else."""
     return int(text) if re.fullmatch(r"[0-9]{1,12}", text.strip()) else None
 
 

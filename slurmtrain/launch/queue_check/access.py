@@ -130,6 +130,14 @@ def _check_qos(
             )
         ]
     its = qos_of(facts, association, wanted)
+    if its is not None and mine and its.name.lower() not in mine:
+        return [
+            Finding(
+                "cluster.qos",
+                f"cluster.qos is not set, and your account {association.account} may not use {its.name}, which a job then gets",
+                f"set cluster.qos to one of: {', '.join(association.qos)}",
+            )
+        ]
     if its is not None and not partition.takes_qos(its.name):
         usable = [each for each in association.qos if partition.takes_qos(each)]
         said = f"cluster.qos={wanted}" if wanted else f"your default QOS {its.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check.finding import Finding
@@ -12,12 +13,15 @@ from slurmtrain.slurm.job_limits import (
     Bound,
     association_of,
     bounds_of,
+    closed,
     job_limit,
     least,
+    minutes_limit,
     node_limit,
     qos_of,
     wall_limit,
 )
+from slurmtrain.slurm.parse_facts import parse_count
 
 
 def check_time(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:
@@ -98,7 +102,14 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
         return []
     nodes = cluster.node_range.least + cluster.spare_nodes
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
-    found = []
+    found = [
+        Finding(
+            "cluster.qos",
+            f"{of} lets no job through: it allows 0 {what}",
+            "set another cluster.qos or cluster.account",
+        )
+        for what, of in closed(bounds)[:1]
+    ]
     wall = wall_limit(bounds)
     if wall is not None and cluster.time_limit_min > wall.most:
         found.append(
@@ -108,36 +119,87 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
                 f"write at most cluster.time_limit_min={wall.most}; a run goes on after each job by itself",
             )
         )
+    gpus = Amount(cluster.gpus_per_node, "GPUs", "cluster.gpus_per_node")
     amounts = {
-        "gres/gpu": (cluster.gpus_per_node, "GPUs", "cluster.gpus_per_node"),
-        "cpu": (cpus, "CPUs", "cluster.cpus_per_task"),
-        "mem": (memory_mb_of(cluster, cpus), "MB of memory", "cluster.mem_per_node_gb"),
-        "node": (1, "nodes", "cluster.nodes"),
+        "gres/gpu": gpus,
+        "cpu": Amount(cpus, "CPUs", "cluster.cpus_per_task", unit=cluster.tasks_per_node),
+        "mem": Amount(_memory_mb(facts, partition, cluster), "MB of memory", "cluster.mem_per_node_gb", unit=1024),
+        "node": Amount(1, "nodes", "cluster.nodes"),
     }
     if cluster.gpu_type:
-        amounts[f"gres/gpu:{cluster.gpu_type.lower()}"] = (
-            cluster.gpus_per_node,
-            f"GPUs of type {cluster.gpu_type}",
-            "cluster.gpus_per_node",
-        )
-    for name, (each, words, field) in amounts.items():
-        found += _check_amount(bounds, name, each, nodes, words, field)
+        amounts[f"gres/gpu:{cluster.gpu_type.lower()}"] = replace(gpus, words=f"GPUs of type {cluster.gpu_type}")
+    if cluster.sbatch.get("overcommit"):  # several tasks share a CPU
+        del amounts["cpu"]
+    for name, amount in amounts.items():
+        found += _check_amount(bounds, name, amount, nodes)
+        found += _check_minutes(bounds, name, amount, nodes, cluster.time_limit_min)
     return found
 
 
-def _check_amount(bounds: Sequence[Bound], name: str, each: int, nodes: int, words: str, field: str) -> list[Finding]:
+@dataclass(frozen=True)
+class Amount:
+    """What a job asks for of a resource on each node.
+
+    Attributes:
+        each: the amount.
+        words: the resource, in words.
+        field: the field of the config that says how much.
+        unit: the amount that 1 in that field stands for.
+    """
+
+    each: int
+    words: str
+    field: str
+    unit: int = 1
+
+    def at_most(self, most: int) -> str:
+        """Return what to write for no more than that amount on a node."""
+        fits = most // self.unit
+        return f"write at most {self.field}={fits}" if fits > 0 else f"write a smaller {self.field}"
+
+
+def _memory_mb(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> int:
+    """Return the memory of the job on each node, in MB: what it asks for, or the default; 0: not known."""
+    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    asked = memory_mb_of(cluster, cpus)
+    if asked or cluster.mem_per_node_gb == 0 or cluster.sbatch.get("overcommit"):
+        return asked
+    of_node, of_cpu = partition.default_memory_mb, partition.default_memory_per_cpu_mb
+    if of_node is None and of_cpu is None and "PerGPU" not in facts.config.get("JobDefaults", ""):
+        of_node, of_cpu = (parse_count(facts.config.get(name, "")) for name in ("DefMemPerNode", "DefMemPerCPU"))
+    return of_node if of_node is not None else (of_cpu or 0) * cpus
+
+
+def _check_minutes(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, minutes: int) -> list[Finding]:
+    limit, total = minutes_limit(bounds, name), amount.each * nodes
+    if limit is None or name == "mem" or total * minutes <= limit.most:
+        return []
+    fits = limit.most // total
+    most = f"write at most cluster.time_limit_min={fits}; a run goes on after each job by itself"
+    return [
+        Finding(
+            "cluster.time_limit_min",
+            f"the job asks for {total} {amount.words} for {minutes} min, and {limit.of} gives a job {limit.most} of them x "
+            "minutes",
+            most if fits else "ask for less, or set another cluster.qos",
+        )
+    ]
+
+
+def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int) -> list[Finding]:
     found = []
+    each, words, field = amount.each, amount.words, amount.field
     total = each * nodes
     whole, of_node, at_least = job_limit(bounds, name), node_limit(bounds, name), least(bounds, name)
     if whole is not None and total > whole.most:
         fits = whole.most // each if each else 0
-        hint = f"write at most cluster.nodes={fits}" if fits else f"write at most {field}={max(whole.most, 0)}"
+        hint = f"write at most cluster.nodes={fits}" if fits else amount.at_most(whole.most)
         message = f"the job asks for {total} {words}, and {whole.of} gives a job {whole.most}"
         found.append(Finding(field if not fits else "cluster.nodes", message, hint))
     elif of_node is not None and name != "node" and each > of_node.most:
         message = f"the job asks for {each} {words} on each node, and {of_node.of} gives it {of_node.most}"
-        found.append(Finding(field, message, f"write a smaller {field}"))
-    # A job that names no amount of memory gets the partition's default, or all of a node's.
+        found.append(Finding(field, message, amount.at_most(of_node.most)))
+    # A job that names no amount of memory may get all of a node's.
     if at_least is not None and total < at_least.most and (total or name != "mem"):
         message = f"the job asks for {total} {words}, and {at_least.of} wants at least {at_least.most}"
         found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos"))

@@ -11,7 +11,7 @@ from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.queue_check.finding import Finding, raise_fatal
 from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
-from slurmtrain.slurm.facts import Account, ClusterFacts
+from slurmtrain.slurm.facts import Account, ClusterFacts, Limits
 from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
@@ -184,11 +184,19 @@ def test_of_a_list_of_qos_slurm_takes_one_that_suits() -> None:
     assert findings(account="physics", qos="high,secret", nodes=3) == []
 
 
-def test_an_account_without_a_default_qos_has_one_that_is_not_known() -> None:
+def test_without_a_default_a_job_gets_the_qos_normal_and_is_refused_if_that_is_none_of_ones_own() -> None:
     assert ALPHA.associations is not None
-    several = tuple(replace(each, qos=("normal", "high"), default_qos="") for each in ALPHA.associations)
-    found = findings(replace(ALPHA, associations=several), account="physics", nodes=3, time_limit_min=2881)
-    assert [(each.fatal, "MaxTime" in each.message) for each in found] == [(False, True)]
+
+    def without_default(*qos: str) -> ClusterFacts:
+        several = tuple(replace(each, qos=qos, default_qos="") for each in ALPHA.associations or ())
+        return replace(ALPHA, associations=several)
+
+    found = fatal(without_default("normal", "high"), account="physics", time_limit_min=2881)
+    assert "MaxTime" in found.message
+    found = fatal(without_default("debug", "high"), account="physics", time_limit_min=20)
+    assert found.message == "cluster.qos is not set, and your account physics may not use normal, which a job then gets"
+    assert found.hint == "set cluster.qos to one of: debug, high"
+    assert findings(without_default("debug", "high"), account="physics", qos="high", time_limit_min=20) == []
 
 
 def test_limits_of_a_qos_in_percent_are_no_amounts() -> None:
@@ -322,6 +330,65 @@ def test_accounts_above_the_persons_own_bound_a_job_too_and_the_least_counts() -
         associations = tuple(replace(each, accounts=line) for each in ALPHA.associations)
         found = fatal(replace(ALPHA, associations=associations), account="physics", nodes=4)
         assert f"account {whose} (all of its jobs together)" in found.message
+
+
+def limited(qos: str, **limits: Any) -> ClusterFacts:
+    """The cluster with a QOS that has these limits instead of its own."""
+    assert ALPHA.qos is not None
+    found = (replace(each, limits=Limits(**limits)) if each.name == qos else each for each in ALPHA.qos)
+    return replace(ALPHA, qos=tuple(found))
+
+
+def test_a_hint_is_in_the_unit_of_its_field() -> None:
+    found = fatal(limited("normal", tres={"mem": 65536}), account="physics", mem_per_node_gb=100)
+    assert found.message == "the job asks for 102400 MB of memory, and QOS normal gives a job 65536"
+    assert found.hint == "write at most cluster.mem_per_node_gb=64"
+    assert fatal(limited("normal", tres={"cpu": 30}), account="physics").hint == "write at most cluster.cpus_per_task=7"
+    assert (
+        fatal(limited("normal", tres_per_node={"cpu": 3}), account="physics").hint
+        == "write a smaller cluster.cpus_per_task"
+    )
+
+
+def test_a_job_that_names_no_memory_has_the_default_which_is_limited_too() -> None:
+    no_memory = {"account": "physics", "mem_per_node_gb": None}
+    facts = limited("normal", tres={"mem": 239999})  # DefMemPerCPU=4000, and 60 CPUs
+    found = fatal(facts, **no_memory)
+    assert "the job asks for 240000 MB of memory" in found.message
+    for fields in ({"default_memory_mb": 1000}, {"default_memory_per_cpu_mb": 1000}, {"default_memory_mb": 0}):
+        partitions = tuple(replace(each, **fields) for each in facts.partitions)
+        assert findings(replace(facts, partitions=partitions), **no_memory) == []
+
+
+def test_what_an_account_may_have_in_a_qos_bounds_one_job() -> None:
+    found = fatal(limited("normal", account_tres={"gres/gpu": 8}), account="physics", nodes=3)
+    assert found.message == "the job asks for 12 GPUs, and QOS normal gives a job 8"
+
+
+def test_gpu_minutes_of_a_job_are_bounded_and_a_shorter_job_may_run() -> None:
+    facts = limited("normal", tres_min={"gres/gpu": 480})
+    found = fatal(facts, account="physics", nodes=2, time_limit_min=61)
+    assert found.message == "the job asks for 8 GPUs for 61 min, and QOS normal gives a job 480 of them x minutes"
+    assert found.hint.startswith("write at most cluster.time_limit_min=60;")
+    assert findings(facts, account="physics", nodes=2, time_limit_min=60) == []
+    assert "ask for less" in fatal(limited("normal", tres_min={"gres/gpu": 3}), account="physics").hint
+
+
+def test_who_allows_no_job_at_all_is_named_and_who_allows_some_is_not() -> None:
+    found = fatal(limited("normal", counts={"submitted jobs of a user": 0}), account="physics")
+    assert found.message == "QOS normal lets no job through: it allows 0 submitted jobs of a user"
+    assert findings(limited("normal", counts={"running jobs of a user": 1}), account="physics") == []
+    assert ALPHA.associations is not None
+    closed = tuple(
+        replace(each, accounts=(Account("physics", "root"), Account("root", counts={"running jobs of all": 0})))
+        for each in ALPHA.associations
+    )
+    assert fatal(replace(ALPHA, associations=closed), account="physics").message.startswith(
+        "account root (all of its jobs"
+    )
+    # A QOS sets this limit instead of the account.
+    lifted = replace(limited("normal", counts={"running jobs of all": 9}), associations=closed)
+    assert findings(lifted, account="physics") == []
 
 
 def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:

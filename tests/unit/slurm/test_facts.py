@@ -156,11 +156,11 @@ def test_submit_asks_seven_commands_at_most_and_probe_eleven() -> None:
 
 def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root() -> None:
     answers = answers_of("alpha_22_05")
-    columns = "user= format=Cluster,Account,ParentName,GrpTRES"
+    columns = "user= format=Cluster,Account,ParentName,GrpTRES,GrpJobs,GrpSubmit"
     first = f"sacctmgr -nP show assoc account=physics,biology,root {columns}"
-    above = {"science": "science|faculty|gres/gpu=6", "faculty": "faculty|root|", "maths": "maths|root|"}
+    above = {"science": "science|faculty|gres/gpu=6|0|", "faculty": "faculty|root|||7", "maths": "maths|root|||"}
     answers[first] = (
-        "alpha|root||\nbeta|physics|other|gres/gpu=1\nalpha|physics|Science|gres/gpu=12\nalpha|biology|root|\n"
+        "alpha|root||||\nbeta|physics|other|gres/gpu=1||\nalpha|physics|Science|gres/gpu=12||9\nalpha|biology|root|||\n"
     )
     answers |= {f"sacctmgr -nP show assoc account={name} {columns}": f"alpha|{row}\n" for name, row in above.items()}
     asked: list[str] = []
@@ -177,6 +177,12 @@ def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root()
         ("science", {"gres/gpu": 6}),
         ("faculty", {}),
         ("root", {}),
+    ]
+    assert [dict(each.counts) for each in line] == [
+        {"submitted jobs of all": 9},
+        {"running jobs of all": 0},
+        {"submitted jobs of all": 7},
+        {},
     ]
     assert sum("ParentName" in command for command in asked) == 3
     gpu = facts.partition("gpu")
