@@ -10,8 +10,8 @@ from slurmtrain.sandbox.spec import CLUSTER_NAME, SandboxSpec, Site
 ACCOUNT = "sandbox"  # the account of whoever starts the sandbox, and the default one
 LOW, HIGH = "low", "high"  # QOS: the default one, and the one that preempts it
 PROGRAMS_OF_SLURM = ("slurmdbd", "sacctmgr", "sacct")
-PROGRAMS_OF_MARIADB = ("mariadbd", "mariadb-install-db")
-INSTALL = "apt-get install slurmdbd mariadb-server-core"
+PROGRAMS_OF_MARIADB = ("mariadbd", "mariadb-install-db", "my_print_defaults")
+INSTALL = "apt-get install slurmdbd mariadb-server-core mariadb-client-core"
 
 
 def slurmdbd_conf(site: Site, port: int) -> str:

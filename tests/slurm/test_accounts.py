@@ -1,6 +1,7 @@
 """Accounts and QOS of a real slurmdbd: `submit` refuses what SLURM refuses, and lets through what SLURM starts.
 
-By hand: `apt-get install slurmdbd mariadb-server-core`, then `pytest tests/slurm/test_accounts.py`. Without them it is skipped.
+By hand: `apt-get install slurmdbd mariadb-server-core mariadb-client-core`, then `pytest tests/slurm/test_accounts.py`. It is
+skipped without them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_with_accounting_qos_preempt_each_other_and_partitions_do_not(tmp_path: 
     prefix, sandbox = a_slurm(tmp_path / "slurm"), tmp_path / "sandbox"
     with pytest.raises(ClusterError, match="a sandbox with accounting needs slurmdbd, ") as error:
         find_programs(prefix, accounting=True)
-    assert error.value.hint == "apt-get install slurmdbd mariadb-server-core"
+    assert error.value.hint == "apt-get install slurmdbd mariadb-server-core mariadb-client-core"
     sandbox.mkdir()
     spec = SandboxSpec(nodes=2, accounting=True, preempt_mode="cancel", grace_s=7)
     databases = dict.fromkeys(("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"), "/bin/true")
