@@ -73,7 +73,7 @@ def test_a_narrow_terminal_leaves_out_the_columns_that_are_wanted_least(run: Run
     headers = {width: table_lines(header, rows, width)[0] for width in range(60, 161)}
     columns = {width: re.split(" {3,}", line) for width, line in headers.items()}
     assert columns[160] == header[:-1] and len(header) > 10
-    assert columns[80] == ["run", "GPU h", "goodput", "redone", "hung", "lost GPU h"]
+    assert columns[80] == ["run", "GPU h", "goodput", "redone", "hung", "idle", "lost GPU h"]
     for width in range(60, 160):
         assert set(columns[width]) <= set(columns[width + 1])
         assert all(len(line) <= width for line in table_lines(header, rows, width))
