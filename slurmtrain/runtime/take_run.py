@@ -20,7 +20,8 @@ from slurmtrain.runs.choices import Choice, Claim, Standing, standing_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import NOT_STARTED, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import NOT_STARTED
 from slurmtrain.system import files
 
 log = logging.getLogger(__name__)
