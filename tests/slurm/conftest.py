@@ -13,7 +13,7 @@ import pytest
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
-from slurmtrain.slurm.client import PREFIX_FILE
+from slurmtrain.slurm.command_environment import PREFIX_FILE
 from tests.support.slurm_cluster import Cluster
 
 

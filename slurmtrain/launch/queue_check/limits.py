@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check.finding import Finding
-from slurmtrain.launch.queue_check.nodes import memory_mb_of
+from slurmtrain.launch.queue_check.nodes import cpus_on_node, memory_mb_of, shares_cpus
 from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.job_limits import (
     Bound,
     association_of,
     bounds_of,
     closed,
+    flags_of,
     job_limit,
     least,
     minutes_limit,
@@ -71,7 +72,7 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
     most = partition.memory_mb
     if most is None:
         return []
-    asked = memory_mb_of(cluster, cluster.tasks_per_node * cluster.cpus_per_task)
+    asked = memory_mb_of(cluster, cpus_on_node(cluster))
     if cluster.mem_per_node_gb == 0:
         asked = min((group.memory_mb for group in facts.nodes_of(partition.name)), default=0)
     if asked <= most:
@@ -82,6 +83,7 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
             "cluster.mem_per_node_gb",
             f"the job asks for {words} and partition {partition.name} gives it {most} (MaxMemPerNode)",
             f"write at most cluster.mem_per_node_gb={most // 1024}",
+            fatal=cluster.mem_per_gpu_gb is None,  # which SLURM does not compare with it
         )
     ]
 
@@ -96,12 +98,19 @@ def _may_lift(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig,
 
 
 def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:
-    """Find limits of accounts and QOS that the job exceeds by itself."""
+    """Find limits of accounts and QOS that the job exceeds by itself.
+
+    Without the flag DenyOnLimit SLURM takes such a job and compares what it would get when it is to start. That is never less
+    than it asks for, so a job above a limit waits for ever; but it may be more, which can be enough where it asks for too
+    little, and its time limit may be shortened by then.
+    """
     bounds = bounds_of(facts, partition, cluster.account, cluster.qos)
     if not bounds:
         return []
+    flags = flags_of(facts, partition, cluster.account, cluster.qos)
+    denies = "denyonlimit" in flags
     nodes = cluster.node_range.least + cluster.spare_nodes
-    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    cpus = cpus_on_node(cluster)
     found = [
         Finding(
             "cluster.qos",
@@ -117,6 +126,7 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
                 "cluster.time_limit_min",
                 f"cluster.time_limit_min={cluster.time_limit_min} is more than {wall.of} gives a job, {wall.most}",
                 f"write at most cluster.time_limit_min={wall.most}; a run goes on after each job by itself",
+                fatal=denies or not ("time-min" in cluster.sbatch or "usagefactorsafe" in flags),
             )
         )
     gpus = Amount(cluster.gpus_per_node, "GPUs", "cluster.gpus_per_node")
@@ -128,11 +138,13 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
     }
     if cluster.gpu_type:
         amounts[f"gres/gpu:{cluster.gpu_type.lower()}"] = replace(gpus, words=f"GPUs of type {cluster.gpu_type}")
-    if cluster.sbatch.get("overcommit"):  # several tasks share a CPU
-        del amounts["cpu"]
     for name, amount in amounts.items():
-        found += _check_amount(bounds, name, amount, nodes)
-        found += _check_minutes(bounds, name, amount, nodes, cluster.time_limit_min)
+        its = _check_amount(bounds, name, amount, nodes, denies=denies)
+        its += _check_minutes(bounds, name, amount, nodes, cluster)
+        # What a job asks for of memory that is everybody's, and of CPUs that ranks share, is not what SLURM counts.
+        certain = name != "mem" or denies or facts.gives_memory(partition)
+        certain = certain and not (name in ("cpu", "mem") and shares_cpus(cluster))
+        found += its if certain else [replace(one, fatal=False) for one in its]
     return found
 
 
@@ -160,9 +172,9 @@ class Amount:
 
 def _memory_mb(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> int:
     """Return the memory of the job on each node, in MB: what it asks for, or the default; 0: not known."""
-    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    cpus = cpus_on_node(cluster)
     asked = memory_mb_of(cluster, cpus)
-    if asked or cluster.mem_per_node_gb == 0 or cluster.sbatch.get("overcommit"):
+    if asked or cluster.mem_per_node_gb == 0 or shares_cpus(cluster):
         return asked
     of_node, of_cpu = partition.default_memory_mb, partition.default_memory_per_cpu_mb
     if of_node is None and of_cpu is None and "PerGPU" not in facts.config.get("JobDefaults", ""):
@@ -170,7 +182,10 @@ def _memory_mb(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig
     return of_node if of_node is not None else (of_cpu or 0) * cpus
 
 
-def _check_minutes(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, minutes: int) -> list[Finding]:
+def _check_minutes(
+    bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, cluster: ClusterConfig
+) -> list[Finding]:
+    minutes = cluster.time_limit_min
     limit, total = minutes_limit(bounds, name), amount.each * nodes
     if limit is None or name == "mem" or total * minutes <= limit.most:
         return []
@@ -182,11 +197,12 @@ def _check_minutes(bounds: Sequence[Bound], name: str, amount: Amount, nodes: in
             f"the job asks for {total} {amount.words} for {minutes} min, and {limit.of} gives a job {limit.most} of them x "
             "minutes",
             most if fits else "ask for less, or set another cluster.qos",
+            fatal="time-min" not in cluster.sbatch,
         )
     ]
 
 
-def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int) -> list[Finding]:
+def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, *, denies: bool) -> list[Finding]:
     found = []
     each, words, field = amount.each, amount.words, amount.field
     total = each * nodes
@@ -202,5 +218,5 @@ def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int
     # A job that names no amount of memory may get all of a node's.
     if at_least is not None and total < at_least.most and (total or name != "mem"):
         message = f"the job asks for {total} {words}, and {at_least.of} wants at least {at_least.most}"
-        found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos"))
+        found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos", fatal=denies))
     return found
