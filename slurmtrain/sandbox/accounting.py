@@ -38,14 +38,18 @@ DebugLevel=info
 """
 
 
-def accounting_lines(spec: SandboxSpec, port: int) -> str:
-    """Return the lines of slurm.conf by which slurmctld asks slurmdbd, and refuses what accounts and QOS do not allow."""
+def accounting_lines(spec: SandboxSpec, site: Site, port: int) -> str:
+    """Return the lines of slurm.conf by which slurmctld asks slurmdbd, and refuses what accounts and QOS do not allow.
+
+    Whoever talks to slurmdbd finds munge by AccountingStoragePass, and not by AuthInfo (slurm.conf(5)).
+    """
     return f"""\
 
 # Accounts, and their limits.
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
+AccountingStoragePass={site.directory}/munge.sock
 AccountingStorageEnforce=associations,limits,qos
 {"AccountingStorageTRES=gres/gpu" if spec.gpus else ""}
 JobAcctGatherType=jobacct_gather/none

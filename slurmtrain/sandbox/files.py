@@ -95,7 +95,7 @@ def write_files(
         (directory / name).mkdir(mode=0o700)
     texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
     if spec.accounting:
-        texts["slurm.conf"] += accounting_lines(spec, port_of_slurmdbd(spec, first_port))
+        texts["slurm.conf"] += accounting_lines(spec, site, port_of_slurmdbd(spec, first_port))
         texts["slurmdbd.conf"] = slurmdbd_conf(site, port_of_slurmdbd(spec, first_port))
     if CGROUP_PLUGIN_DISABLED.applies_to(version):
         texts["cgroup.conf"] = "CgroupPlugin=disabled\n"  # see SLURMD_NEEDS_CGROUP
