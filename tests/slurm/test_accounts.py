@@ -43,6 +43,7 @@ def accounts(accounting_sandbox: Cluster) -> Cluster:
     """The sandbox with more accounts and QOS: some that are none of this user's, and a partition that has a QOS of its own."""
     cluster = accounting_sandbox
     sacctmgr(cluster, "add", "qos", "small,theirs,ofpart")
+    sacctmgr(cluster, "modify", "account", "root", "set", "QOS+=small")  # only such a QOS can be its default
     sacctmgr(cluster, "add", "account", "lab")
     sacctmgr(cluster, "add", "account", "team", "parent=lab")
     sacctmgr(cluster, "add", "account", "others")
@@ -280,7 +281,7 @@ def test_probe_writes_a_file_with_account_and_qos_with_which_submit_works(accoun
     answer = json.loads(said(accounts, project.path, "probe", "--json"))
     assert answer["refused"] is None
     assert answer["values"]["account"] == ACCOUNT
-    text = Path(answer["file"]).read_text()
+    text = (project.path / answer["file"]).read_text()
     assert f"it is {LOW} unless you name one" in text, text
     assert "QOS" in text and "preempt" in text, text
 

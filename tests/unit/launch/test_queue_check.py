@@ -429,11 +429,16 @@ def test_a_hint_is_in_the_unit_of_its_field() -> None:
 
 
 def test_a_job_that_names_no_memory_has_the_default_which_is_limited_too() -> None:
-    no_memory = {"account": "physics", "mem_per_node_gb": None}
+    no_memory: dict[str, Any] = {"account": "physics", "mem_per_node_gb": None}
     facts = limited("normal", tres={"mem": 239999})  # DefMemPerCPU=4000, and 60 CPUs
     found = fatal(facts, **no_memory)
     assert "the job asks for 240000 MB of memory" in found.message
-    for fields in ({"default_memory_mb": 1000}, {"default_memory_per_cpu_mb": 1000}, {"default_memory_mb": 0}):
+    others: list[dict[str, Any]] = [
+        {"default_memory_mb": 1000},
+        {"default_memory_per_cpu_mb": 1000},
+        {"default_memory_mb": 0},
+    ]
+    for fields in others:
         partitions = tuple(replace(each, **fields) for each in facts.partitions)
         assert findings(replace(facts, partitions=partitions), **no_memory) == []
 
