@@ -292,6 +292,7 @@ def _master(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
                 f"{cluster.rendezvous_timeout_s} s",
                 hint="see rank 0's log",
+                because_of_peer=True,
             )
         pauses.pause()
     host = "127.0.0.1" if found["machine"] == machine() else _reachable(found)
