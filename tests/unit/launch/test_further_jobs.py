@@ -442,6 +442,26 @@ def test_every_run_of_a_pack_has_its_bad_nodes_left_out(make: Make, slurm: FakeS
     assert "update JobId=100 ExcNodeList=n2,n3" in job.changes
 
 
+def test_where_slurm_refuses_to_requeue_a_pack_each_run_gets_a_job_or_says_why_it_has_none(
+    make: Make, slurm: FakeSlurm
+) -> None:
+    job = Requeued(slurm, make, refuse=99, words="Requested operation is presently disabled")
+    others = [make(job_ids=("100",)) for _ in range(2)]
+    for run in others:
+        stopped(run, "requeue", sentence="preempted; it is requeued")
+    runs = [job.run, *others]
+    submitted = (slurm.directory / "sbatch").read_text()
+    refusal = f'case "$*" in *:{job.run.id}:1*) echo "sbatch: error: Invalid account" >&2; exit 1;; esac\n'
+    slurm.command("sbatch", refusal + submitted.partition("here=")[2].partition("\n")[2])
+    with pytest.raises(ClusterError, match=f"for 1 of 3 runs: run {job.run.id}: .*Invalid account") as raised:
+        resubmit.requeue([(run, 1) for run in runs], "100", SlurmClient(), restart_count=0, sleep=no_sleep)
+    assert "submitted again as job 101, 102" in raised.value.message
+    records = [attempts.read_attempt(run, 1) for run in runs]
+    assert [record.verdict for record in records] == ["end", "resubmit", "resubmit"]
+    assert "preempted; no new job could be submitted: " in (records[0].sentence or "")
+    assert [run.info()["job_ids"][1:] for run in runs] == [[], ["101"], ["102"]]
+
+
 # requeue.mode=chain.
 
 
