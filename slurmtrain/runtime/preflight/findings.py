@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -145,8 +145,3 @@ def error_of(found: Sequence[Finding]) -> PreflightError | None:
         nodes=nodes,
         told_all=True,
     )
-
-
-def as_warning(finding: Finding) -> Finding:
-    """Return it as one with which training may begin."""
-    return replace(finding, fatal=False)
