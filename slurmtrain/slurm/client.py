@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.system import records
 from slurmtrain.system.node_copies import without_copies
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
@@ -84,10 +86,31 @@ class JobFacts:
     excluded: str = ""
     nodes: str = ""
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> JobFacts | None:
+        """Return the facts in a record that this or another version has written; None if it does not tell the state.
+
+        Fields that this version does not know, and values of another kind, are left out.
+        """
+        known = {name: value for name, value in values.items() if name in _FACTS and _FACTS[name].holds(value)}
+        return cls(**known) if "state" in known else None
+
     @property
     def preempted(self) -> bool:
         """Whether SLURM has announced that it preempts this start of the job."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+_FACTS = {
+    "state": records.TEXT,
+    "reason": records.TEXT,
+    "restarts": records.COUNT,
+    "start_time": records.TIME | records.NOTHING,
+    "end_time": records.TIME | records.NOTHING,
+    "preempt_time": records.TIME | records.NOTHING,
+    "excluded": records.TEXT,
+    "nodes": records.TEXT,
+}
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.schema import JobConfig
+from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.client import JobFacts
 from slurmtrain.system import descendants
-from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class ProgramStopper:
         pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
         descendants.send(stop_signal, pids)
         while not self._closed.wait(LOOK_EVERY_S):
-            facts = (read_json(self._context.attempt_dir.stop_file) or {}).get("facts")
-            until = end_of_grace(first.time, self._job.stop_grace_s, JobFacts(**facts) if facts else None)
+            facts = attempts.facts_when_told(self._context.attempt_dir)
+            until = end_of_grace(first.time, self._job.stop_grace_s, facts)
             if time.time() >= until:
                 self._end(time.time() - first.time)
                 return

@@ -18,6 +18,7 @@ from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UsageEr
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs import attempts
+from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs import map_task
@@ -80,8 +81,8 @@ def test_results_come_back_and_what_raised_raises_with_the_traceback_of_the_job(
     assert "in twice" in str(unread.value.__cause__)
     with pytest.raises((NoLuckError, RunFailedError)):
         calls.results(timeout_s=5)
-    failure = attempts.first_failure(calls[1]._run_dir.attempt(1))
-    assert failure is not None and failure.exit_code == 78 and "no luck with 2" in failure.sentence
+    first = Failures.read(calls[1]._run_dir.attempt(1)).first()
+    assert first is not None and first.failure.exit_code == 78 and "no luck with 2" in first.sentence
 
 
 def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:
