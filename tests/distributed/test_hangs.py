@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt, found_hang
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.failures import found_hang
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.leaving import timed_out
 from slurmtrain.runtime.watchdog.watchdog import Watchdog

@@ -419,7 +419,7 @@ def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) 
     config = Config()
     config.cluster.backend = Backend.LOCAL
     attempt = begin(run, nodes=["vm"])
-    record_failure(run.attempt(attempt.number), 0, Failure(78, "a disk is full", bad_nodes=["vm"]))
+    record_failure(run.attempt(attempt.number), 0, Failure(78, "a disk is full", bad_nodes=("vm",)))
     outcome = finish_attempt(run, attempt.number, 78, config, None)
     assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
@@ -577,7 +577,12 @@ def test_all_evidence_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch)
         record_failure(directory, rank, Failure(1, "boom"))
     opened: list[str] = []
     real = records.open_with_size
-    monkeypatch.setattr(records, "open_with_size", lambda path: opened.append(path.name) or real(path))
+
+    def open_with_size(path: Path) -> tuple[int, int]:
+        opened.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(records, "open_with_size", open_with_size)
     finish_attempt(run, 1, 137, Config(), None)
     assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
 

@@ -84,7 +84,12 @@ def test_a_full_disk_below_a_ranks_log_does_not_change_its_exit_code(code: int) 
     script = f"from slurmtrain.runtime.leaving import leave; print('the last words', end=''); leave({code})"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", script], env=clean_environment(), stdout=full, stderr=full, timeout=60, check=False
+            [sys.executable, "-c", script],
+            env={**clean_environment(), "PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=full,
+            timeout=60,
+            check=False,
         )
     assert done.returncode == code
 
