@@ -75,7 +75,7 @@ def _files(source: Path) -> list[Path]:
         f"{source} has neither {SINGLE} nor {INDEX}",
         hint=f"{pickled.name} is a pickle; write the folder anew with save_pretrained of a newer transformers"
         if pickled is not None
-        else "name a folder as save_pretrained writes it",
+        else "name a folder written by save_pretrained",
     )
 
 

@@ -71,7 +71,7 @@ def for_new_job(runs: Sequence[RunDir], script: Path, client: SlurmClient, confi
     try:
         own = _nodes_of(directive(script.read_text(), "exclude"))
     except (OSError, EnvironmentMismatchError) as error:
-        log.warning("no blamed node is left out: cluster.exclude cannot be read: %s", error)
+        log.warning("no blamed node is excluded: cluster.exclude cannot be parsed: %s", error)
         return Exclusion()
     return _checked(runs, script, client, own, [each for each in blamed if each.node not in own]) or Exclusion()
 

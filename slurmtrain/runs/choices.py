@@ -157,13 +157,13 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     path = run_dir.choices / made[number] / "claim.json"
     values = read_json(path)
     if values is None or any(key not in values for key in _OF_A_CLAIM):
-        raise UnreadableRecordError(f"{path} does not say who has taken the run")
+        raise UnreadableRecordError(f"{path} does not say who took the run")
     records.check_fields(values, _OF_A_CLAIM, path)
     choice, job_id = values["choice"], values["job_id"]
     if choice is None:
         return number, None
     if not records.is_job_id(job_id):
-        raise UnreadableRecordError(f"{path}: job_id is no job id")
+        raise UnreadableRecordError(f"{path}: job_id is not a job ID")
     return number, Claim(number, choice, job_id)
 
 

@@ -117,7 +117,7 @@ class SlurmClient:
     """A client of one cluster.
 
     Args:
-        slurm_conf: path of a slurm.conf other than the machine's own.
+        slurm_conf: path of a slurm.conf to use instead of the machine's own.
         run: the command runner.
     """
 

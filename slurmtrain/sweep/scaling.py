@@ -51,7 +51,7 @@ def _at(config: Config, nodes: int, *, strong: bool, steps: int) -> Config:
     batch = config.train.global_batch_size * nodes
     if not strong and batch % usual:
         raise ConfigError(
-            f"train.global_batch_size={config.train.global_batch_size} on {usual} nodes is no whole number of sequences on "
+            f"train.global_batch_size={config.train.global_batch_size} on {usual} nodes is not a whole number of sequences on "
             f"{nodes}",
             hint=f"a multiple of {usual}, or --strong",
         )
@@ -88,8 +88,8 @@ def parse_sizes(text: str) -> list[int]:
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) for word in words):
-        raise UsageError(f"--nodes {text}: numbers of nodes were expected", hint="--nodes 1,2,4,8")
+        raise UsageError(f"--nodes {text}: expected numbers of nodes", hint="--nodes 1,2,4,8")
     sizes = sorted({int(word) for word in words})
     if len(sizes) < 2:
-        raise UsageError(f"--nodes {text}: two sizes at least can be compared", hint="--nodes 1,2,4,8")
+        raise UsageError(f"--nodes {text}: expected at least two sizes", hint="--nodes 1,2,4,8")
     return sizes

@@ -376,7 +376,7 @@ def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(swe
     run_dir = sweep.run_dir(sweep.members(0)[1])
     attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), job_id="4242_1", started=1.0))
     said = sweeper.cli("resume", run_dir.id, check=False)
-    assert "is to be submitted with others of its sweep" in said and f"sweep retry {sweep.id}" in said
+    assert "has to be submitted together with its sweep" in said and f"sweep retry {sweep.id}" in said
     assert sweeper.submit(*words) == sweep
     assert sweep.job_id(0) == "4242" and list(sweeper.queue().values()) == [3]
     assert "4242_1" in run_dir.info()["job_ids"]

@@ -97,7 +97,7 @@ def mean_time_between_failures(
     if observed_failures < 0 or not (0 <= observed_s < math.inf):
         raise ValueError(f"{observed_failures} failures in {observed_s} s cannot have been observed")
     if not (0 < per_node_day < math.inf):
-        raise ValueError(f"{per_node_day} failures per node and day is no rate")
+        raise ValueError(f"{per_node_day} failures per node and day is not a valid rate")
     expected_s = DAY_S / (nodes * per_node_day)
     return (expected_s + observed_s) / (1 + observed_failures)
 

@@ -308,7 +308,7 @@ def _arrow(reading: Reading) -> Iterator[Record]:
                     reading.done = file.tell() - piece.start
             file.seek(piece.source.size - len(ARROW_END))
             if file.read() != ARROW_END:
-                raise ConfigError(f"{path} is torn: it has no end", hint="copy it again")
+                raise ConfigError(f"{path} is incomplete: it has no end", hint="copy it again")
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, "an Arrow stream, as `datasets` saves them", error) from None
 

@@ -28,8 +28,8 @@ def check_time(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig
     return [
         Finding(
             "cluster.time_limit_min",
-            f"cluster.time_limit_min={asked} is more than partition {partition.name} gives, {most} (MaxTime)",
-            f"write at most cluster.time_limit_min={most}; a run goes on after each job by itself",
+            f"cluster.time_limit_min={asked} is more than partition {partition.name} allows, {most} (MaxTime)",
+            f"set at most cluster.time_limit_min={most}; a run continues automatically after each job",
             fatal=not (_may_lift(facts, partition, cluster, "partitiontimelimit") or "time-min" in cluster.sbatch),
         )
     ]
@@ -44,8 +44,8 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {needed} nodes is more than partition {partition.name} gives, {partition.max_nodes} (MaxNodes)",
-                f"write at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
+                f"a job of {needed} nodes is more than partition {partition.name} allows, {partition.max_nodes} (MaxNodes)",
+                f"set at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionmaxnodes"),
             )
         )
@@ -53,9 +53,9 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} asks for, "
+                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} requires, "
                 f"{partition.min_nodes} (MinNodes)",
-                f"write at least cluster.nodes={partition.min_nodes}",
+                f"set at least cluster.nodes={partition.min_nodes}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionminnodes"),
             )
         )
@@ -77,7 +77,7 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
         Finding(
             "cluster.mem_per_node_gb",
             f"the job asks for {words} and partition {partition.name} gives it {most} (MaxMemPerNode)",
-            f"write at most cluster.mem_per_node_gb={most // 1024}",
+            f"set at most cluster.mem_per_node_gb={most // 1024}",
         )
     ]
 
@@ -105,7 +105,7 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
             Finding(
                 "cluster.time_limit_min",
                 f"cluster.time_limit_min={cluster.time_limit_min} is more than {wall.of} gives a job, {wall.most}",
-                f"write at most cluster.time_limit_min={wall.most}; a run goes on after each job by itself",
+                f"set at most cluster.time_limit_min={wall.most}; a run continues automatically after each job",
             )
         )
     amounts = {
@@ -131,7 +131,7 @@ def _check_amount(bounds: Sequence[Bound], name: str, each: int, nodes: int, wor
     whole, of_node, at_least = job_limit(bounds, name), node_limit(bounds, name), least(bounds, name)
     if whole is not None and total > whole.most:
         fits = whole.most // each if each else 0
-        hint = f"write at most cluster.nodes={fits}" if fits else f"write at most {field}={max(whole.most, 0)}"
+        hint = f"set at most cluster.nodes={fits}" if fits else f"write at most {field}={max(whole.most, 0)}"
         message = f"the job asks for {total} {words}, and {whole.of} gives a job {whole.most}"
         found.append(Finding(field if not fits else "cluster.nodes", message, hint))
     elif of_node is not None and name != "node" and each > of_node.most:

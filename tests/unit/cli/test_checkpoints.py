@@ -278,7 +278,7 @@ def test_what_somebody_reads_stays(run: RunDir, capsys: Out) -> None:
     with retention.reading(run.checkpoints / "checkpoint_0000010"):
         assert main(["checkpoints", "last", "prune"]) == 0
     assert steps(run) == [10, 30, 40]
-    assert "checkpoint_0000010 is being read and stays" in capsys.readouterr().out
+    assert "checkpoint_0000010 is being read and is kept" in capsys.readouterr().out
 
 
 def test_damaged_ones_go_on_request_alone(run: RunDir) -> None:
@@ -293,7 +293,7 @@ def test_the_last_trace_of_a_run_is_never_removed(run: RunDir, capsys: Out) -> N
     for path in committed(run.checkpoints):
         set_aside(path)
     assert main(["checkpoints", "last", "prune", "--damaged"]) == 1
-    assert "has no sound checkpoint, so nothing was removed" in capsys.readouterr().err
+    assert "has no valid checkpoint, so nothing was removed" in capsys.readouterr().err
     assert len(list(run.checkpoints.glob("*damaged*"))) == 4
 
 
@@ -371,7 +371,7 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
     assert main(["checkpoints", "start", "import", "folder"]) == 0
     path = Path("start/checkpoint_0000000")
     assert capsys.readouterr().out.splitlines()[1] == (
-        f"to begin with them: checkpoint.restore_from={path} checkpoint.restore_only=model"
+        f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
     )
     assert main(["checkpoints", str(path), "verify"]) == 0
     assert (
@@ -388,7 +388,7 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
     [
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
         (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
-        (["out.pt", "--format", "safetensors"], 2, "out.pt is no name for --format safetensors"),
+        (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
         (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
         (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is no size"),
         (["out"], 2, "out has no suffix of a known format"),

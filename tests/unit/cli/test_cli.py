@@ -324,8 +324,8 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence", "hint"),
     [
-        ([], "no verb was given", "submit, render, train, status"),
-        (["train.steps=3"], "no verb was given", "--help"),
+        ([], "no verb given", "submit, render, train, status"),
+        (["train.steps=3"], "no verb given", "--help"),
         (["submt"], "there is no verb 'submt'", "submit"),
         (["stauts", "last"], "there is no verb 'stauts'", "status"),
         (["submit", "xyz"], "cannot read 'xyz'", "known are"),

@@ -104,14 +104,14 @@ def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--tokens", "many"], 2, "--tokens many: a number of tokens was expected"),
-        (["--tokens", "0"], 2, "--tokens 0: a number of tokens was expected"),
+        (["--tokens", "many"], 2, "--tokens many: expected a number of tokens"),
+        (["--tokens", "0"], 2, "--tokens 0: expected a number of tokens"),
         (["--tokens", "1e99"], 2, "--tokens 1e99"),
         (["--from", "nothing"], 2, "there are no runs under"),
         (["job=command", "job.command=true"], 78, "plan is for the trainer's runs"),
         (["model._target_=my.Model"], 78, "the arithmetic of plan is that of our own decoder"),
-        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is no rate"),
-        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is no rate"),
+        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is not a valid rate"),
+        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is not a valid rate"),
         (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
     ],
 )

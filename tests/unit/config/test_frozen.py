@@ -209,7 +209,7 @@ def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str
     """`sweep retry` and the tables would go by what it was before."""
     with pytest.raises(UsageError, match=f"{told}.*") as error:
         check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
-    assert error.value.hint == "submit it as a run of its own"
+    assert error.value.hint == "submit it as a separate run"
     check_of_one_run(["train.steps=9", "optim.lr_min=1"], ["optim.lr=0.1", "model=tiny"])
 
 

@@ -92,7 +92,7 @@ def test_a_command_is_taken_apart(
         ("accelerate", "accelerate launch --num_machines 2 train.py", "--num_machines is derived"),
         ("deepspeed", "deepspeed -H hosts train.py", "-H is derived"),
         ("torchrun", "torchrun ./train", "which word of"),
-        ("torchrun", "python", "names no program"),
+        ("torchrun", "python", "contains no program"),
         ("torchrun", "train.py --log $RANK.log", "$RANK cannot be filled in"),
         ("torchrun", r"train.py --log a\${LOCAL_RANK}", "${LOCAL_RANK} cannot be filled in"),
     ],

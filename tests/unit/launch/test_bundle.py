@@ -164,7 +164,7 @@ def test_a_bundle_never_holds_a_secret(
     for said in (
         "code/client.py holds the value of MY_TOKEN",
         "code/.env is a file that usually holds secrets",
-        "code/notes.txt looks as if it held a secret, in line 2",
+        "code/notes.txt seems to contain a secret, in line 2",
     ):
         assert said in refused.value.message
     with pytest.raises(ConfigError, match="MY_TOKEN"):

@@ -102,7 +102,7 @@ def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_re
         UsageError, match=rf"(?s){word.lstrip('+').partition('=')[0]}: .* cannot change after step 100.*{reason}"
     ) as error:
         check_meaning(OURS, changes, 100)
-    assert "submit it as a run of its own" in (error.value.hint or "")
+    assert "submit it as a separate run" in (error.value.hint or "")
     check_meaning(OURS, changes, None)  # without a checkpoint there is nothing that it could change
     check_meaning(OURS, OURS, 100)
 

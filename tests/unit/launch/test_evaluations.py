@@ -113,7 +113,7 @@ def test_what_was_the_training_s_own_is_not_the_evaluation_s() -> None:
         (["eval.metrics.acuracy=true"], "eval.metrics.acuracy: there is no such metric"),
         (["eval.metrics.top5=5"], "eval.metrics.top5=5 has no _target_"),
         (["eval.sets.wiki=/data/wiki"], "eval.sets.wiki='/data/wiki' has no _target_"),
-        (["eval.sets.valid={_target_: a.B}"], "'valid', which is no name for a set"),
+        (["eval.sets.valid={_target_: a.B}"], "'valid', which is not a valid name of a set"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(overrides: list[str], words: str) -> None:

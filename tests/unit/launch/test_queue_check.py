@@ -86,7 +86,7 @@ def test_a_partition_that_is_drained_takes_no_jobs_unless_another_gets_them() ->
     assert "State=DRAIN" in found.message
     instead = findings(changed("gpu", state="DRAIN", alternate="urgent"), account="physics")
     assert [each.message for each in instead] == [
-        "partition gpu takes no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
+        "partition gpu accepts no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
     ]
     assert not instead[0].fatal
     first, *_ = findings(changed("gpu", state="INACTIVE", alternate="mig"), account="physics")
@@ -156,7 +156,7 @@ def test_a_limit_of_the_partition_on_what_a_job_has_of_a_node_counts() -> None:
         WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0}
     )  # sbatch takes it, and it waits: MaxMemPerLimit
     assert "all memory of a node, 128000 MB, and partition debug gives it 64000" in found.message
-    assert found.hint == "write at most cluster.mem_per_node_gb=62"
+    assert found.hint == "set at most cluster.mem_per_node_gb=62"
 
 
 def test_nodes_that_may_still_join_refuse_no_job() -> None:
@@ -290,7 +290,7 @@ def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allow
         findings(changed("gpu", allowed_accounts=("Physics",), denied_accounts=("physics",)), account="physics") == []
     )
     (found,) = findings(changed("gpu", denied_accounts=("PHYSICS",)), account="physics")
-    assert "does not take account physics" in found.message and found.hint == "it takes: biology"
+    assert "does not accept account physics" in found.message and found.hint == "it takes: biology"
     denied = changed("gpu", allowed_qos=None, denied_qos=("Normal",))
     found = next(each for each in findings(denied, account="physics") if each.field == "cluster.qos")
     assert "your default QOS normal: partition gpu does not take it" in found.message
@@ -299,7 +299,7 @@ def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allow
 def test_limits_of_a_qos_come_before_those_of_an_account() -> None:
     found = fatal(account="physics", qos="high", nodes=3, time_limit_min=240)
     assert found.message == "the job asks for 12 GPUs, and QOS high gives a job 8"
-    assert found.hint == "write at most cluster.nodes=2"
+    assert found.hint == "set at most cluster.nodes=2"
     found = fatal(time_limit_min=1441)
     assert "account biology gives a job, 1440" in found.message
     assert "QOS high gives a job, 240" in fatal(qos="high", time_limit_min=1440).message
@@ -309,7 +309,7 @@ def test_what_all_jobs_of_an_account_may_have_together_bounds_one_job() -> None:
     found = fatal(account="physics", nodes=4)
     assert "16 GPUs" in found.message
     assert "account physics (all of its jobs together) gives a job 12" in found.message
-    assert found.hint == "write at most cluster.nodes=3"
+    assert found.hint == "set at most cluster.nodes=3"
 
 
 def test_accounts_above_the_persons_own_bound_a_job_too_and_the_least_counts() -> None:

@@ -71,7 +71,7 @@ def test_the_steps_of_the_config_are_a_range() -> None:
     validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
     for more, said in (
         (["observe.profile_steps=21-22"], "there is no such step"),
-        (["observe.profile_ranks=[2]"], "2 is none of the ranks 0 to 1"),
+        (["observe.profile_ranks=[2]"], "2 is not one of the ranks 0 to 1"),
         (["observe.profile_ranks=[1,1]"], "named twice"),
         (["observe.profile_steps=3", "job=command", "job.command=true"], "for our own trainer"),
     ):

@@ -399,7 +399,7 @@ def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
 def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train").chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody may replace what is in"):
+    with pytest.raises(ConfigError, match="everybody can replace files in"):
         create_run_dir(tmp_path, "train")
     (tmp_path / "train").chmod(0o1777)
     assert create_run_dir(tmp_path, "train").path.exists()

@@ -41,8 +41,8 @@ def test_a_range_is_read_as_it_is_typed() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("many", "is no range of ports"),
-        ("29000-", "is no range of ports"),
+        ("many", "is not a range of ports"),
+        ("29000-", "is not a range of ports"),
         ("29100-29000", "29000 is less than 29100"),
         ("80-90", "beyond the ports from 1024 to 65535"),
         ("65000-70000", "beyond the ports from 1024 to 65535"),
