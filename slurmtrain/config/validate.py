@@ -591,7 +591,7 @@ def _check_ranges(config: Config) -> None:
     if config.checkpoint.local is not None and not PurePosixPath(config.checkpoint.local).is_absolute():
         raise ConfigError(
             f"checkpoint.local={config.checkpoint.local} is not an absolute path",
-            hint="name a folder that each node has for itself, as in checkpoint.local=/dev/shm",
+            hint="choose a node-local folder, as in checkpoint.local=/dev/shm",
         )
     if config.checkpoint.local_every_steps and config.checkpoint.local is None:
         raise ConfigError(
@@ -726,7 +726,7 @@ def _check_numbers(config: Config) -> None:
         first, _ = first_and_last(observe.profile_steps)
         if config.job.kind != JobKind.TRAIN:
             raise ConfigError(
-                f"observe.profile_steps={observe.profile_steps!r} needs the built-in trainer, but job.kind is {config.job.kind!r}",
+                f"observe.profile_steps={observe.profile_steps!r} needs the trainer, but job.kind is {config.job.kind!r}",
                 hint="for a program that calls slurmtrain.should_stop() once per step: touch RUN/profile",
             )
         if first > config.train.steps:

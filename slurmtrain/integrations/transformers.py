@@ -113,7 +113,7 @@ def _join(args: Any) -> None:
     """
     if getattr(args, "enable_jit_checkpoint", False):
         raise ConfigError(
-            "enable_jit_checkpoint=True lets each rank stop at a step of its own",
+            "enable_jit_checkpoint=True lets each rank stop at a different step",
             hint="leave it out: all ranks stop together at the next step",
         )
     if session.distributed is None:

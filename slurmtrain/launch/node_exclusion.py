@@ -153,7 +153,7 @@ def _checked(
         return Exclusion(nodes, tuple(blamed))
     why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
     names = ",".join(each.node for each in blamed)
-    log.warning("%s cannot be left out, since the job may then never start: %s", names.replace(",", ", "), why)
+    log.warning("%s cannot be excluded, since the job might then never start: %s", names.replace(",", ", "), why)
     for run in runs:
         run.event(Event.NODES_NOT_LEFT_OUT, nodes=names, why=why)
     return None

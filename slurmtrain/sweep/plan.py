@@ -80,7 +80,8 @@ class SweepPlan:
         first = self.first.job
         if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
             raise ConfigError(
-                f"all points of a sweep need the same job.name and job.runs_dir; these differ: {first.name!r}, {config.job.name!r}",
+                "all points of a sweep need the same job.name and job.runs_dir; "
+                f"these differ: {first.name!r}, {config.job.name!r}",
                 hint="`sweep collect` shows varied keys as columns, so they need not be in the name",
             )
         check_belongs(config, self.first)

@@ -37,7 +37,7 @@ def scaling_configs(config: Config, sizes: Sequence[int], *, strong: bool, steps
         ConfigError: it trains nothing, has no queue, or cannot be on one of these sizes.
     """
     if config.job.kind != JobKind.TRAIN:
-        raise ConfigError(f"scale is for the trainer's runs, and job.kind is {config.job.kind}", hint="job=train")
+        raise ConfigError(f"scale works with the built-in trainer, but job.kind is {config.job.kind}", hint="job=train")
     if config.cluster.backend == Backend.LOCAL:
         raise ConfigError(
             "cluster.backend=local has one node, so there is nothing to compare",

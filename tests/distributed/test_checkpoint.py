@@ -279,7 +279,7 @@ def test_when_all_are_damaged_no_rank_starts_afresh(
     for answer in gloo_ranks(2, refused, directory):
         assert "every checkpoint in" in answer
         assert "is damaged: checkpoint_0000002" in answer
-        assert "delete them to start afresh" in answer
+        assert "delete them to start from scratch" in answer
     # Nor does the next attempt, which finds nothing but what was set aside.
     assert "damaged" in refused(None, directory)
 

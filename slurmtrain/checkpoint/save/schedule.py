@@ -122,12 +122,12 @@ class Interval:
         if self.steps < 0:
             raise CheckpointError(
                 f"saving every {self.steps} steps is not possible",
-                hint="give a number of steps, or 0 to not go by steps",
+                hint="give a number of steps, or 0 to turn this off",
             )
         if not (0 <= self.minutes < math.inf):
             raise CheckpointError(
                 f"saving every {self.minutes} minutes is not possible",
-                hint="give a number of minutes, or 0 to not go by time",
+                hint="give a number of minutes, or 0 to turn this off",
             )
 
 

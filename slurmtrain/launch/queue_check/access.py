@@ -63,7 +63,7 @@ def check_access(
         found.append(
             Finding(
                 "cluster.partition",
-                f"{of} is for the groups {', '.join(partition.allowed_groups or ())} (AllowGroups), and you seem to be in none of them",
+                f"{of} is for the groups {', '.join(partition.allowed_groups or ())} (AllowGroups), and you seem to be in none",
                 fatal=False,  # the controller looks groups up by itself, on another machine
             )
         )

@@ -310,7 +310,7 @@ def _configured_hooks(config: Config) -> list[TrainingHook]:
         hook = build(f"train.hooks[{index}]", values)
         if not isinstance(hook, TrainingHook):
             raise ConfigError(
-                f"train.hooks[{index}]._target_={values['_target_']} is no hook",
+                f"train.hooks[{index}]._target_={values['_target_']} is not a hook",
                 hint="derive it from slurmtrain.training.hooks.TrainingHook",
             )
         hooks.append(hook)
@@ -579,5 +579,5 @@ def build(group: str, values: dict[str, Any]) -> Any:
         reason = f": {cause}" if cause is not None and str(cause) not in first else ""
         raise ConfigError(
             f"{group}._target_={values.get('_target_')}: {first}{reason}",
-            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled right?",
+            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
         ) from None

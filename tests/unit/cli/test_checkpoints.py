@@ -391,7 +391,7 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
         (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
         (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
         (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is no size"),
-        (["out"], 2, "out has no suffix of a known format"),
+        (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )
 def test_an_export_that_cannot_be_is_one_sentence(

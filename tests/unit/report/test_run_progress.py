@@ -174,7 +174,7 @@ def test_a_moment_has_its_day_unless_that_is_today() -> None:
             "drained",
             "sinfo",
         ),
-        ("BadConstraints", "no node is as it asks for", "cluster.constraint"),
+        ("BadConstraints", "no node meets its requirements", "cluster.constraint"),
         ("InvalidAccount", "account", "cluster.account"),
         ("InvalidQOS", "QOS", "cluster.qos"),
     ],
@@ -257,7 +257,7 @@ def test_the_points_of_a_sweep_are_summed_up_first(project: Path, fake_slurm: Fa
     assert headline == f"{sweep['sweep']}: 2 running, 1 waiting; about 1 h 5 min left; lowest loss 1.0000 (point 1)"
     assert header.split() == "point train.steps state step loss tokens/s ETA attempts run".split()
     assert rows[0].split()[:9] == "0 40 running 10/40 2.0000 50 30 min 1".split()
-    assert "as many points of its sweep run as may at once (JobArrayTaskLimit)" in rows[2]
+    assert "its sweep has reached its limit of parallel points (JobArrayTaskLimit)" in rows[2]
     assert main(["sweep", "status", "last", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["eta_s"] for point in points] == [1800.0, 2400.0, None] and points[2]["steps"] == 60
