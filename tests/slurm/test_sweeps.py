@@ -421,7 +421,7 @@ def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_q
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
     assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
     said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
-    assert "2 arrays beside each other, and each runs 2 points at least" in said
+    assert "2 arrays beside each other, and each runs at least 2 points" in said
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
 
 
@@ -435,7 +435,7 @@ def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper:
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"), check=False)
     assert "sweep.pack=2 with requeue.mode=resubmit" in said and "requeue=off" in said
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=1,2"), check=False)
-    assert "share sweep.pack, and these differ: 1, 2" in said
+    assert "must have the same sweep.pack, but these differ: 1, 2" in said
     assert not sweeper.queue() and not (sweeper.path / "runs").exists()
 
 

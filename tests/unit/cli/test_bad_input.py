@@ -28,7 +28,7 @@ BAD_CONFIGS = [
     ([*SLURM, "job.name='../x'"], "job.name is '../x'", "folder"),
     ([*SLURM, "job.name=.."], "job.name is '..'", "folder"),
     ([*SLURM, "job.name=''"], "job.name is ''", "folder"),
-    ([*SLURM, "job.name=" + "x" * 65], "64 at most", "folder"),
+    ([*SLURM, "job.name=" + "x" * 65], "at most 64", "folder"),
     ([*SLURM, "job.name=-rf"], "job.name is '-rf'", "folder"),
     ([*SLURM, "job.kind=trian"], "job.kind=trian is not known", "train, command"),
     ([*SLURM, "job.snapshot=git"], "job.snapshot=git is not known", "auto, cwd, none"),
@@ -103,7 +103,7 @@ BAD_CONFIGS = [
     ),
     (
         [*SLURM, "parallel=hsdp", "parallel.gradient_compression=powersgd"],
-        "gradient_compression=powersgd is for whole replicas",
+        "gradient_compression=powersgd works only with whole replicas",
         "parallel.reduce_dtype=bfloat16",
     ),
     (
@@ -148,11 +148,15 @@ BAD_CONFIGS = [
     ([*SLURM, "job.command='echo a'"], "job.kind is 'train', which does not run a command", "job=command"),
     ([*SLURM, "+cluster.sbatch.outp=x"], "cluster.sbatch has no option 'outp'", "decided by the run directory"),
     ([*SLURM, "+cluster.sbatch.test-only=true"], "cluster.sbatch has no option 'test-only'", "slurmtrain itself"),
-    ([*SLURM, "+cluster.sbatch.mail_type=END"], "cluster.sbatch has 'mail_type', which is no long option", "mail-type"),
+    (
+        [*SLURM, "+cluster.sbatch.mail_type=END"],
+        "cluster.sbatch has 'mail_type', which is not a long option",
+        "mail-type",
+    ),
     (
         [*SLURM, "+cluster.sbatch={--comment: x}"],
         "cluster.sbatch has '--comment', which is no long",
-        "without the dashes",
+        "without the leading dashes",
     ),
     ([*SLURM, "+cluster.sbatch.output=x"], "cluster.sbatch has no option 'output'", "decided by the run directory"),
     ([*SLURM, "+cluster.sbatch.requeue=true"], "cluster.sbatch has no option 'requeue'", "decided by requeue.mode"),
@@ -175,8 +179,8 @@ BAD_CONFIGS = [
     ([*SLURM, "cluster.modules=['cuda\nx']"], "cluster.modules holds", "cluster.setup"),
     ([*SLURM, "+cluster.sbatch.comment='x\ny'"], "cluster.sbatch holds", "cluster.setup"),
     ([*SLURM, "cluster.venv=/v", "cluster.conda_env=c"], "'/v' and cluster.conda_env='c' exclude each other", "null"),
-    ([*SLURM, "cluster.container.kind=pyxis"], "kind=pyxis with cluster.container.image=None", "needs both"),
-    ([*SLURM, "cluster.container.image=a.sif"], "kind=None with cluster.container.image=a.sif", "needs both"),
+    ([*SLURM, "cluster.container.kind=pyxis"], "kind=pyxis with cluster.container.image=None", "set both or neither"),
+    ([*SLURM, "cluster.container.image=a.sif"], "kind=None with cluster.container.image=a.sif", "set both or neither"),
     ([*SLURM, "cluster.container.kind=docker"], "cluster.container.kind=docker is not known", "pyxis, apptainer"),
     ([*SLURM, "cluster.slurm_conf=/x", "cluster.sandbox=y"], "exclude each other", "its own slurm.conf"),
     ([*SLURM, "cluster.slurm_conf=/no/such/file"], "cluster.slurm_conf=/no/such/file is not a file", "null"),
@@ -218,7 +222,7 @@ BAD_WORDS = [
     ([*SLURM, "sweep=2"], "sweep is a group of fields", "one by one: sweep.pack"),
     ([*SLURM, "cluster.container=pyxis"], "cluster.container is a group", "write cluster.container.kind=pyxis"),
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
-    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is none called 'USER'", "for bash write $USER"),
+    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is no key called 'USER'", "for bash write $USER"),
 ]
 
 
@@ -236,7 +240,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     ending = "".join(
         line
         for line in said.err.splitlines(keepends=True)
-        if not re.search("; trying again in about |; looking whether the job is there", line)
+        if not re.search("; trying again in about |; checking whether the job exists", line)
     )
     sentence, *hint = ending.rstrip("\n").split("\n  hint: ")
     assert "\n" not in sentence and sentence.startswith("slurmtrain: error: ")
@@ -419,7 +423,7 @@ def test_train_of_a_folder_that_is_no_run(project: Path, capsys: pytest.CaptureF
 
 def test_train_of_a_run_takes_no_overrides(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said, _ = refused(["train", str(project), "train.steps=3"], capsys)
-    assert code == EXIT_USAGE and "takes its config from the run directory" in said
+    assert code == EXIT_USAGE and "takes its config only from the run directory" in said
 
 
 @pytest.fixture

@@ -323,7 +323,7 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
         (["--keep-last", "1"], "keeping the last 1 checkpoints is not enough"),
         (["--keep-last", "0"], "keeping the last 0 checkpoints is not enough"),
         (["--keep-every", "-5"], "keeping a checkpoint every -5 steps is not possible"),
-        (["--metric", "loss"], "say which checkpoints are the best"),
+        (["--metric", "loss"], "define which checkpoints are best"),
         (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
         (["--best", "x"], "invalid int value"),
         (["--mode", "least"], "invalid choice"),
@@ -390,7 +390,7 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
         (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
         (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
         (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
-        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is no size"),
+        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is not a size"),
         (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )

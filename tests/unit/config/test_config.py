@@ -240,7 +240,7 @@ def test_the_early_warning_leaves_room_for_a_first_step(lead: int, limit: int) -
     ("words", "problem"),
     [
         (["checkpoint.local=copies"], r"checkpoint\.local=copies is not an absolute path"),
-        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 without a folder on the nodes"),
+        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 needs a folder on the nodes"),
         (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=-1"], "must be at least 0"),
         (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"], None),
     ],

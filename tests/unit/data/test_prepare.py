@@ -636,7 +636,7 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
         (save_splits, "several splits"),
-        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection of"),
+        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection or"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read_are_told_in_a_sentence(

@@ -95,7 +95,7 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
     [
         (TokenizerChoice("nowhere.json"), "prepare.tokenizer=nowhere.json cannot be read: No such file"),
         (TokenizerChoice("model.model"), "prepare.tokenizer=model.model is not a known tokenizer"),
-        (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is no tokenizer.json of Hugging Face"),
+        (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is not a Hugging Face tokenizer.json"),
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
         (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is not a token of good.json"),
         (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),

@@ -616,7 +616,7 @@ def test_finish_attempt_counts_the_links_that_are_left_and_ends_the_chain_with_t
     in_queue(slurm, "101|101_N/A|RUNNING|N/A|None")
     assert main([*words, str(run.new_attempt())]) == 0
     assert capsys.readouterr().out == "end\n"
-    assert "no job of the chain is left" in (attempts.read_attempt(run, 2).sentence or "")
+    assert "the chain has no jobs left" in (attempts.read_attempt(run, 2).sentence or "")
 
 
 # submit --after, job.singleton.

@@ -330,7 +330,7 @@ def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:
 
 
 def test_somebody_without_an_account_is_told_so() -> None:
-    assert "no account of yours" in fatal(replace(ALPHA, associations=())).message
+    assert "no account for you" in fatal(replace(ALPHA, associations=())).message
 
 
 def test_a_partition_of_other_groups_is_a_warning_since_the_controller_looks_groups_up_itself() -> None:

@@ -144,31 +144,31 @@ def test_a_moment_has_its_day_unless_that_is_today() -> None:
     ("reason", "says", "advises"),
     [
         ("Priority", "higher priority", ""),
-        ("Resources", "not free", ""),
+        ("Resources", "waits for free resources", ""),
         ("BeginTime", "begin time", "`requeue R` starts it now"),
         ("DependencyNeverSatisfied", "will never start", "`cancel R`"),
-        ("JobArrayTaskLimit", "as many points", ""),
+        ("JobArrayTaskLimit", "limit of parallel points", ""),
         ("JobHeldUser", "owner", "`requeue R` releases"),
-        ("JobHeldAdmin", "administrator", "only who runs the cluster"),
+        ("JobHeldAdmin", "administrator", "only an administrator can release it"),
         ("launch failed requeued held", "could not start", "`requeue R`"),
         ("launch_failed_requeued_held", "could not start", "`requeue R`"),
-        ("QOSMaxJobsPerUserLimit", "your jobs run at the limit of its QOS", "have ended"),
-        ("QOSMaxGRESPerUser", "your jobs run at the limit of its QOS", "have ended"),
-        ("AssocMaxJobsLimit", "your jobs run at the limit of its account", "have ended"),
+        ("QOSMaxJobsPerUserLimit", "your jobs have reached the limit of its QOS", "have ended"),
+        ("QOSMaxGRESPerUser", "your jobs have reached the limit of its QOS", "have ended"),
+        ("AssocMaxJobsLimit", "your jobs have reached the limit of its account", "have ended"),
         ("MaxGRESPerAccount", "all jobs of its account", "have ended"),
         ("AssocGrpCpuLimit", "all jobs of its account", "have ended"),
         ("QOSGrpGRES", "all jobs of its QOS", "have ended"),
         ("AssocGrpGRESMinutes", "the time of its account is used up", "ask"),
-        ("AssocGrpCPURunMinutesLimit", "time before them", "have ended"),
-        ("QOSMaxWallDurationPerJobLimit", "more than its QOS gives a single job", "`cancel R`; ask for less"),
-        ("AssocMaxNodePerJobLimit", "more than its account gives a single job", "ask for less"),
+        ("AssocGrpCPURunMinutesLimit", "limit on remaining time", "have ended"),
+        ("QOSMaxWallDurationPerJobLimit", "more than its QOS allows for a single job", "`cancel R`; ask for less"),
+        ("AssocMaxNodePerJobLimit", "more than its account allows for a single job", "ask for less"),
         ("AssociationResourceLimit", "its account is at a limit", ""),
-        ("QOSMinGRES", "less than its QOS wants", "ask for more"),
-        ("PartitionTimeLimit", "that much time", "cluster.time_limit_min"),
+        ("QOSMinGRES", "less than its QOS requires", "ask for more"),
+        ("PartitionTimeLimit", "exceeds that of its partition", "cluster.time_limit_min"),
         ("PartitionNodeLimit", "number or kind of nodes", "cluster.spare_nodes"),
         ("PartitionDown", "starts no jobs", "`sinfo`"),
         ("ReqNodeNotAvail, UnavailableNodes:n[0-3]", "down, drained or reserved", "`sinfo -R`"),
-        ("ReqNodeNotAvail, Reserved for maintenance", "kept for maintenance", "cluster.time_limit_min"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "reserved for maintenance", "cluster.time_limit_min"),
         (
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
             "drained",
@@ -214,7 +214,7 @@ def test_the_table_shows_how_far_each_run_is_and_why_one_waits(make: Make, fake_
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == "run name state step loss valid loss tokens/s ETA attempts".split()
     assert " ".join(rows[0].split()) == f"{trains.id} train running 60/200 2.1250 2.2500 12.3k 5 min 1 attempt 1, job 1"
-    assert "not free yet (Resources); SLURM expects to start it in about 2 h 10 min (" in rows[1]
+    assert "waits for free resources (Resources); SLURM expects to start it in about 2 h 10 min (" in rows[1]
     assert rows[2].rstrip().endswith("jobs of higher priority come first (Priority)")  # its estimate has passed by
     assert (fake_slurm.directory / "asked").read_text() == "squeue\n"
 
@@ -401,8 +401,8 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--watch"], "--watch draws on a terminal"),
-        (["--watch", "--json"], "--watch is for a person"),
+        (["--watch"], "--watch needs a terminal"),
+        (["--watch", "--json"], "--watch and --json exclude each other"),
         (["--watch", "--every", "0"], "--every 0: at least 1 second"),
         (["--watch", "--every", "nan"], "--every nan: at least 1 second"),
     ],

@@ -82,4 +82,4 @@ def test_a_record_that_is_none_is_one_sentence(project: Path, capsys: pytest.Cap
     record.unlink()
     record.write_text('{"packages": [[[')  # torn
     assert main(["runs", "compare", a.id, b.id]) == 0
-    assert "what b ran with is not known" in capsys.readouterr().out
+    assert "what b used is not known" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_the_first_report_of_an_attempt_and_when_it_has_caught_up_are_told(
 
 def test_outside_of_a_run_the_verb_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["progress", "10"]) == 2
-    assert "works inside of a run only: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
+    assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
     assert main(["progress", "ten"]) == 2
     assert "'ten' is no number of steps" in capsys.readouterr().err
 

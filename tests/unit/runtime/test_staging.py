@@ -365,7 +365,7 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
             ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif", "cluster.stage.code=true"],
             "would not see the copies",
         ),
-        (["sweep.pack=2", "cluster.stage.environment=true"], "each copy for themselves"),
+        (["sweep.pack=2", "cluster.stage.environment=true"], "make its own copies"),
         (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
     ],
 )
