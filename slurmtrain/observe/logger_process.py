@@ -296,7 +296,7 @@ def build_logger(name: str, config: Any) -> Logger:
             cause = error.__cause__ or error
             raise ConfigError(
                 f"observe.loggers.{name}._target_={config.observe.loggers[name].get('_target_')}: {cause}",
-                hint="is it importable where the job runs, and are its arguments spelled correctly?",
+                hint="can it be imported where the job runs, and are its arguments spelled correctly?",
             ) from None
     if not isinstance(built, Logger):
         missing = [method for method in ("open", "log", "evaluated", "flush", "close") if not hasattr(built, method)]

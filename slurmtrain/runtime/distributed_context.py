@@ -157,7 +157,7 @@ def environment_of_process_group(detected: Environment) -> Environment:
     if size < detected.world_size:
         raise EnvironmentMismatchError(
             f"torch's process group has {size} ranks, and the job has {detected.world_size}",
-            hint="let slurmtrain.init() make the process group, or make it with init_method='env://'",
+            hint="let slurmtrain.init() create the process group, or create it with init_method='env://'",
         )
     # As from cluster=local, which leaves everything else to these variables.
     variables = {LAUNCHER_VARIABLE: "local", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **os.environ}

@@ -160,7 +160,7 @@ def _build_source(config: Config, vocabulary: int | None) -> SourceSpec:
     if source.train is None:
         raise ConfigError(
             f"data._target_={config.data['_target_']} has no attribute `train`",
-            hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
+            hint="the data object must have `train` and, optionally, `valid`: data sets with len() and [i]",
         )
     check_vocabulary(vocabulary, source.vocab_size)
     return source
@@ -339,7 +339,7 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
     if not train.repeat and samples > once:
         raise ConfigError(
             f"train.steps={train.steps} of {train.global_batch_size} samples see one of them again after {once:,}",
-            hint=f"train.steps={once // train.global_batch_size} see none twice; train.repeat=true lets them",
+            hint=f"train.steps={once // train.global_batch_size} repeat none; train.repeat=true allows it",
         )
 
 
