@@ -76,7 +76,7 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
         (project / "hold").unlink()
 
     done = sandbox.run(command, cwd=project, timeout_s=400)
-    assert f"sweep {sweep.id} already exists" in done.stderr and "is done" in done.stdout
+    assert f"sweep {sweep.id} is there already" in done.stderr and "is done" in done.stdout
     losses = {}
     for point in sweep.points():
         run_dir = sweep.run_dir(point.run_id)

@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag

@@ -150,7 +150,7 @@ def test_removing_the_surplus_leaves_no_surplus(checkpoints: list[Kept], keep: K
         ({"last": -3}, "last -3 checkpoints is not enough"),
         ({"every": -1}, "every -1 steps is not possible\n  hint: give a number of steps, or 0"),
         ({"best": -2}, "the -2 best checkpoints is not possible\n  hint: give a number of checkpoints, or 0"),
-        ({"mode": "least"}, "'least' does not say which valid_loss is the best\n  hint: write \"min\""),
+        ({"mode": "least"}, "'least' is not a valid mode for valid_loss\n  hint: write \"min\""),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_with_its_value_and_a_hint(wrong: dict[str, int], message: str) -> None:

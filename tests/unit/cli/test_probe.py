@@ -126,7 +126,7 @@ def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
     ("text", "code", "words"),
     [
         ("[]\n", 78, "has no fields"),
-        ("a: [\n", 78, "is no YAML"),
+        ("a: [\n", 78, "is not valid YAML"),
         ("nodez: 3\n", 2, "nodez"),
         ("backend: local\n", 2, "is not a SLURM cluster"),
         ("nodes: many\n", 78, "many"),

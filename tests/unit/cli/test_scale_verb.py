@@ -99,7 +99,7 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--steps", "3"], 2, "--steps 3: at least 10 were expected"),
+        (["--steps", "3"], 2, "--steps 3: expected at least 10"),
         (["--nodes", "1"], 2, "expected at least two sizes"),
         (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
         (["--strong", "--weak"], 2, "exclude each other"),

@@ -627,7 +627,7 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
         (lambda raw: raw.joinpath("a.arrow").write_bytes(b"nothing, but long enough"), "cannot be read as an Arrow stream"),
         (lambda raw: save_damaged(raw / "d", 700), "00001-of"),
-        (lambda raw: save_damaged(raw / "d", -8), "is torn"),
+        (lambda raw: save_damaged(raw / "d", -8), "is incomplete"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is compressed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs contain no document"),

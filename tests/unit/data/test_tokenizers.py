@@ -99,7 +99,10 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
         (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is not a token of good.json"),
         (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),
-        (TokenizerChoice("good.json", pattern="gpt2"), "prepare.tiktoken_pattern=gpt2, but good.json is no file"),
+        (
+            TokenizerChoice("good.json", pattern="gpt2"),
+            "prepare.tiktoken_pattern=gpt2, but good.json is not a tiktoken file",
+        ),
         (TokenizerChoice("mine.tiktoken", eos="256"), "prepare.tokenizer=mine.tiktoken is not one of gpt2"),
         (
             TokenizerChoice("mine.tiktoken", pattern="gpt2"),

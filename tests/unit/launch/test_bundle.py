@@ -162,7 +162,7 @@ def test_a_bundle_never_holds_a_secret(
         pack(run)
     assert "opensesame" not in str(refused.value) and token not in str(refused.value)
     for said in (
-        "code/client.py holds the value of MY_TOKEN",
+        "code/client.py contains the value of MY_TOKEN",
         "code/.env is a file that usually holds secrets",
         "code/notes.txt seems to contain a secret, in line 2",
     ):
@@ -180,13 +180,13 @@ def test_a_bundle_never_holds_a_secret(
         pack(run, exclude=["client.py", ".env"], allow=["notes.txt"])
     pack(run, exclude=["client.py", ".env"], allow=["notes.txt", "config.yaml"])
     run.config_file.write_text(config.replace("  env: {}", "  env:\n    NAMED: opensesame"))
-    with pytest.raises(ConfigError, match=r"config\.yaml holds the value of MY_TOKEN"):
+    with pytest.raises(ConfigError, match=r"config\.yaml contains the value of MY_TOKEN"):
         pack(run, exclude=["client.py", ".env"], allow=["*"])
 
 
 def test_a_secret_in_the_changes_of_a_file_goes_with_the_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "WIDTH = 8")  # what git has of the file, so the patch has it as a line that is gone
-    with pytest.raises(ConfigError, match=r"changes\.patch holds the value of MY_TOKEN"):
+    with pytest.raises(ConfigError, match=r"changes\.patch contains the value of MY_TOKEN"):
         pack(run, allow=["*"])
     assert "changes.patch" not in {member.name for member in pack(run, exclude=["lib/*"]).members}
     monkeypatch.delenv("MY_TOKEN")
@@ -470,7 +470,7 @@ def test_a_variable_that_is_not_utf_8_is_looked_for_as_it_is(run: RunDir, monkey
     names = [member.name for member in pack(run).members]
     assert "code/train.py" in names
     (run.code / "train.py").write_bytes(b"login('open\xffsesame')\n")
-    with pytest.raises(ConfigError, match="holds the value of MY_TOKEN"):
+    with pytest.raises(ConfigError, match="contains the value of MY_TOKEN"):
         pack(run)
 
 

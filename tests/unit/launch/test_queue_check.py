@@ -293,7 +293,7 @@ def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allow
     assert "does not accept account physics" in found.message and found.hint == "it takes: biology"
     denied = changed("gpu", allowed_qos=None, denied_qos=("Normal",))
     found = next(each for each in findings(denied, account="physics") if each.field == "cluster.qos")
-    assert "your default QOS normal: partition gpu does not take it" in found.message
+    assert "your default QOS normal: partition gpu does not accept it" in found.message
 
 
 def test_limits_of_a_qos_come_before_those_of_an_account() -> None:

@@ -403,8 +403,8 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
     [
         (["--watch"], "--watch needs a terminal"),
         (["--watch", "--json"], "--watch and --json exclude each other"),
-        (["--watch", "--every", "0"], "--every 0: at least 1 second"),
-        (["--watch", "--every", "nan"], "--every nan: at least 1 second"),
+        (["--watch", "--every", "0"], "--every 0: expected at least 1 second"),
+        (["--watch", "--every", "nan"], "--every nan: expected at least 1 second"),
     ],
 )
 def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, make: Make, capsys: Out) -> None:

@@ -148,7 +148,7 @@ def test_outside_of_a_run_the_verb_says_so(project: Path, capsys: pytest.Capture
     assert main(["progress", "10"]) == 2
     assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
     assert main(["progress", "ten"]) == 2
-    assert "'ten' is no number of steps" in capsys.readouterr().err
+    assert "'ten' is not a number of steps" in capsys.readouterr().err
 
 
 def test_a_script_that_exits_75_after_each_reported_chunk_comes_to_its_end(cli: Cli, project: Path) -> None:

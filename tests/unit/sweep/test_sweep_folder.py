@@ -154,7 +154,7 @@ def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(
     done = as_others_see_it(*SWEEP)
     assert done.returncode == 0, done.stderr
     assert f"sweep {the_sweep(project).id}.2 of 4 points is submitted" in done.stdout
-    assert f"sweep {the_sweep(project).id}.2 already exists" in as_others_see_it(*SWEEP).stdout
+    assert f"sweep {the_sweep(project).id}.2 is there already" in as_others_see_it(*SWEEP).stdout
 
 
 # Cancelled.
