@@ -16,7 +16,7 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.submitting import client_of
+from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import RunFailedError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
@@ -47,8 +47,12 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
             hint="eval.mode=inline",
         )
     after = awaited_runs(base, options)
-    client = client_of(base) if base.cluster.backend != Backend.LOCAL else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
+    # Other sweepers, and a function for the search space, may choose what no override says.
+    hidden = sweeper["_target_"] != TARGET or bool(sweeper.get("custom_search_space"))
+    varies = hidden or any(may_change_request(key) for key in choices)
+    look = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
+    client = look.client if look is not None else None
     if sweeper["_target_"] == TARGET:
         check_settings(sweeper, base)
     elif base.search.pruner != Pruner.NONE:
@@ -64,6 +68,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         parallelism=parallelism,
         after=after,
         again="--again" in options,
+        look=look,
     )
     say_unless_awaited(after, opened.sweep)
     log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", opened.sweep.id)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from slurmtrain.config import secrets
 from slurmtrain.config.validate import NAME
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
-from slurmtrain.runs.code_record import CodeRecord, read_code_record
+from slurmtrain.runs.code_record import CodeRecord, read_code_record, words_for_changes
 from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.ownership import foreign_link
 from slurmtrain.runs.run_dir import RunDir
@@ -429,7 +429,7 @@ def _readme(run: Mapping[str, Any], facts: ProcessFacts, record: CodeRecord, cod
     if record.revision:
         revision = f"git {record.revision}" + (f" ({record.branch})" if record.branch else "")
         revision += f", of {record.remote}" if record.remote else ""
-        revision += ", with changes (changes.patch)" if record.dirty else ""
+        revision += ", with changes (changes.patch)" if record.dirty else words_for_changes(record.dirty)
     image = (run.get("image") or {}) if isinstance(run.get("image"), dict) else {}
     where = "code/" if run["workdir"] else "not in this bundle: the run ran in place"
     lines = [

@@ -114,7 +114,8 @@ def preparing_with_code_of(
             why = error.strerror or "not all of its files can be read"
             raise ConfigError(f"the code of run {other.id} cannot be copied from {other.code}: {why}") from None
         inherit_group(run_dir.code)
-        git = code.get("revision"), bool(code.get("dirty"))
+        dirty = code.get("dirty")
+        git = code.get("revision"), None if dirty is None else bool(dirty)
         snapshot = Snapshot(workdir, *git, roots, code.get("branch"), code.get("remote"))
         source = CodeSource(None if snapshot.in_place else other.code, workdir, roots=roots)
         _write(run_dir, config, overrides, snapshot, source, cwd)

@@ -25,10 +25,12 @@ from slurmtrain.launch.script import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import NotSubmittedError, export_option, submit_exactly_once
-from slurmtrain.runs.choices import CHOICES_MAX, Choice, choices_of, claim_of
+from slurmtrain.runs.choices import CHOICES_MAX, Choice, choices_of, claim_of, is_name_of_claim
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import NOT_STARTED
 from slurmtrain.system import files
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.node_copies import shared_interpreter
@@ -102,6 +104,11 @@ def refuse_unsuitable(configs: Mapping[str, Config]) -> None:
             raise ConfigError(
                 "cluster.choices: 'first' is not a cluster: it stands for those in cluster.choices",
                 hint="name clusters or partitions of SLURM",
+            )
+        if is_name_of_claim(name):
+            raise ConfigError(
+                f"cluster.choices: {name} is a name that the run directory needs for who takes the run",
+                hint="give the cluster file another name",
             )
         if config.cluster.backend == Backend.LOCAL:
             raise ConfigError(
@@ -244,7 +251,10 @@ def _submit(run_dir: RunDir, choice: Choice, number: int) -> str:
     claim = claim_of(run_dir)
     if claim is not None and claim.choice != choice.name:  # it has looked for this job when it was not there yet
         try:
-            client.cancel(job_id)
+            # Only while it waits: one that has started leaves by itself, unless it takes the run from a job that has died.
+            waiting = client.find_by_comment(TOKEN_PREFIX + choice.token, states=NOT_STARTED)
+            if waiting:
+                client.cancel(*waiting)
         except ClusterError as error:
             log.warning("job %s could not be cancelled, and will exit when it starts: %s", job_id, error.message)
     return job_id

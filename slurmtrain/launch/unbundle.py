@@ -81,7 +81,7 @@ _FIELDS = {
     "links_out": OBJECT,
     "files": OBJECT,
 }
-_GIT = {"revision": TEXT | NOTHING, "dirty": FLAG, "branch": TEXT | NOTHING, "remote": TEXT | NOTHING}
+_GIT = {"revision": TEXT | NOTHING, "dirty": FLAG | NOTHING, "branch": TEXT | NOTHING, "remote": TEXT | NOTHING}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Bundle:
             return None
         git = self.manifest["git"]
         patch = self.folder / PATCH
-        diff = patch.read_text(errors="surrogateescape") if patch.is_file() else None if git["dirty"] else ""
+        diff = patch.read_text(errors="surrogateescape") if patch.is_file() else "" if git["dirty"] is False else None
         record = CodeRecord(
             **{name: git[name] for name in _GIT}, diff=diff, untracked=tuple(self.manifest["untracked"])
         )

@@ -16,6 +16,7 @@ from slurmtrain.report import compare
 from slurmtrain.report.compare import MISSING, Comparison, Environments
 from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
+from slurmtrain.runs.code_record import words_for_changes
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
 
@@ -109,8 +110,9 @@ def _fact(value: str | None) -> str:
 def _revision(run: RunDir) -> str:
     code = run.info().get("code") or {}
     revision = code.get("revision")
-    name = f"revision {printable(str(revision)[:12])}" if revision else "of no known revision"
-    return name + (" with changes" if code.get("dirty") else "")
+    if not revision:
+        return "of no known revision" + (" with changes" if code.get("dirty") else "")
+    return f"revision {printable(str(revision)[:12])}{words_for_changes(code.get('dirty'))}"
 
 
 def _parting_sentence(found: Comparison, tolerance: float) -> str:

@@ -54,8 +54,9 @@ def check_access(
                 fatal=not partition.takes_jobs,  # the others let them wait
             )
         )
-    if partition.root_only and user_id != 0:
-        found.append(Finding("cluster.partition", f"{of} accepts only jobs of root (RootOnly)"))
+    if partition.root_only and user_id not in (0, facts.slurm_user_id):
+        certain = user_id is not None and facts.slurm_user_id is not None
+        found.append(Finding("cluster.partition", f"{of} accepts only jobs of root (RootOnly)", fatal=certain))
     outside = (
         groups is not None and partition.allowed_groups is not None and not {*groups} & {*partition.allowed_groups}
     )

@@ -247,6 +247,10 @@ def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code
         b.update_info(code={"revision": revision, "dirty": "yes"})
         text = printed(capsys, "runs", "compare", a.id, b.id)
         assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
+    b.update_info(code={"revision": "0" * 40, "dirty": None})
+    assert "revision 000000000000 (whether with changes is not known) in b" in printed(
+        capsys, "runs", "compare", a.id, b.id
+    )
 
 
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(tmp_path: Path) -> None:
