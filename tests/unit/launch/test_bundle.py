@@ -120,7 +120,7 @@ def test_a_bundle_holds_config_code_packages_and_how_to_run_it_in_the_same_bytes
     assert listed.keys() == files.keys() - {"bundle.json"} and listed["code/run.sh"]["executable"]
     plain = bundled(run, tmp_path / "plain.tar")
     assert contents(plain) == files and gzip.decompress(first.read_bytes()) == plain.read_bytes()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         bundled(run, first)
     assert sorted(path.name for path in tmp_path.glob("*.tar*")) == ["a.tar.gz", "b.tar.gz", "plain.tar"]
 
