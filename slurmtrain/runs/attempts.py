@@ -24,7 +24,7 @@ from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.slurm.client import parse_time
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
 
 SRUN_LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks

@@ -380,7 +380,7 @@ def _await_word(
         if stop_requested():
             raise StopDuringStartError from None
         raise RendezvousError(
-            f"rank 0 on {environment.expected_node(0)} left before all ranks had met",
+            f"rank 0 on {environment.expected_node(0)} exited before all ranks had connected",
             hint="see rank 0's log",
             because_of_peer=True,
         ) from None

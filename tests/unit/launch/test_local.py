@@ -10,6 +10,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.launch.local import LocalAttempt, waits_of_threads
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.system import process
+from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
 
 
@@ -39,7 +40,7 @@ def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_no
     )
     rank.chmod(0o700)
     run = create_run_dir(tmp_path, "train")
-    run.update_info(workdir=".")
+    write_json(run.info_file, {"workdir": "."})
     assert LocalAttempt(run, compose(["+cluster=local", f"cluster.python={rank}"])).run() == 128 + 9
     for name in ("own", "same"):
         assert not process.lives(int((tmp_path / name).read_text())), name

@@ -27,8 +27,9 @@ from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy
 from slurmtrain.system import records
 from slurmtrain.system.files import write_json
@@ -399,7 +400,7 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
         attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
         folder = run.attempt(attempt.number)
-        record_failure(folder, 3, Failure(1, "rank 0 left before all ranks had met"))
+        record_failure(folder, 3, Failure(1, "rank 0 exited before all ranks had connected"))
         said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
         record_failure(folder, 0, Failure(78, said, bad_nodes=bad))
         return finish_attempt(run, attempt.number, 78, config, None)
