@@ -6,9 +6,7 @@ one that was saved, to the last bit.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runtime.distributed_context import DistributedContext
-from tests.distributed.test_checkpoint import Rank
+from tests.distributed.test_checkpoint import Rank, die_in
 from tests.support.gloo import GlooRanks
 
 NODES = "abc"
@@ -290,23 +288,6 @@ def die_in_second_copy(
         if step == 3 and rank.rank == rank_to_die:
             die_in(module, function, call)
         rank.checkpointer.save_local(step, **rank.objects).result()
-
-
-def die_in(module: str, function: str, call: int) -> None:
-    """Make this process kill itself when it calls the function the next `call`th time."""
-    owner: Any = importlib.import_module(f"slurmtrain.checkpoint.{module}")
-    *path, name = function.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    original, calls = getattr(owner, name), []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(function)
-        if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **options)
-
-    setattr(owner, name, counted)
 
 
 FOLDER = "node_copies.folder"
