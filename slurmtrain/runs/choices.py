@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -108,7 +108,7 @@ def choices_of(run_dir: RunDir) -> list[Choice]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     found = []
     for name in sorted(names)[: 2 * CHOICES_MAX]:
         folder = run_dir.choices / name
@@ -149,7 +149,7 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     made = {int(found[1]): name for name in names if (found := _CLAIM_NAME.fullmatch(name))}
     if not made:
         return 0, None

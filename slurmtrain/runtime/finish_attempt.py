@@ -166,7 +166,8 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
-        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
+        with contextlib.suppress(OSError):  # a full disk; they are free all the same
+            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:

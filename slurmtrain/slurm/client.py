@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
@@ -59,6 +60,9 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+# Has the commands print times as unix seconds: a local time of the hour that a clock change repeats may be either.
+UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
@@ -143,7 +147,7 @@ class SlurmClient:
         Raises:
             ClusterError: SLURM cannot be asked.
         """
-        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD, variables=UNIX_TIMES)
         if answer.returncode == 0:
             return parse_show_job(answer.stdout)
         if "invalid job id" in (answer.stderr + answer.stdout).lower():
@@ -307,7 +311,7 @@ class SlurmClient:
             return None
         try:
             answer = self._run(["timeout", str(within_s), *command], self._environment)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, OSError):
             return None
         return answer.stdout if answer.returncode == 0 else None
 
@@ -431,15 +435,19 @@ class SlurmClient:
             raise kind(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
-    def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def _answer(
+        self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES
+    ) -> subprocess.CompletedProcess[str]:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
         try:
-            return self._run([*before, *command], self._environment)
+            return self._run([*before, *command], {**self._environment, **variables})
         except subprocess.TimeoutExpired:
             raise NoAnswerError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
+        except OSError as error:  # no memory or no process left here (EAGAIN), or the programs' file system is away
+            raise ClusterError(f"`{command[0]}` cannot be started on this machine: {error.strerror or error}") from None
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
@@ -529,7 +537,9 @@ def parse_duration(text: str) -> float | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return unix seconds from SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
+    """Return unix seconds from SLURM's time stamps, local or with `UNIX_TIMES`; "Unknown", "None" and "N/A" are None."""
+    if text.isascii() and text.isdecimal():
+        return float(text)
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

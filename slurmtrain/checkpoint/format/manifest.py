@@ -16,6 +16,7 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
+from slurmtrain.system.files import write_synced
 
 FORMAT = 2
 
@@ -99,6 +100,15 @@ def _read_small(path: Path) -> bytes:
         if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
             raise ValueError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes")
         return file.read(MANIFEST_BYTES)
+
+
+def write_manifest(path: Path, text: bytes) -> None:
+    """Write manifest.json into a folder, and after it COMPLETE, which says that all that is named there is there.
+
+    Each is on the disk when the next is written.
+    """
+    write_synced(path / MANIFEST, text)
+    write_synced(path / COMPLETE, hashlib.sha256(text).hexdigest().encode() + b"\n")
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:

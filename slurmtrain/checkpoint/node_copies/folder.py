@@ -26,14 +26,13 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import (
     COMPLETE,
     INDEX,
-    MANIFEST,
     TEMPORARY_NAME,
     checkpoint_name,
     committed,
     remove,
 )
 from slurmtrain.checkpoint.format.index_file import read_index
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes, write_manifest
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
@@ -173,8 +172,7 @@ class NodeFolder:
         path = self.temporary(step)
         write_synced(path / INDEX, index)
         write_synced(path / MARK, mark.to_bytes())
-        write_synced(path / MANIFEST, manifest)
-        write_synced(path / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
+        write_manifest(path, manifest)
 
     def publish(self, step: int) -> Path:
         """Give a copy its final name. Called when all nodes have all of theirs."""
