@@ -13,7 +13,7 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.sandbox.spec import CLUSTER_NAME, PREEMPT_MODES
-from slurmtrain.slurm.client import programs_beside
+from slurmtrain.slurm.command_environment import programs_beside
 from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 
 PROG = "python -m slurmtrain sandbox"

@@ -157,7 +157,19 @@ def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitSta
     if "--json" in arguments.options:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0
-    print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
+    return _tell_submitted(run_dir, f"as job {job_id}", arguments)
+
+
+def _tell_submitted(run_dir: RunDir, where: str, arguments: Arguments) -> int:
+    """Say what was submitted, and the verbs to type next; with --follow, show its log until it ends.
+
+    Args:
+        where: the words that follow the id of the run.
+
+    Returns:
+        The exit code of the verb; with --follow, that of the run.
+    """
+    print(f"submitted run {run_dir.id} {where}\n  {run_dir.path}")
     run = lookup.reference(run_dir)
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
     if "--follow" not in arguments.options:
@@ -206,14 +218,7 @@ def _submit_to_choices(config: Config, arguments: Arguments) -> int:
         )
         return 0
     to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
-    print(f"submitted run {run_dir.id} to {to}; the first that starts takes it\n  {run_dir.path}")
-    run = lookup.reference(run_dir)
-    print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
-    if "--follow" not in arguments.options:
-        return 0
-    from slurmtrain.cli.logs import follow_to_the_end
-
-    return follow_to_the_end(run_dir)
+    return _tell_submitted(run_dir, f"to {to}; the first that starts takes it", arguments)
 
 
 def _chooses_cluster(override: str) -> bool:

@@ -61,7 +61,9 @@ def main(verb: str, words: list[str]) -> int:
         left_out = {"left_out": list(found.unreadable), "no_accounting": found.no_accounting}
         print_json({"by": by, "since": since, "rows": rows, "total": total, **left_out})
         return 0
-    _print(found, by)
+    print_table(*table_of(found, by))
+    for sentence in found.unreadable:
+        log.warning("left out: %s", one_line(sentence))
     return 0
 
 
@@ -104,7 +106,8 @@ def _sweep(name: str, root: Path) -> Sweep | None:
     return None
 
 
-def _print(found: Usage, by: Grouping) -> None:
+def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the table: a row for each of `found`, and the total below several."""
     shown = [*found.rows, *([found.total] if len(found.rows) != 1 else [])]
     held_gpus = bool(found.total.goodput.gpu_seconds)
     columns = {name: [percent(_share(row, causes)) for row in shown] for name, causes in SHARES.items()}
@@ -126,9 +129,7 @@ def _print(found: Usage, by: Grouping) -> None:
         lost = goodput.lost_gpu_seconds if held_gpus else goodput.lost_s
         cells += [hours_of(sum(lost.values()) / 3600) if lost else "", _remark(row)]
         rows.append(cells)
-    print_table(header, rows)
-    for sentence in found.unreadable:
-        log.warning("left out: %s", one_line(sentence))
+    return header, rows
 
 
 def _share(row: Row, causes: tuple[Cause, ...]) -> float | None:

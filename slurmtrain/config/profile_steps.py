@@ -48,6 +48,11 @@ class ProfileRequest:
         """Return the request as plain values."""
         return {"steps": self.steps, "ranks": None if self.ranks is None else list(self.ranks), "stacks": self.stacks}
 
+    def text(self) -> str:
+        """Return the content of a file RUN/profile that asks for it."""
+        ranks = "all" if self.ranks is None else ",".join(map(str, self.ranks))
+        return f"steps={self.steps} ranks={ranks} stacks={str(self.stacks).lower()}"
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProfileRequest:
         """Return the request that `to_json` has described."""

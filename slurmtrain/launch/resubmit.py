@@ -26,7 +26,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, Reason, RunAction, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE, JobFacts
 
 log = logging.getLogger(__name__)
 

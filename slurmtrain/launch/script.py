@@ -28,7 +28,7 @@ from slurmtrain.resources import shipped
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.sweep_dir import tasks_of
-from slurmtrain.slurm.client import OF_QUERIES
+from slurmtrain.slurm.command_environment import OF_QUERIES
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.versions import (
     EXPEDITED_REQUEUE,

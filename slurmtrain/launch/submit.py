@@ -28,7 +28,8 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
+from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
+from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.versions import Version
 from slurmtrain.system import files
 from slurmtrain.system.modes import inherit_group

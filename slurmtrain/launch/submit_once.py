@@ -28,7 +28,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch.script import directive, set_aside
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.slurm.answers import NOT_THERE, UNSURE
-from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, submission_environment
+from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
+from slurmtrain.slurm.command_environment import submission_environment
 
 log = logging.getLogger(__name__)
 

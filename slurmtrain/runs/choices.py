@@ -23,7 +23,7 @@ from typing import Any
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE
+from slurmtrain.slurm.job_facts import GONE
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, temporary_beside, write_json

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import (
     BUS_ERROR,
     FAST_S,

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.slurm.client import AT_WORK, parse_duration, parse_show_config
 from slurmtrain.slurm.facts import Account, Association, Limits, NodeGroup, Partition, Qos
+from slurmtrain.slurm.node_states import AT_WORK
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.slurm.versions import parse_version
 
 # Columns of `sinfo --format`: partition, nodes, CPUs, sockets, cores, threads, memory, GRES, features, state, node list.

@@ -23,7 +23,7 @@ from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag

@@ -55,6 +55,33 @@ def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.Capture
         assert words in text, words
 
 
+def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """8 ranks with a shard each, one sequence of 8,192 tokens on a rank. GB of 2^30 bytes."""
+    words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
+    words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
+    ends = 2 * 128256 * 4096 + 4096
+    shard = (32 * layer + ends) // 8 * 4  # in float32; Adam keeps two of them
+    gathered = (ends + 2 * layer) * 2 + layer * 2  # in bfloat16: two layers, and the gradients of one
+    of_a_token = (
+        2 * 4096 + 2 * 4096 + 2 * (4096 + 1024) + 4 * 14336
+    )  # elements that a layer keeps: stream, norms, heads, FFN
+    activations = 8192 * (32 * of_a_token * 2 + (2 * 4096) * 2 + 128256 * (4 + 4 + 2))
+    parts = [shard, shard, 2 * shard, gathered, activations]
+    names = ("parameters", "gradients", "optimiser", "gathered", "activations")
+    by_part = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in zip(names, parts, strict=True))
+    assert by_part == "parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9"
+    total = f"{sum(parts) / 2**30:.1f}"
+    assert f"memory         {total} GB of 79.0 on a rank ({by_part})\n" in said(words, capsys)
+    assert main([*words, "layout"]) == 0
+    assert f"a rank needs about {total} GB ({by_part})\n" in capsys.readouterr().out
+    (stage,) = answer(words, capsys)["memory"]["stages"]
+    sizes = [stage[name] for name in ("parameters", "gradients", "optimizer", "gathered", "activations")]
+    assert (sizes, stage["total"]) == (parts, sum(parts))
+
+
 def test_a_program_gets_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*EIGHT_B, "--tokens", "1.5e13"], capsys)
     assert found["axes"]["dp_shard"] == found["ranks"] == 128

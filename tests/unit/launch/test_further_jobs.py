@@ -25,7 +25,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 from tests.unit.launch.test_script import run_script, script_for

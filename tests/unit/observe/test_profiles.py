@@ -104,6 +104,49 @@ def test_a_file_counts_when_it_is_whole_and_is_taken_once(run: RunDir) -> None:
     assert not run.profile_switch.exists()
 
 
+def lost(run: RunDir) -> list[str]:
+    """Return what the next attempt says when it looks for the file for the first time."""
+    before = len(events(run)) if run.events_file.exists() else 0
+    switch = ProfileSwitch(run, ProfileRequest())
+    switch.look()
+    switch.look()
+    assert not run.profile_taken.exists() and switch.asked() is None
+    return [each["sentence"] for each in (events(run)[before:] if run.events_file.exists() else [])]
+
+
+def test_a_profile_that_was_under_way_when_its_attempt_was_killed_is_said_to_be_lost(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    run.profile_switch.write_text("steps=7")
+    switch.look()
+    switch.look()
+    switch.take()  # and then SIGKILL
+    (said,) = lost(run)
+    assert (
+        said
+        == "the profile that was asked for with 'steps=7' is lost: the attempt that began it ended before it was there"
+    )
+    assert str(run.profile_refused) in events(run)[0]["hint"] and run.profile_refused.read_text() == "steps=7"
+    assert lost(run) == []  # it is said once
+
+    run.profile_refused.rename(run.profile_switch)  # as the hint says
+    switch.look()
+    switch.look()
+    switch.take()
+    switch.done()
+    assert lost(run) == []
+
+
+def test_a_profile_that_the_config_asks_for_gets_lost_in_the_same_way(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    request = ProfileRequest(3, None, True)
+    switch.begun(request)
+    switch.look()
+    assert run.profile_taken.exists()  # it is this attempt's own
+    (said,) = lost(run)
+    assert "'steps=3 ranks=all stacks=true' is lost" in said
+    assert parse_request(run.profile_refused.read_text(), ProfileRequest()) == request
+
+
 @pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])
 def test_a_file_that_cannot_be_read_is_set_aside_and_the_run_goes_on(make: str, run: RunDir) -> None:
     path = run.profile_switch

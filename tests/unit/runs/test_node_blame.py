@@ -16,7 +16,8 @@ from slurmtrain.runs.node_blame import blamed_for
 from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, fault_of_node
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy, NodeEvent, NodeRecord, ledger_file, read_ledger
 from tests.support.runs import add_attempt
 

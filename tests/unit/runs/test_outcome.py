@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.runs.outcome import Evidence, Policy, Reason, RunAction, Verdict, decide_outcome, is_cancelled
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
 RUNNING = JobFacts("RUNNING", "None", restarts=0, start_time=1000.0)

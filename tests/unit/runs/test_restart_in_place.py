@@ -33,7 +33,9 @@ from slurmtrain.runs.outcome import (
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import in_place
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient, is_dead, is_usable
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_states import is_dead, is_usable
 from tests.support.runs import add_attempt
 
 NODES = ("n0", "n1")
