@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format import blocks, manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.data import BatchLoader
@@ -329,8 +328,8 @@ STAGES = {
     "while a rank writes": ("format.blocks", "write_all", 1, 1),
     "before a rank hands in": ("save.job", "fsync_directory", 1, 1),
     "before the index": ("format.tensor_index", "_merge", 1, 0),
-    "before the manifest": ("store.commit", "write_synced", 1, 0),
-    "before COMPLETE": ("store.commit", "write_synced", 2, 0),
+    "before the manifest": ("format.manifest", "write_synced", 1, 0),
+    "before COMPLETE": ("format.manifest", "write_synced", 2, 0),
     "before the rename": ("store.commit", "check_fence", 2, 0),
 }
 
@@ -407,7 +406,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
         if path.name == "COMPLETE":
             claim(tmp_path, Incarnation(2, "life 2"))
 
-    monkeypatch.setattr(commit, "write_synced", overtaken)
+    monkeypatch.setattr(manifest, "write_synced", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []
