@@ -17,6 +17,7 @@ from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.system.files import write_synced
+from slurmtrain.system.patience import LATE_S
 
 FORMAT = 2
 
@@ -69,7 +70,7 @@ class Manifest:
         return {name: record.size for name, record in self.files.items()}
 
 
-def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
+def read_manifest(path: Path, *, late_s: float = LATE_S) -> Manifest:
     """Read and check manifest.json against COMPLETE.
 
     Args:
@@ -81,7 +82,7 @@ def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
     return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
 
 
-def read_manifest_bytes(path: Path, *, late_s: float = blocks.LATE_S) -> tuple[bytes, str]:
+def read_manifest_bytes(path: Path, *, late_s: float = LATE_S) -> tuple[bytes, str]:
     """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
 
     def read(name: str) -> bytes:

@@ -117,8 +117,8 @@ class Storage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int):
         self.numbers, self.asked, self.now = list(numbers), 0, 0.0
-        monkeypatch.setattr(patience.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(patience.time, "sleep", self._sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
