@@ -171,7 +171,7 @@ def _requeue(
         try:
             facts = client.look(job_id)
             if facts is None:
-                raise NotRequeuedError(f"SLURM does not know job {job_id} any more")
+                raise NotRequeuedError(f"SLURM no longer knows job {job_id}")
             if facts.restarts > restart_count:
                 return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count, told):

@@ -72,7 +72,7 @@ class CompileCache:
         try:
             self._loaded = _pieces(torch.compiler.load_cache_artifacts(content))
         except Exception as error:  # torch unpickles it: anything can be raised, and a cache must not end a training
-            log.warning("torch cannot load %s: %r; the model is compiled anew", self.path, error)
+            log.warning("torch cannot load %s: %r; the model is compiled again", self.path, error)
             return 0
         if self._part.publishes:
             log.info("compiled code of earlier jobs: %d pieces from %s", len(self._loaded), self.path)
@@ -157,13 +157,13 @@ def read_archive(path: Path, key: dict[str, Any]) -> bytes | None:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                log.warning("%s is not used: code of it would be run, and others could have written it", path)
+                log.warning("%s is not used: its code would be executed, and others could have written it", path)
                 return None
             whole = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        log.warning("%s cannot be read: %s; the model is compiled anew", path, error.strerror)
+        log.warning("%s cannot be read: %s; the model is compiled again", path, error.strerror)
         return None
     head, _, content = whole.removeprefix(MAGIC).partition(b"\n")
     try:
@@ -171,7 +171,7 @@ def read_archive(path: Path, key: dict[str, Any]) -> bytes | None:
     except ValueError:
         said = None
     if said != {"key": key, "sha256": hashlib.sha256(content).hexdigest()}:
-        log.warning("%s is damaged or for other versions; the model is compiled anew", path)
+        log.warning("%s is damaged or for other versions; the model is compiled again", path)
         return None
     return content
 

@@ -133,7 +133,7 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
             append_to_ledger(path, new)
     except OSError as error:
         where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs do not hear of this attempt", where, error.strerror)
+        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:

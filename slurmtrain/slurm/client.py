@@ -52,7 +52,7 @@ class SlurmClient:
     """A client of one cluster.
 
     Args:
-        slurm_conf: path of a slurm.conf other than the machine's own.
+        slurm_conf: path of a slurm.conf to use instead of the machine's own.
         run: the command runner.
     """
 
@@ -178,39 +178,40 @@ class SlurmClient:
             found += parse_sacct(answer.stdout)
         return found
 
-    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+    def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
         An array is one job.
 
         Args:
-            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+            ended, states: as for `comments`.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        jobs = self.comments(ended=ended)
+        jobs = self.comments(ended=ended, states=states)
         if word.endswith(":"):
             return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
         return [job for job, words in jobs.items() if word in words]
 
-    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
+    def comments(self, *, ended: bool = False, states: Collection[str] | None = None) -> dict[str, list[str]]:
         """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
 
         An array is one job.
 
         Args:
             ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+            states: only jobs in one of these states, by SLURM's words; None: in any.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        states = ["--states=all"] if ended else []
-        answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
+        of_all = ["--states=all"] if ended else []
+        answer = self._call(["squeue", "--noheader", "--me", *of_all, "--format=%F|%T|%k"])
         found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
-            if comment and (ended or state not in GONE):
+            if comment and (ended or state not in GONE) and (states is None or state in states):
                 found.setdefault(job_id, comment.split())
         return found
 
@@ -384,8 +385,3 @@ class SlurmClient:
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
     lines = (answer.stderr or answer.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {answer.returncode}"
-
-
-# Has the commands print times as unix seconds: a local time of the hour that a clock change repeats may be either.
-UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
-NO_VARIABLES: Mapping[str, str] = MappingProxyType({})

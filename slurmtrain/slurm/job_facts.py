@@ -20,6 +20,8 @@ GONE = (
 )
 # States of a job that has nodes, or leaves them.
 LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+# States of a job whose batch script has not started yet.
+NOT_STARTED = ("PENDING", "CONFIGURING")
 
 
 @dataclass(frozen=True)

@@ -419,7 +419,7 @@ def test_ranks_start_again_in_place_unless_the_config_says_otherwise(requeue: Re
         (["requeue=off"], "ranks start again in the same job only with requeue.in_place=true"),
         (["sweep.pack=2"], "would disagree on its nodes"),
         (["cluster.spare_nodes=-1"], "must be at least 0"),
-        (["cluster=local"], "has this machine only"),
+        (["cluster=local"], "has only this machine"),
     ],
 )
 def test_spare_nodes_that_nothing_could_use_are_refused(words: list[str], why: str) -> None:
