@@ -73,6 +73,8 @@ class StageConfig:
     dir: str | None = None
     # End the attempt (exit 78) if a node has no sound copy; false: the ranks of that node use the shared folders
     required: bool = False
+    # Minutes that preparing, and then copying, may take at most; nodes that are not done by then have no sound copy
+    limit_min: int = 30
 
     @property
     def wanted(self) -> bool:

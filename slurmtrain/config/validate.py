@@ -439,6 +439,7 @@ def _check_stage(config: Config) -> None:
                 f"cluster.stage.data={','.join(stage.data)}: {name or 'an empty path'} {why}",
                 hint="copies lie side by side under the last parts of their paths, which have to differ",
             )
+    _at_least("cluster.stage.limit_min", stage.limit_min, 1)
     if not stage.wanted:
         return
     if cluster.backend == Backend.LOCAL:
