@@ -823,7 +823,7 @@ JUDGES = (
 )
 STEPS = """case "$*" in
   *--plan*) echo plan >>"$here/../steps"; eval "$planned" ;;
-  *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copied" ;;
+  *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copies" ;;
   *" rm -rf "*) eval "$removed"; echo "removed ${@: -1}" >>"$here/../steps" ;;
   *) echo "ranks [$SLURMTRAIN_STAGE] [$SLURMTRAIN_NOT_STAGED]" >>"$here/../steps"; [ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137 ;;
 esac"""
@@ -834,7 +834,7 @@ def copying(
 ) -> tuple[int, list[str], list[str]]:
     """The exit code of the script, the steps that it started, and how its attempts ended."""
     (tmp_path / "words").write_text(words.replace(" ", "\n") + "\n")
-    given = dict.fromkeys(("planned", "copied", "removed"), "") | {"looked": "echo 1000 77", "judged": "echo"}
+    given = dict.fromkeys(("planned", "copies", "removed"), "") | {"looked": "echo 1000 77", "judged": "echo"}
     given |= {"TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"} | what
     again = 'echo "goes on" >>"$here/../steps"; touch "$here/../gone-on"'
     done = run_script(
@@ -862,7 +862,7 @@ def test_copies_lie_in_another_folder_than_checkpoints_on_nodes_whose_dead_runs_
 
 
 @pytest.mark.parametrize(
-    "signalled", [{"planned": "exit 143"}, {"looked": "exit 75"}, {"copied": "exit 140"}, {"copied": "exit 143"}]
+    "signalled", [{"planned": "exit 143"}, {"looked": "exit 75"}, {"copies": "exit 140"}, {"copies": "exit 143"}]
 )
 def test_a_signal_while_the_nodes_copy_ends_the_attempt_as_stopped(
     run_dir: Path, tmp_path: Path, signalled: dict[str, str]
@@ -874,8 +874,8 @@ def test_a_signal_while_the_nodes_copy_ends_the_attempt_as_stopped(
 
 def test_a_run_that_goes_on_does_not_wait_until_its_copies_are_removed(run_dir: Path, tmp_path: Path) -> None:
     slow = 'until [ -e "$here/../gone-on" ]; do sleep 0.02; done'
-    code, steps, _ = copying(run_dir, tmp_path, "requeue", copied="exit 143", removed=slow)
-    assert (code, steps[-2:]) == (75, ["goes on", "removed /local/UID/cluster-77-0"])
+    code, steps, _ = copying(run_dir, tmp_path, "requeue", copies="exit 143", removed=slow)
+    assert code == 75 and steps[-2].endswith("goes on") and steps[-1] == "removed /local/UID/cluster-77-0"
 
 
 def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_not_end_it_for_the_others(
@@ -885,7 +885,7 @@ def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_n
     assert "timeout --kill-after=60 1800 srun --overlap --nodes" in script  # 30 minutes
     assert 'srun --overlap --no-kill --nodes="$1"' in golden_text("stage")  # which can go on with fewer nodes
     judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
-    _, steps, _ = copying(run_dir, tmp_path, copied="exit 124", judged=judged)
+    _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
     assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
 
 

@@ -160,8 +160,7 @@ def test_other_versions_shapes_and_layouts_have_other_archives(monkeypatch: pyte
     others = ("model.dim=128", "train.global_batch_size=32", "lora.r=4", "data.seq_len=32", "+eval.sets.x={seq_len: 8}")
     assert len({plain, *map(path, others)}) == len(others) + 1
     mixed = [
-        f"data.sources={{a: {{path: /{where}, seq_len: {length}}}}}"
-        for where, length in (("a", 8), ("b", 8), ("a", 16))
+        f"+data.sources.a={{path: /{where}, seq_len: {length}}}" for where, length in (("a", 8), ("b", 8), ("a", 16))
     ]
     first, moved, longer = (path("data=mixture", words) for words in mixed)
     assert first == moved != longer
