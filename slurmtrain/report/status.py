@@ -30,7 +30,9 @@ from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, RunAction, Verdict
 from slurmtrain.runs.ownership import check_parts, is_own
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE, QueuedJob, SlurmClient, parse_time
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE, QueuedJob
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import process

@@ -25,9 +25,10 @@ from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import JobFacts, parse_time
 from slurmtrain.slurm.environment import own_node_name
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.gpu_health import broken_gpus

@@ -64,8 +64,8 @@ def require_own(run_dir: RunDir) -> None:
             if os.path.lexists(path) and not records.is_mine(path):
                 whose = os.lstat(path).st_uid
                 raise UsageError(
-                    f"{path} belongs to user {whose}: only who has submitted a run may change it, or start it again",
-                    hint="`status` and `logs` show it; to go on from it: checkpoint.restore_from with a run of your own",
+                    f"{path} belongs to user {whose}: only the user who submitted a run may change or restart it",
+                    hint="`status` and `logs` show it; to continue from it: checkpoint.restore_from with your own run",
                 )
         check_parts(each)
 
@@ -79,6 +79,6 @@ def check_not_linked(run_dir: RunDir) -> None:
     for path in (run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
         if path.is_symlink():
             raise UsageError(
-                f"{path} is a link to {os.path.realpath(path)}, and nothing is removed through a link",
-                hint="name that folder itself, if it is to be pruned",
+                f"{path} is a link to {os.path.realpath(path)}, and slurmtrain removes nothing through a link",
+                hint="to prune that folder, name it directly",
             )

@@ -211,6 +211,16 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def profile_taken(self) -> Path:
+        """What asks for the profile that is under way; who finds it later knows that this profile was never done."""
+        return self.path / "profile.taken"
+
+    @property
+    def profile_refused(self) -> Path:
+        """The last file that asked for a profile and got none."""
+        return self.path / "profile.refused"
+
+    @property
     def profiles(self) -> Path:
         """The folder of the folders of profiles."""
         return self.path / "profiles"

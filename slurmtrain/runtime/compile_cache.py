@@ -87,7 +87,7 @@ class CompileCache:
                     self._loaded |= _pieces(torch.compiler.load_cache_artifacts(content))
                 # Torch unpickles it: anything can be raised, and a cache must not end a training.
                 except Exception as error:
-                    log.warning("torch cannot load an archive of %s: %r; it is compiled anew", self.name, error)
+                    log.warning("torch cannot load an archive of %s: %r; it is compiled again", self.name, error)
         if self._part.publishes and self._loaded:
             log.info("compiled code of earlier jobs: %d pieces from %s/%s", len(self._loaded), self.folder, self.name)
         return len(self._loaded)
@@ -195,13 +195,13 @@ def read_archive(path: Path, key: dict[str, Any]) -> bytes | None:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                log.warning("%s is not used: code of it would be run, and others could have written it", path)
+                log.warning("%s is not used: its code would be executed, and others could have written it", path)
                 return None
             whole = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        log.warning("%s cannot be read: %s; the model is compiled anew", path, error.strerror)
+        log.warning("%s cannot be read: %s; the model is compiled again", path, error.strerror)
         return None
     head, _, content = whole.removeprefix(MAGIC).partition(b"\n")
     try:
@@ -209,7 +209,7 @@ def read_archive(path: Path, key: dict[str, Any]) -> bytes | None:
     except ValueError:
         said = {}
     if (said.get("key"), said.get("sha256")) != (key, hashlib.sha256(content).hexdigest()):
-        log.warning("%s is damaged or for other versions; the model is compiled anew", path)
+        log.warning("%s is damaged or for other versions; the model is compiled again", path)
         return None
     return content
 

@@ -40,8 +40,9 @@ from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complet
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
-from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count, own_step_id
+from slurmtrain.slurm.job_facts import LIVE, JobFacts
 from slurmtrain.slurm.node_ledger import (
     BlamePolicy,
     NodeRecord,
@@ -132,7 +133,7 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
             append_to_ledger(path, new)
     except OSError as error:
         where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs do not hear of this attempt", where, error.strerror)
+        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:

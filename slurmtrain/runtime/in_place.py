@@ -19,8 +19,9 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient, is_dead, is_silent, is_usable
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
+from slurmtrain.slurm.node_states import is_dead, is_silent, is_usable
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.signals import STOP_SIGNALS
 

@@ -19,8 +19,9 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause, StopFlag
 
 RECORD_TIMEOUT_S = 5.0

@@ -279,7 +279,7 @@ def test_when_all_are_damaged_no_rank_starts_afresh(
     for answer in gloo_ranks(2, refused, directory):
         assert "every checkpoint in" in answer
         assert "is damaged: checkpoint_0000002" in answer
-        assert "delete them to start afresh" in answer
+        assert "delete them to start from scratch" in answer
     # Nor does the next attempt, which finds nothing but what was set aside.
     assert "damaged" in refused(None, directory)
 
@@ -464,7 +464,7 @@ def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: 
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         Checkpointer(tmp_path).restore(model=changed)
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert "to go on all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
+    assert "To continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
     assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
     assert committed(tmp_path)  # it is sound, only not for this model
 

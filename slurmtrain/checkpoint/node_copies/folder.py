@@ -108,7 +108,7 @@ class NodeFolder:
         if not self.root.is_dir():
             raise NodeFolderError(
                 f"{socket.gethostname()} has no folder {self.root} for copies of checkpoints (checkpoint.local)",
-                hint="name a folder that every node has for itself, such as /dev/shm or a local disk's",
+                hint="choose a node-local folder, such as /dev/shm or one on a local disk",
             )
         for folder in (self._run_folder.parent, self._run_folder, self.path):
             _make_private(folder)
@@ -303,12 +303,12 @@ def _make_private(path: Path) -> None:
         raise NodeFolderError(
             f"{path} for copies of checkpoints (checkpoint.local) cannot be made on {socket.gethostname()}: "
             f"{error.strerror or error}",
-            hint="name a folder that every node has for itself and that you may write to, such as /dev/shm",
+            hint="choose a node-local folder that you can write to, such as /dev/shm",
         ) from None
     if not private:
         raise NodeFolderError(
-            f"{path} on {socket.gethostname()} is not a folder of yours that nobody else may enter (mode 0700)",
-            hint="remove it, or name another folder by checkpoint.local",
+            f"{path} on {socket.gethostname()} is not your own folder with mode 0700",
+            hint="remove it, or choose another folder with checkpoint.local",
         )
 
 

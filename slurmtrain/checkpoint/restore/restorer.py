@@ -211,7 +211,7 @@ class Restorer:
                 break
             if request.path is not None:
                 raise CheckpointError(
-                    f"{path} was asked for and is damaged: {'; '.join(damage)}", hint="name another checkpoint"
+                    f"{path} was requested but is damaged: {'; '.join(damage)}", hint="name another checkpoint"
                 )
             self._ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
             set_aside.append(f"{path.name}: {damage[0]}")
@@ -241,7 +241,7 @@ class Restorer:
             path = asked_for
             if not path.is_dir():
                 raise CheckpointError(
-                    f"{path} was asked for and is not there", hint="`checkpoints RUN list` shows what is"
+                    f"{path} was requested but does not exist", hint="`checkpoints RUN list` shows what is"
                 )
         else:
             directory = self._identity.directory
@@ -287,7 +287,7 @@ class Restorer:
         if set_aside:
             raise CheckpointMismatchError(
                 f"every checkpoint in {self._identity.directory} is damaged: {'; '.join(set_aside)}",
-                hint="look at the *.damaged-* folders; delete them to start afresh",
+                hint="look at the *.damaged-* folders; delete them to start from scratch",
             )
 
     def _load(

@@ -89,7 +89,7 @@ def check_space(directory: Path, size: int) -> None:
         raise CheckpointError(
             f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
             f"{SPARE_SPACE} times its size",
-            hint="free some space; `checkpoints RUN prune` removes what is not needed any more",
+            hint="free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed",
         )
 
 

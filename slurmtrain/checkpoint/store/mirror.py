@@ -104,7 +104,8 @@ class Mirror:
         protocol, separator, _ = url.partition("://")
         if not separator:
             raise CheckpointError(
-                f"{url!r} is no URL to copy checkpoints to", hint="write s3://bucket/folder, gs://... or file:///folder"
+                f"{url!r} is not a URL that checkpoints can be copied to",
+                hint="write s3://bucket/folder, gs://... or file:///folder",
             )
         try:
             self._fs, root = url_to_fs(url)
@@ -124,7 +125,7 @@ class Mirror:
         self._root = root.rstrip("/")
         if not self._root:
             raise CheckpointError(
-                f"{protocol}:// names no folder to copy checkpoints to", hint="a folder of its own for every run"
+                f"{protocol}:// names no folder to copy checkpoints to", hint="use a separate folder for every run"
             )
         self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
         self._sleep = sleep

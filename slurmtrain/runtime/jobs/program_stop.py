@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -112,7 +112,7 @@ class ProgramStopper:
         rule = (
             f"job.stop_grace_s={self._job.stop_grace_s}" if self._job.stop_grace_s else "SLURM is about to end the job"
         )
-        log.warning("the program has not ended within %.0f s of being told to stop, and is killed (%s)", took_s, rule)
+        log.warning("the program has not exited within %.0f s of being told to stop, and is killed (%s)", took_s, rule)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
             self._context.run_dir.event(
                 Event.KILLED_AFTER_GRACE, attempt=self._context.number, rank=self._rank, seconds=round(took_s, 1)

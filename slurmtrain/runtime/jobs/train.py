@@ -160,7 +160,7 @@ def _build_source(config: Config, vocabulary: int | None) -> SourceSpec:
     if source.train is None:
         raise ConfigError(
             f"data._target_={config.data['_target_']} has no attribute `train`",
-            hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
+            hint="the data object must have `train` and, optionally, `valid`: data sets with len() and [i]",
         )
     check_vocabulary(vocabulary, source.vocab_size)
     return source
@@ -310,7 +310,7 @@ def _configured_hooks(config: Config) -> list[TrainingHook]:
         hook = build(f"train.hooks[{index}]", values)
         if not isinstance(hook, TrainingHook):
             raise ConfigError(
-                f"train.hooks[{index}]._target_={values['_target_']} is no hook",
+                f"train.hooks[{index}]._target_={values['_target_']} is not a hook",
                 hint="derive it from slurmtrain.training.hooks.TrainingHook",
             )
         hooks.append(hook)
@@ -339,7 +339,7 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
     if not train.repeat and samples > once:
         raise ConfigError(
             f"train.steps={train.steps} of {train.global_batch_size} samples see one of them again after {once:,}",
-            hint=f"train.steps={once // train.global_batch_size} see none twice; train.repeat=true lets them",
+            hint=f"train.steps={once // train.global_batch_size} repeat none; train.repeat=true allows it",
         )
 
 
@@ -579,5 +579,5 @@ def build(group: str, values: dict[str, Any]) -> Any:
         reason = f": {cause}" if cause is not None and str(cause) not in first else ""
         raise ConfigError(
             f"{group}._target_={values.get('_target_')}: {first}{reason}",
-            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled right?",
+            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
         ) from None

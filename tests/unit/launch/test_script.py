@@ -219,8 +219,8 @@ def test_nodes_are_asked_for_behind_switches_and_in_segments_and_the_order_of_ra
     for words, said in {
         "cluster.nodes=3  cluster.segment=2": "cluster.segment=2 does not divide the 3 nodes",
         "cluster.nodes=2  cluster.spare_nodes=1  cluster.segment=2": "does not divide the 3 nodes",
-        "cluster.switches_wait_min=5": "waits for nothing",
-        "cluster.switches=1  +cluster.sbatch.switches=1": "are the same option of sbatch",
+        "cluster.switches_wait_min=5": "has nothing to wait for",
+        "cluster.switches=1  +cluster.sbatch.switches=1": "set the same option of sbatch",
         "cluster.switches=0": "cluster.switches=0",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):

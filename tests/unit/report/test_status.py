@@ -871,5 +871,5 @@ def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, caps
     for words in (["--set", "train.steps=500"], ["--set", "optim.lr=1"], ["--code"]):
         assert main(["resume", run.id, *words]) == EXIT_USAGE
         told = capsys.readouterr().err
-        assert "is finished, so nothing of it is changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
+        assert "is finished, so it cannot be changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
     assert run.info_file.read_text() == before

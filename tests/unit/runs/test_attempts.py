@@ -25,8 +25,9 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
@@ -382,7 +383,7 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
         attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
         folder = run.attempt(attempt.number)
-        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 left before all ranks had met")
+        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 exited before all ranks had connected")
         said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
         attempts.record_failure(folder, 0, exit_code=78, sentence=said, bad_nodes=bad)
         return finish_attempt(run, attempt.number, 78, config, None)

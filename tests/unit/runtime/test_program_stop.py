@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.runtime.jobs.program_start import _block_stops, heard_signals
 from slurmtrain.runtime.jobs.program_stop import ProgramProcess, ProgramStopper, end_of_grace, to_tell
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import descendants
 from slurmtrain.system.signals import StopCause, StopFlag
 

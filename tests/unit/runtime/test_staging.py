@@ -38,7 +38,8 @@ from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
 from slurmtrain.runtime.staging.judge import judge
 from slurmtrain.runtime.staging.node import LiveJobs, remove_left_over, stage_node
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.file_systems import Mount
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
 
@@ -513,15 +514,15 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cluster.stage.dir=scratch"], "is no folder of a node"),
-        (["cluster.stage.dir='/tmp/$(id)'"], "is no folder of a node"),
+        (["cluster.stage.dir=scratch"], "is not a folder on a node"),
+        (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
         (["cluster.stage.data=[/a/x,/b/x]"], "x is a second of that name"),
-        (["cluster=local", "cluster.stage.code=true"], "has this machine only"),
+        (["cluster=local", "cluster.stage.code=true"], "has only this machine"),
         (
             ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif", "cluster.stage.code=true"],
             "would not see the copies",
         ),
-        (["sweep.pack=2", "cluster.stage.environment=true"], "each copy for themselves"),
+        (["sweep.pack=2", "cluster.stage.environment=true"], "make its own copies"),
         (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
         (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
     ],

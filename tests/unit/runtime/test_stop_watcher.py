@@ -14,7 +14,7 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import stop_watcher as watch_module
 from slurmtrain.runtime.stop_watcher import StopWatcher
-from slurmtrain.slurm.client import JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag
 

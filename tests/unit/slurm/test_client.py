@@ -11,19 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.errors import ClusterError, NoAnswerError
-from slurmtrain.slurm.client import (
-    JobFacts,
-    QueuedJob,
-    SlurmClient,
-    belongs_to_a_job,
-    clean_environment,
-    met_dependency,
-    moved_dependency,
-    parse_duration,
-    parse_show_config,
-    parse_show_job,
-    parse_time,
-)
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.command_environment import belongs_to_a_job, clean_environment
+from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
+from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.parse_values import parse_duration, parse_show_config, parse_time
 from slurmtrain.slurm.versions import parse_version
 from tests.support.commands import FakeSlurm
 
@@ -195,6 +187,8 @@ def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
     assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
     assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
     assert client.find_by_comment("slurmtrain:RUN:2") == []
+    assert client.find_by_comment("slurmtrain:RUN:", states=("RUNNING",)) == []
+    assert client.find_by_comment("slurmtrain:RUN:", states=("PENDING", "CONFIGURING")) == ["7", "8"]
 
 
 @pytest.mark.parametrize(
