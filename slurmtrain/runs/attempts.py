@@ -408,6 +408,7 @@ class Failure:
         superseded: a newer incarnation of the run is at work.
         on_any_node: it is the same on every node.
         diverged: numbers of the training are not finite, or its loss has jumped.
+        of_others: the rank speaks for nodes that it has found unfit, and not of its own.
     """
 
     exit_code: int
@@ -416,6 +417,7 @@ class Failure:
     superseded: bool = False
     on_any_node: bool = False
     diverged: bool = False
+    of_others: bool = False
 
 
 def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> Failure | None:
@@ -433,6 +435,7 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
         superseded=bool(first.get("superseded")),
         on_any_node=bool(first.get("on_any_node")),
         diverged=bool(first.get("diverged")),
+        of_others=bool(first.get("bad_nodes")),
     )
 
 

@@ -157,6 +157,12 @@ class RunDir:
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
 
     @property
+    def environments(self) -> Path:
+        """The folder of this user's archives of environments, beside the runs; evaluations use that of their run."""
+        run = self.evaluated_run or self
+        return run.path.parent.parent / f"{ENVIRONMENTS}{os.getuid()}"
+
+    @property
     def exports(self) -> Path:
         """The folder of the folders that checkpoints were exported to, for other programs."""
         return self.path / "exports"

@@ -21,7 +21,7 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, chain, node_blame
+from slurmtrain.runs import attempts, chain, node_blame, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.events import Event
@@ -358,10 +358,13 @@ def _evidence(
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
-    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes)
+    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
+    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes) or refused or ()
     hang = attempts.found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
+    if unfit:  # rank 0 speaks for them, or the batch script
         failed_on: str | None = unfit[0]
+    elif refused is not None or (failure is not None and failure.of_others):
+        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
     elif hang is None:
         failed_on = _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code)
     else:  # ranks of torchrun do not know SLURM's names of nodes

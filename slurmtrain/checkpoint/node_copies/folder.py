@@ -36,6 +36,7 @@ from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
+from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
 
@@ -43,7 +44,6 @@ MARK = "lineage.json"
 OWNER = "owner.json"
 RESTORING = "restoring"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-IN_MEMORY = ("tmpfs", "ramfs")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
 
