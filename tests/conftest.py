@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import logs, redaction
 from tests.support.commands import Cli, FakeSlurm
 from tests.support.stranger import Stranger, a_stranger

@@ -16,7 +16,7 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.submitting import client_of
+from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import RunFailedError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
@@ -36,24 +36,28 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     options, overrides = arguments.options, arguments.overrides
     if "--dry-run" in options:
         raise UsageError(
-            "--dry-run cannot show a search: its points are chosen by the results of earlier ones",
+            "--dry-run cannot show a search: its points depend on the results of earlier ones",
             hint="without the choices and -m it shows one point",
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), current_folder())
     validate(base)
     if base.eval.mode == EvalMode.JOB:
         raise UsageError(
-            "eval.mode=job in a search: when a point has finished, its evaluations may not have",
+            "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
             hint="eval.mode=inline",
         )
     after = awaited_runs(base, options)
-    client = client_of(base) if base.cluster.backend != Backend.LOCAL else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
+    # Other sweepers, and a function for the search space, may choose what no override says.
+    hidden = sweeper["_target_"] != TARGET or bool(sweeper.get("custom_search_space"))
+    varies = hidden or any(may_change_request(key) for key in choices)
+    look = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
+    client = look.client if look is not None else None
     if sweeper["_target_"] == TARGET:
         check_settings(sweeper, base)
     elif base.search.pruner != Pruner.NONE:
         raise UsageError(
-            f"search.pruner={base.search.pruner} works with Optuna alone, and hydra.sweeper is {sweeper['_target_']}",
+            f"search.pruner={base.search.pruner} works only with Optuna, but hydra.sweeper is {sweeper['_target_']}",
             hint="hydra/sweeper=optuna",
         )
     identity = identity_text(base, sweeper, choices)
@@ -64,11 +68,10 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         parallelism=parallelism,
         after=after,
         again="--again" in options,
+        look=look,
     )
     say_unless_awaited(after, opened.sweep)
-    log.info(
-        "sweep %s: this shell waits for results; if it dies, the same command goes on where it was", opened.sweep.id
-    )
+    log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", opened.sweep.id)
     words = [*overrides, *seeds(sweeper, identity)]
     trials: list[Trial] | None = None
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
@@ -80,7 +83,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
             except RunFailedError as failure:
                 raise RunFailedError(
                     failure.message,
-                    hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
+                    hint=f"sweep retry {opened.sweep.id} retries failed points; then repeat the command; "
                     "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
                 ) from None
     if "--json" in options:
@@ -107,7 +110,7 @@ def _with_optuna(
         if not as_json:
             _print_trials(found.trials, searched)
         running = sum(trial.state == TrialState.RUNNING for trial in found.trials)
-        hint = f"sweep retry {name} tries again what failed, and the same command then goes on"
+        hint = f"sweep retry {name} retries failed points; then repeat the command"
         if running and opened.client is not None:
             hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
         raise RunFailedError(failure.message, hint=hint) from None

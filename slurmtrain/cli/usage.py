@@ -41,13 +41,13 @@ def main(verb: str, words: list[str]) -> int:
     parser = Parser.of(verb)
     parser.add_argument("name", nargs="?", metavar="RUN|SWEEP", help="a run or a sweep; default: all runs here")
     parser.add_argument(
-        "--since", metavar="TIME", help="count from then on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31"
+        "--since", metavar="TIME", help="count from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31"
     )
     parser.add_argument(
         "--by",
         choices=[*Grouping],
         type=str,
-        help="what a row is about; default: user, or run if a run or sweep is named",
+        help="one row per user, run or node; default: user, or run if you name a run or sweep",
     )
     parser.add_argument("--json", action="store_true", help="print an object for a program")
     options = parser.parse_args(words)
@@ -61,7 +61,9 @@ def main(verb: str, words: list[str]) -> int:
         left_out = {"left_out": list(found.unreadable), "no_accounting": found.no_accounting}
         print_json({"by": by, "since": since, "rows": rows, "total": total, **left_out})
         return 0
-    _print(found, by)
+    print_table(*table_of(found, by))
+    for sentence in found.unreadable:
+        log.warning("left out: %s", one_line(sentence))
     return 0
 
 
@@ -80,7 +82,7 @@ def moment_of(text: str, now: float) -> float:
         moment = LATEST
     if not 0 <= moment <= now:
         raise UsageError(
-            f"--since {one_line(text)[:40]} is no time in the past", hint="7d, 12h, 90m, 2w, or a day: 2026-01-31"
+            f"--since {one_line(text)[:40]} is not a time in the past", hint="7d, 12h, 90m, 2w, or a day: 2026-01-31"
         )
     return moment
 
@@ -104,7 +106,8 @@ def _sweep(name: str, root: Path) -> Sweep | None:
     return None
 
 
-def _print(found: Usage, by: Grouping) -> None:
+def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the table: a row for each of `found`, and the total below several."""
     shown = [*found.rows, *([found.total] if len(found.rows) != 1 else [])]
     held_gpus = bool(found.total.goodput.gpu_seconds)
     columns = {name: [percent(_share(row, causes)) for row in shown] for name, causes in SHARES.items()}
@@ -126,9 +129,7 @@ def _print(found: Usage, by: Grouping) -> None:
         lost = goodput.lost_gpu_seconds if held_gpus else goodput.lost_s
         cells += [hours_of(sum(lost.values()) / 3600) if lost else "", _remark(row)]
         rows.append(cells)
-    print_table(header, rows)
-    for sentence in found.unreadable:
-        log.warning("left out: %s", one_line(sentence))
+    return header, rows
 
 
 def _share(row: Row, causes: tuple[Cause, ...]) -> float | None:

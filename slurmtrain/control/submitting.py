@@ -14,7 +14,7 @@ from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.logger_check import check_loggers
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
@@ -152,9 +152,59 @@ def starting_after(config: Config, runs: str) -> Config:
 
     if config.cluster.backend == Backend.LOCAL:
         raise UsageError(
-            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
+            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
         )
     return dependencies.starting_after(config, runs, lookup.runs_root())
+
+
+class PointLook:
+    """The look at the cluster for the points of a search, which are chosen one by one.
+
+    A search takes days, and a cluster changes: before a point is refused, SLURM is asked once more.
+
+    Args:
+        config: of all points, without what is searched.
+        varies: what jobs ask for may be other than in `config`, which is no point itself.
+
+    Raises:
+        ConfigError: no point could run.
+        ClusterError: SLURM is not there.
+    """
+
+    def __init__(self, config: Config, *, varies: bool):
+        self.client = SlurmClient(slurm_conf_of(config))
+        check_slurm_is_here(self.client.slurm_conf)
+        self._facts = read_facts(self.client.glance, whole=False)
+        self._told: set[str] = set()
+        if not varies:
+            self._look(config)
+            for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), self._facts):
+                log.warning(warning)
+
+    def __call__(self, config: Config) -> None:
+        """Check that SLURM has what a point asks for, and log warnings of likely problems, each once.
+
+        Raises:
+            ConfigError: SLURM would refuse its job, or never start it.
+        """
+        try:
+            self._look(config)
+        except ConfigError:
+            self._facts = read_facts(self.client.glance, whole=False)
+            self._look(config)
+
+    def _look(self, config: Config) -> None:
+        check_time_limit(config.cluster, None, None)
+        for warning in compare_with_cluster(self._facts, config):
+            if warning not in self._told:
+                log.warning(warning)
+            self._told.add(warning)
+
+
+def may_change_request(key: str) -> bool:
+    """Return whether what a job asks for may vary with an override of this key: a field of the cluster, or a config group."""
+    name = key.lstrip("+~").partition("@")[0]
+    return "." not in name or name.startswith("cluster.")
 
 
 def client_of(config: Config, others: Iterable[Config] = ()) -> SlurmClient:

@@ -33,7 +33,7 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import Reason, Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
-from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
 from slurmtrain.system.signals import STOP_SIGNALS
 

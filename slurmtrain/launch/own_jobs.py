@@ -12,7 +12,8 @@ from slurmtrain.runs.job_tokens import is_anothers, named_in, names_of
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.slurm.client import GONE, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE
 
 
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:

@@ -26,7 +26,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, Reason, RunAction, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE, JobFacts
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _requeue(
         try:
             facts = client.look(job_id)
             if facts is None:
-                raise NotRequeuedError(f"SLURM does not know job {job_id} any more")
+                raise NotRequeuedError(f"SLURM no longer knows job {job_id}")
             if facts.restarts > restart_count:
                 return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count, told):

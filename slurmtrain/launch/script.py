@@ -28,7 +28,7 @@ from slurmtrain.resources import shipped
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.sweep_dir import tasks_of
-from slurmtrain.slurm.client import OF_QUERIES
+from slurmtrain.slurm.command_environment import OF_QUERIES
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.versions import (
     EXPEDITED_REQUEUE,
@@ -329,7 +329,7 @@ def reasons_of_options(config: Config, paths: JobPaths, version: Version | None)
         "mem": "cluster.mem_per_node_gb" + (": 0 is all of a node's memory" if cluster.mem_per_node_gb == 0 else ""),
         "mem-per-cpu": "cluster.mem_per_cpu_gb",
         "mem-per-gpu": "cluster.mem_per_gpu_gb",
-        "time": "cluster.time_limit_min, in minutes; a run goes on after each job by itself",
+        "time": "cluster.time_limit_min, in minutes; a run continues automatically after each job",
         "signal": "cluster.signal_lead_s: the early warning, so many seconds before the time limit (SLURM may send it 60 s "
         "sooner), to the ranks, which save; with B: it would come to this shell alone",
         "constraint": "cluster.constraint",

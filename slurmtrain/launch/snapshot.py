@@ -44,7 +44,7 @@ class Snapshot:
         workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
             run in place.
         revision: git commit, or None outside of git.
-        dirty: whether the work tree differed from that commit.
+        dirty: whether the work tree differed from that commit; None: git did not say.
         roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
         branch: git branch, or None.
         remote: URL of git's remote `origin`, without user and password, or None.
@@ -52,7 +52,7 @@ class Snapshot:
 
     workdir: str
     revision: str | None = None
-    dirty: bool = False
+    dirty: bool | None = False
     roots: tuple[str, ...] = ()
     branch: str | None = field(default=None, compare=False)
     remote: str | None = field(default=None, compare=False)
@@ -177,16 +177,20 @@ def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
     folder = source.root or Path(source.workdir)
     # Of a work tree without a commit there is no HEAD.
     revision = _run_git(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
+    dirty: bool | None
     if source.git:
-        changes = _git(folder, "status", "--porcelain")
+        dirty = bool(_git(folder, "status", "--porcelain"))
     elif revision is None:
         return CodeRecord()
     else:  # perhaps a work tree so large that it runs in place for that
-        changes = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S).stdout
+        said = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S)
+        dirty = bool(said.stdout) if said.returncode == 0 else None
     branch = _run_git(folder, "symbolic-ref", "--short", "--quiet", "HEAD").stdout.strip() or None
     remote = _run_git(folder, "config", "--get", "remote.origin.url").stdout.strip() or None
-    state = CodeRecord(revision, bool(changes), branch, None if remote is None else without_user(remote))
-    if not changes or revision is None:
+    state = CodeRecord(revision, dirty, branch, None if remote is None else without_user(remote))
+    if dirty is None:
+        return dataclasses.replace(state, diff=None)
+    if not dirty or revision is None:
         return state
     patience_s = None if source.git else IN_PLACE_S
     words = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")

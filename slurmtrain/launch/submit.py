@@ -28,7 +28,8 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
+from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
+from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.versions import Version
 from slurmtrain.system import files
 from slurmtrain.system.modes import inherit_group
@@ -113,7 +114,8 @@ def preparing_with_code_of(
             why = error.strerror or "not all of its files can be read"
             raise ConfigError(f"the code of run {other.id} cannot be copied from {other.code}: {why}") from None
         inherit_group(run_dir.code)
-        git = code.get("revision"), bool(code.get("dirty"))
+        dirty = code.get("dirty")
+        git = code.get("revision"), None if dirty is None else bool(dirty)
         snapshot = Snapshot(workdir, *git, roots, code.get("branch"), code.get("remote"))
         source = CodeSource(None if snapshot.in_place else other.code, workdir, roots=roots)
         _write(run_dir, config, overrides, snapshot, source, cwd)
@@ -190,7 +192,7 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
 def no_chain(what: str) -> ConfigError:
     """Return the error for a chain that is asked for an array."""
     return ConfigError(
-        f"requeue.mode=chain {what}: the tasks of an array cannot each wait for their own",
+        f"requeue.mode=chain {what}: the tasks of an array cannot wait for different jobs",
         hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
     )
 
@@ -254,7 +256,7 @@ def slurm_conf_of(config: Config) -> str | None:
     if config.cluster.slurm_conf:
         path = Path(config.cluster.slurm_conf)
         if not path.is_file():
-            raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
+            raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null: this machine's own SLURM")
         return str(path)
     from slurmtrain import sandbox
 
@@ -350,7 +352,7 @@ def run_info(
     for key in ("name", "user", "host", "submit_dir", "workdir", "slurm_conf"):  # read again, so as they are
         if redacted(info[key]) != info[key]:
             raise ConfigError(
-                f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
+                f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is stored on disk",
                 hint="remove values that are not secret, such as a user's name, from `secrets`",
             )
     return info

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 from slurmtrain.config.profile_steps import ProfileRequest, parse_request
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import write_new
+from slurmtrain.system.files import give_name, replace_file
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import printable
 
@@ -27,6 +27,10 @@ LOOK_EVERY_S = 2.0  # seconds between looks of a loop that has no other thread f
 class ProfileSwitch:
     """Looks for the file, reads it, and takes it away when the profile begins, so that it happens once. On rank 0.
 
+    While a profile is under way, what asks for it is called profile.taken. An attempt that finds such a file follows one
+    that was killed, or failed, before its profile was there. Nobody knows whether the profile was the reason, as when it
+    takes the memory of a node: so it is not begun again by itself, and the attempt says that it is lost.
+
     `look` may be called by another thread than the others.
 
     Args:
@@ -38,13 +42,14 @@ class ProfileSwitch:
         self._seen: tuple[int, int, int] | None = None  # when it was looked at last
         self._left: tuple[int, int, int] | None = None  # a file that cannot be taken away: it is not looked at again
         self._request: ProfileRequest | None = None
-        self._taken: bytes | None = None  # content of the file that was taken away last
+        self._knows_lost = False  # whether it has looked for what an earlier attempt has left
         self._look_at = 0.0  # when to look next, by the monotonic clock
         self._lock = threading.Lock()
 
     def look(self) -> None:
         """Look for the file. It counts when it has not changed since the last look, so that it is not read half written."""
         with self._lock:
+            self._look_for_lost()
             try:
                 found = os.stat(self._run_dir.profile_switch, follow_symlinks=False)
             except OSError:
@@ -79,23 +84,50 @@ class ProfileSwitch:
         """Return what is asked for, as long as nobody has taken it."""
         return self._request
 
+    def _look_for_lost(self) -> None:
+        if self._knows_lost:
+            return
+        self._knows_lost, taken = True, self._run_dir.profile_taken
+        try:
+            text = records.read_text(taken, at_most=LONGEST_BYTES).strip()
+        except FileNotFoundError:
+            return
+        except UnreadableRecordError:
+            text = ""
+        what = f"the profile that was asked for with {text!r}" if text else "the profile that was asked for"
+        refused = self._run_dir.profile_refused
+        self._say_refused(
+            taken,
+            ConfigError(
+                f"{what} is lost: the attempt that began it ended before it was there",
+                hint=f"to ask for it again: mv {refused} {self._run_dir.profile_switch}",
+            ),
+        )
+
     def refuse(self, error: SlurmtrainError) -> None:
         """Say why there will be no profile, and set the file aside as profile.refused."""
         with self._lock:
             self._set_aside(error)
 
     def _set_aside(self, error: SlurmtrainError) -> None:
-        self._request, switch = None, self._run_dir.profile_switch
-        try:
-            switch.replace(switch.with_name("profile.refused"))
-        except OSError:
+        self._request = None
+        if not self._say_refused(self._run_dir.profile_switch, error):
             self._left = self._seen
+
+    def _say_refused(self, path: Path, error: SlurmtrainError) -> bool:
+        """Rename what asks for a profile to profile.refused, and say why; return whether it could be renamed."""
+        try:
+            path.replace(self._run_dir.profile_refused)
+            renamed = True
+        except OSError:
+            renamed = False
         log.warning("no profile: %s", printable(str(error)))
         with contextlib.suppress(OSError):
             self._run_dir.event(Event.PROFILE_REFUSED, sentence=error.message, hint=error.hint)
+        return renamed
 
     def take(self) -> None:
-        """Take the file away.
+        """Take the file away: a profile begins that it has asked for.
 
         Raises:
             OSError: it cannot be taken away; it is not looked at again.
@@ -103,24 +135,28 @@ class ProfileSwitch:
         with self._lock:
             self._request, switch = None, self._run_dir.profile_switch
             try:
-                self._taken = records.read_bytes(switch, at_most=LONGEST_BYTES)
-                switch.unlink()
+                switch.replace(self._run_dir.profile_taken)
             except FileNotFoundError:  # somebody has removed it just now; the ranks have agreed all the same
-                self._taken = None
-            except (OSError, SlurmtrainError) as error:
+                return
+            except OSError as error:
                 self._left = self._seen
                 raise OSError(f"{switch} cannot be taken away: {error}") from None
 
+    def begun(self, request: ProfileRequest) -> None:
+        """Note that a profile begins that no file has asked for."""
+        with self._lock, contextlib.suppress(OSError):  # a full disk: nobody will say so if it gets lost
+            self._look_for_lost()
+            replace_file(self._run_dir.profile_taken, request.text().encode(), durable=False)
+
     def done(self) -> None:
-        """Note that the profile that was asked for is there."""
-        self._taken = None
+        """Note that the profile is there."""
+        with contextlib.suppress(OSError):
+            self._run_dir.profile_taken.unlink(missing_ok=True)
 
     def give_back(self) -> None:
         """Put the file back, for the next attempt: this one ends before its profile is done."""
-        content, self._taken = self._taken, None
-        if content is not None:
-            with contextlib.suppress(OSError):  # FileExistsError: somebody has asked again
-                write_new(self._run_dir.profile_switch, content, durable=False)
+        with contextlib.suppress(OSError):  # FileExistsError: somebody has asked again; or it was removed before
+            give_name(self._run_dir.profile_taken, self._run_dir.profile_switch)
 
 
 def new_folder(run_dir: RunDir, first: int) -> Path:

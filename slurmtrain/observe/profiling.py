@@ -115,15 +115,27 @@ class Profiling:
         if self._profiler is not None:
             self._profiler.stop(write=True)
             self._profiler = None
-        if self._switch is not None and self._by_switch:
+        if self._switch is not None:
             self._switch.done()
         return self._tell(missing)
+
+    def cut_short(self) -> str | None:
+        """End the profile that is under way, if one is, with the steps that it has: no further step follows.
+
+        Returns:
+            On rank 0, a sentence that says so; None: there is nothing of it yet.
+        """
+        if self.active and self._left <= self._facts["steps"]:
+            return self.step(last=True)
+        self.abandon()
+        return None
 
     def abandon(self, *, failed: bool = False) -> None:
         """Drop the profile that is under way, if one is: the attempt ends before it is done.
 
         Args:
-            failed: by an error, for which the profile may be the reason: the next attempt does not begin it again.
+            failed: by an error, for which the profile may be the reason: the next attempt does not begin it again, and says
+                so.
         """
         if not self.active:
             return
@@ -140,6 +152,8 @@ class Profiling:
                     break
             if self._switch is not None and self._by_switch:
                 self._switch.give_back()
+            elif self._switch is not None:
+                self._switch.done()
 
     def _plan(self, step: int, most: int | None, request: ProfileRequest | None, warmup: int) -> dict[str, Any] | None:
         """Decide on rank 0 what is profiled, and make its folder."""
@@ -162,8 +176,12 @@ class Profiling:
                 self._switch.take()
             folder = new_folder(self._run_dir, step + warmup)
         except OSError as error:
+            if self._switch is not None:
+                self._switch.done()
             self._event(Event.PROFILE_REFUSED, {"sentence": f"no profile: {error}"})
             return None
+        if self._switch is not None and request is not None:
+            self._switch.begun(request)
         return {
             **ProfileRequest(steps, tuple(ranks), asked.stacks).to_json(),
             "warmup": warmup,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
 from slurmtrain.choices import Choice as NamedValue
-from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.errors import ClusterError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
 from slurmtrain.runs import attempts, choices, stage_record
 from slurmtrain.runs.attempts import Attempt
@@ -30,7 +30,9 @@ from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, RunAction, Verdict
 from slurmtrain.runs.ownership import check_parts, is_own
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE, QueuedJob, SlurmClient, parse_time
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE, QueuedJob
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import process
@@ -348,7 +350,7 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
     try:
         names = os.listdir(run_dir.path)
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
     for name in names:
         logged = name.removeprefix("slurm-").removesuffix(".log")
         if len(logged) + len("slurm-.log") == len(name) and is_job_id(logged):

@@ -22,7 +22,8 @@ from slurmtrain.report.status import RunStatus, states
 from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient, parse_time
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system.user import name_of
 

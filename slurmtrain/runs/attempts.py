@@ -25,9 +25,10 @@ from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import JobFacts, parse_time
 from slurmtrain.slurm.environment import own_node_name
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.gpu_health import broken_gpus
@@ -407,6 +408,7 @@ class Failure:
         superseded: a newer incarnation of the run is at work.
         on_any_node: it is the same on every node.
         diverged: numbers of the training are not finite, or its loss has jumped.
+        of_others: the rank speaks for nodes that it has found unfit, and not of its own.
     """
 
     exit_code: int
@@ -415,6 +417,7 @@ class Failure:
     superseded: bool = False
     on_any_node: bool = False
     diverged: bool = False
+    of_others: bool = False
 
 
 def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> Failure | None:
@@ -432,6 +435,7 @@ def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> 
         superseded=bool(first.get("superseded")),
         on_any_node=bool(first.get("on_any_node")),
         diverged=bool(first.get("diverged")),
+        of_others=bool(first.get("bad_nodes")),
     )
 
 

@@ -13,7 +13,8 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import GONE
 
 
 def links(info: dict[str, Any]) -> list[str]:

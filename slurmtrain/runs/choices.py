@@ -18,12 +18,13 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import GONE
+from slurmtrain.slurm.job_facts import GONE, LIVE
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, temporary_beside, write_json
@@ -108,9 +109,11 @@ def choices_of(run_dir: RunDir) -> list[Choice]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     found = []
-    for name in sorted(names)[: 2 * CHOICES_MAX]:
+    # Claims are never removed, so there may be many; they, and what a killed process has left of one, are no choices.
+    folders = sorted(name for name in names if not name.startswith(".") and not is_name_of_claim(name))
+    for name in folders[: 2 * CHOICES_MAX]:
         folder = run_dir.choices / name
         values = read_json(folder / "choice.json")
         if values is None:
@@ -133,6 +136,11 @@ def is_open(run_dir: RunDir) -> bool:
     return run_dir.choices.is_dir() and not run_dir.info()["job_ids"] and not run_dir.attempt_numbers()
 
 
+def is_name_of_claim(name: str) -> bool:
+    """Return whether a folder of this name, in the folder of the choices, is a claim's."""
+    return _CLAIM_NAME.fullmatch(name) is not None
+
+
 def claim_of(run_dir: RunDir) -> Claim | None:
     """Return who has taken a run; None while nobody has.
 
@@ -149,7 +157,7 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     made = {int(found[1]): name for name in names if (found := _CLAIM_NAME.fullmatch(name))}
     if not made:
         return 0, None
@@ -157,13 +165,13 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     path = run_dir.choices / made[number] / "claim.json"
     values = read_json(path)
     if values is None or any(key not in values for key in _OF_A_CLAIM):
-        raise UnreadableRecordError(f"{path} does not say who has taken the run")
+        raise UnreadableRecordError(f"{path} does not say who took the run")
     records.check_fields(values, _OF_A_CLAIM, path)
     choice, job_id = values["choice"], values["job_id"]
     if choice is None:
         return number, None
     if not records.is_job_id(job_id):
-        raise UnreadableRecordError(f"{path}: job_id is no job id")
+        raise UnreadableRecordError(f"{path}: job_id is not a job ID")
     return number, Claim(number, choice, job_id)
 
 
@@ -212,16 +220,27 @@ def _make_claim(run_dir: RunDir, number: int, choice: str | None, job_id: str | 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def holds_no_more(state: str | None, *, has_begun: bool) -> bool:
-    """Return whether another job may take a run that this one had taken.
+class Standing(Enum):
+    """What a claim of another job means to a job that has started."""
 
-    So it is when that job is gone and has left no attempt: it died between taking the run and claiming its first attempt.
-    What has begun goes on as requeue.mode says. A job that somebody has ended with scancel has ended the run.
+    HOLDS = auto()  # the run goes on with that job, or has ended with it
+    UNDECIDED = auto()  # that job is there and has not begun: it may still die without having begun
+    GIVEN_UP = auto()  # it has died without having begun
+
+
+def standing_of(state: str | None, *, has_begun: bool) -> Standing:
+    """Return what the claim of a job means to another job of the run.
+
+    A job may die between taking the run and claiming its first attempt, and SLURM may notice that minutes later. What has
+    begun goes on as requeue.mode says. One that waits in the queue again keeps the run, and a job that somebody has ended
+    with scancel has ended the run.
 
     Args:
-        state: SLURM's word for the state of the job; None: SLURM does not know it any more.
+        state: SLURM's word for the state of the job that has the claim; None: SLURM does not know it any more.
         has_begun: an attempt of the run was claimed.
     """
     if has_begun or state == "CANCELLED":
-        return False
-    return state is None or state in GONE
+        return Standing.HOLDS
+    if state is None or state in GONE:
+        return Standing.GIVEN_UP
+    return Standing.UNDECIDED if state in LIVE else Standing.HOLDS

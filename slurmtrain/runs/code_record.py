@@ -22,7 +22,7 @@ _TEXT_BY_NAME = Kind(
 )
 _FIELDS = {
     "revision": TEXT | NOTHING,
-    "dirty": FLAG,
+    "dirty": FLAG | NOTHING,
     "branch": TEXT | NOTHING,
     "remote": TEXT | NOTHING,
     "diff": TEXT | NOTHING,
@@ -38,7 +38,7 @@ class CodeRecord:
 
     Attributes:
         revision: git commit, or None outside of git.
-        dirty: whether the work tree differed from that commit.
+        dirty: whether the work tree differed from that commit; None: git did not say, as where it took too long.
         branch, remote: git branch, and the URL of its remote `origin`; None where there is none.
         diff: difference of tracked files from the commit, as a patch; None: it was too long to be kept, or git took too long.
         untracked: files of the snapshot that git does not track.
@@ -47,13 +47,24 @@ class CodeRecord:
     """
 
     revision: str | None = None
-    dirty: bool = False
+    dirty: bool | None = False
     branch: str | None = None
     remote: str | None = None
     diff: str | None = ""
     untracked: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
+
+
+def words_for_changes(dirty: object) -> str:
+    """Return what is said after a revision of whether the code differs from it.
+
+    Args:
+        dirty: as in `CodeRecord`, out of a record that somebody else may have written.
+    """
+    if dirty is None:
+        return " (whether with changes is not known)"
+    return " with changes" if dirty else ""
 
 
 def record_of(code: Path) -> Path:

@@ -143,7 +143,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         RuntimeError: it was called before in this process.
     """
     if session.distributed is not None:
-        raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
+        raise RuntimeError("slurmtrain.init() was already called: call it once, and keep the Run that it returns")
     stop_flag = signals.install_signal_handlers()
     logs.set_up(leave_to_others=True)
     import torch.distributed as dist  # torch, which takes seconds
@@ -287,6 +287,9 @@ def _let_go() -> None:
     interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
     like a crash.
     """
+    said = session.profiling.cut_short() if session.profiling is not None else None
+    if said is not None:
+        log.info(said)
     lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
     if session.watchdog is not None:
         session.watchdog.close()

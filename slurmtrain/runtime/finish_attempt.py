@@ -21,7 +21,7 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, chain, node_blame
+from slurmtrain.runs import attempts, chain, node_blame, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.events import Event
@@ -40,8 +40,9 @@ from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complet
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
-from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count, own_step_id
+from slurmtrain.slurm.job_facts import LIVE, JobFacts
 from slurmtrain.slurm.node_ledger import (
     BlamePolicy,
     NodeRecord,
@@ -132,7 +133,7 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
             append_to_ledger(path, new)
     except OSError as error:
         where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs do not hear of this attempt", where, error.strerror)
+        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
@@ -166,7 +167,8 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
-        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
+        with contextlib.suppress(OSError):  # a full disk; they are free all the same
+            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -356,10 +358,13 @@ def _evidence(
         failure = attempts.first_failure(attempt_dir, because_of_peer=True)
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
-    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes)
+    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
+    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes) or refused or ()
     hang = attempts.found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
+    if unfit:  # rank 0 speaks for them, or the batch script
         failed_on: str | None = unfit[0]
+    elif refused is not None or (failure is not None and failure.of_others):
+        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
     elif hang is None:
         failed_on = _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code)
     else:  # ranks of torchrun do not know SLURM's names of nodes

@@ -342,7 +342,7 @@ def _await_word(
                 store.set("wrong", _other_size(environment, int(store.get("world_size").decode())))
             if time.monotonic() > deadline + GRACE_S:
                 raise RendezvousError(
-                    f"rank 0 on {environment.expected_node(0)} stopped answering after it had been reached",
+                    f"rank 0 on {environment.expected_node(0)} stopped answering after the connection",
                     hint=MISSING_HINT,
                 )
             pauses.pause()
@@ -353,7 +353,7 @@ def _await_word(
         if stop_requested():
             raise StopDuringStartError from None
         raise RendezvousError(
-            f"rank 0 on {environment.expected_node(0)} left before all ranks had met", hint="see rank 0's log"
+            f"rank 0 on {environment.expected_node(0)} exited before all ranks had connected", hint="see rank 0's log"
         ) from None
     if word == STOP:
         raise StopDuringStartError

@@ -15,18 +15,21 @@ from collections.abc import Callable, Sequence
 from slurmtrain.config.compose import config_hash, load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.runs import attempts, choices
-from slurmtrain.runs.choices import Choice, Claim
+from slurmtrain.runs.choices import Choice, Claim, Standing, standing_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import NOT_STARTED
 from slurmtrain.system import files
+from slurmtrain.system.patience import refresh
 
 log = logging.getLogger(__name__)
 
 LOOKS = 3  # answers that a job is gone, after which it is taken for gone: a controller that has just begun knows none
 LOOK_EVERY_S = 1.0
-LEAVING_S = 60.0  # longest wait for a job that is on its way out, which may come back to the queue or be gone then
+LOOK_MOST_S = 15.0  # longest pause between looks at a job that has the run and has not begun
+SILENCES = 5  # questions without an answer, one after the other, after which nothing can be known of that job
 
 
 def take_or_leave(
@@ -50,10 +53,14 @@ def take_or_leave(
     if mine is None:
         raise ClusterError(f"{run_dir.choices} has no choice {name!r}", hint="was it removed? submit the run again")
 
+    standing = Standing.HOLDS
+
     def given_up(claim: Claim) -> bool:
+        nonlocal standing
         theirs = next((choice for choice in everywhere if choice.name == claim.choice), None)
         asks = _client(theirs, mine, client) if theirs is not None else None
-        return asks is not None and _holds_no_more(run_dir, claim, asks, sleep)
+        standing = _wait_until_decided(run_dir, claim, asks, sleep)
+        return standing == Standing.GIVEN_UP
 
     claim = choices.take(run_dir, name, job_id, given_up)
     takes = claim.is_of(name, job_id)
@@ -65,8 +72,9 @@ def take_or_leave(
     if takes and not settled:
         settle(run_dir, mine, job_id)
     elif not takes:
-        _leave(run_dir, name, job_id, claim)
-    take_back(run_dir, [choice for choice in everywhere if choice.name not in (claim.choice, name)], mine, client)
+        _leave(run_dir, name, job_id, claim, standing)
+    if takes or standing == Standing.HOLDS:  # else the run may need the others
+        take_back(run_dir, [choice for choice in everywhere if choice.name not in (claim.choice, name)], mine, client)
     now = choices.claim_of(run_dir)
     if takes and now is not None and not now.is_of(name, job_id):
         # Where this job is not shown, as to a sibling of a federation, another one takes it for gone while it has not begun.
@@ -75,9 +83,11 @@ def take_or_leave(
     return takes
 
 
-def _leave(run_dir: RunDir, name: str, job_id: str, claim: Claim) -> None:
+def _leave(run_dir: RunDir, name: str, job_id: str, claim: Claim, standing: Standing = Standing.HOLDS) -> None:
     """Say why a job leaves a run alone."""
     said = f"job {claim.job_id} of {claim.choice} has it"
+    if standing == Standing.UNDECIDED:
+        said += ", and whether it will begin is not known here"
     log.info("run %s: %s, so job %s of %s leaves", run_dir.id, said, job_id, name)
     with contextlib.suppress(OSError):
         run_dir.event(Event.NOT_TAKEN, job_id=job_id, choice=name, sentence=said)
@@ -101,7 +111,11 @@ def settle(run_dir: RunDir, choice: Choice, job_id: str) -> None:
 def take_back(
     run_dir: RunDir, others: Sequence[Choice], mine: Choice, client: Callable[[str | None], SlurmClient]
 ) -> None:
-    """Take the jobs of other choices out of the queue. One that cannot be reached leaves by itself when it starts."""
+    """Take the jobs of other choices out of the queue. One that cannot be reached leaves by itself when it starts.
+
+    Those that have started are left alone: they leave by themselves, and each may have to take the run over until this job
+    has begun.
+    """
     for other in others:
         if not other.token:
             continue
@@ -109,7 +123,7 @@ def take_back(
             asks = _client(other, mine, client)
             if asks is None:
                 raise ClusterError("its SLURM is that of another machine, and has no cluster.slurm_conf")
-            jobs = asks.find_by_comment(TOKEN_PREFIX + other.token)
+            jobs = asks.find_by_comment(TOKEN_PREFIX + other.token, states=NOT_STARTED)
             if jobs:
                 asks.cancel(*jobs)
                 run_dir.event(Event.TAKEN_BACK, job_ids=jobs, choice=other.name)
@@ -128,20 +142,45 @@ def _client(choice: Choice, mine: Choice, client: Callable[[str | None], SlurmCl
     return client(conf) if conf is not None else None
 
 
-def _holds_no_more(run_dir: RunDir, claim: Claim, client: SlurmClient, sleep: Callable[[float], None]) -> bool:
-    """Return whether the job of a claim is gone without having begun, as far as its SLURM can be asked."""
-    seen, waited = 0, 0.0
-    while seen < LOOKS:
+def _wait_until_decided(
+    run_dir: RunDir, claim: Claim, client: SlurmClient | None, sleep: Callable[[float], None]
+) -> Standing:
+    """Wait until the job of a claim has begun, or is gone without having begun, and return what that means to this job.
+
+    There is no event to await: it is another job, perhaps of another SLURM, whose node may be dead. So its state and the
+    run's attempts are looked at, less and less often.
+
+    Args:
+        client: of the SLURM of that job; None: it cannot be asked.
+
+    Returns:
+        UNDECIDED: that cannot be known, since its SLURM does not answer; or somebody has ended the run meanwhile.
+    """
+    gone, silences, pause_s = 0, 0, LOOK_EVERY_S
+    while client is not None and silences < SILENCES and not attempts.cancelled_after(run_dir, None):
         try:
             facts = client.look(claim.job_id)
         except ClusterError:
-            return False
-        state = facts.state if facts is not None else None
-        leaving = state == "COMPLETING" and waited < LEAVING_S
-        if not leaving and not choices.holds_no_more(state, has_begun=bool(run_dir.attempt_numbers())):
-            return False
-        seen += not leaving
-        if seen < LOOKS:
-            sleep(LOOK_EVERY_S)
-            waited += LOOK_EVERY_S
-    return True
+            silences += 1
+            standing = Standing.HOLDS if _has_begun(run_dir) else Standing.UNDECIDED
+        else:
+            silences = 0
+            state = facts.state if facts is not None else None
+            standing = standing_of(state, has_begun=_has_begun(run_dir))  # after its state: what is gone begins no more
+        gone = gone + 1 if standing == Standing.GIVEN_UP else 0
+        if standing == Standing.HOLDS or gone == LOOKS:
+            return standing
+        if standing == Standing.UNDECIDED and pause_s == LOOK_EVERY_S:
+            log.info(
+                "run %s: job %s of %s has it, and has not begun as far as is seen: this job waits until it has, or is gone",
+                *(run_dir.id, claim.job_id, claim.choice),
+            )
+        sleep(LOOK_EVERY_S if gone else pause_s)
+        pause_s = min(2 * pause_s, LOOK_MOST_S)
+    return Standing.HOLDS if _has_begun(run_dir) else Standing.UNDECIDED
+
+
+def _has_begun(run_dir: RunDir) -> bool:
+    with contextlib.suppress(OSError):  # read-only, or not there yet
+        refresh(run_dir.attempts)  # NFS would answer from its cache
+    return bool(run_dir.attempt_numbers())

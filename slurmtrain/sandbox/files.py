@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox.directory import PLAN
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
-from slurmtrain.slurm.client import PREFIX_FILE, path_with
+from slurmtrain.slurm.command_environment import PREFIX_FILE, path_with
 from slurmtrain.slurm.versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
 from slurmtrain.system.user import name_of
 

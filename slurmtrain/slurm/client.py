@@ -2,8 +2,8 @@
 
 Everything that runs `scontrol` and the like is here.
 
-Parsing is pure and tested with plain text; running takes the command runner as an argument. It is not in `launch`, because
-the job itself asks SLURM, too: why was it told to stop, when does its time end.
+Running takes the command runner as an argument; what the commands print is read by the modules beside this one. It is not
+in `launch`, because the job itself asks SLURM, too: why was it told to stop, when does its time end.
 """
 
 from __future__ import annotations
@@ -11,97 +11,32 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import subprocess
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
+from slurmtrain.slurm.command_environment import clean_environment
+from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
+from slurmtrain.slurm.job_facts import GONE, JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.node_states import AT_WORK
+from slurmtrain.slurm.parse_values import parse_show_config
 from slurmtrain.slurm.versions import Version, parse_version
-from slurmtrain.system.node_copies import without_copies
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 # scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
 # has done what was asked. Dispositions that are "ignored" survive exec.
 SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
-# States of a job that will not run again by itself.
-GONE = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-)
-# States of a job that has nodes, or leaves them.
-LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-# Variables that the commands read, by the getenv() calls of SLURM's sources (22.05 to 26.05). First those that say
-# where SLURM is and who asks: they stay as the person has set them.
-REACHED_BY = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-    "SLURM_SACK_SOCKET",
-    "SLURM_SACK_KEY",
-    "SLURM_SACK_JWKS",
-)
-# Other variables with these prefixes were set by SLURM for a job, or change the form of answers (SLURM_TIME_FORMAT,
-# ...).
-OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
-# A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
-OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+# Has the commands print times as unix seconds: a local time of the hour that a clock change repeats may be either.
+UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
-AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
-PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """The output of `scontrol show job` for one job. Times are unix seconds, or None.
-
-    Attributes:
-        excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
-        nodes: the nodes that it has, as SLURM writes them.
-    """
-
-    state: str
-    reason: str = ""
-    restarts: int = 0
-    start_time: float | None = None
-    end_time: float | None = None
-    preempt_time: float | None = None
-    excluded: str = ""
-    nodes: str = ""
-
-    @property
-    def preempted(self) -> bool:
-        """Whether SLURM has announced that it preempts this start of the job."""
-        return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it.
-
-    Attributes:
-        comment: words of the job's comment.
-    """
-
-    state: str = ""
-    reason: str = ""
-    start: str = ""
-    comment: tuple[str, ...] = ()
 
 
 def run_command(
@@ -117,7 +52,7 @@ class SlurmClient:
     """A client of one cluster.
 
     Args:
-        slurm_conf: path of a slurm.conf other than the machine's own.
+        slurm_conf: path of a slurm.conf to use instead of the machine's own.
         run: the command runner.
     """
 
@@ -143,7 +78,7 @@ class SlurmClient:
         Raises:
             ClusterError: SLURM cannot be asked.
         """
-        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD, variables=UNIX_TIMES)
         if answer.returncode == 0:
             return parse_show_job(answer.stdout)
         if "invalid job id" in (answer.stderr + answer.stdout).lower():
@@ -243,39 +178,48 @@ class SlurmClient:
             found += parse_sacct(answer.stdout)
         return found
 
-    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+    def live_jobs(self) -> list[str]:
+        """Return the ids of this user's jobs that SLURM has not ended, those of the tasks of arrays, too.
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        return self._call(["squeue", "--noheader", "--me", "--format=%A"], before=SHIELD).split()
+
+    def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
         An array is one job.
 
         Args:
-            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+            ended, states: as for `comments`.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        jobs = self.comments(ended=ended)
+        jobs = self.comments(ended=ended, states=states)
         if word.endswith(":"):
             return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
         return [job for job, words in jobs.items() if word in words]
 
-    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
+    def comments(self, *, ended: bool = False, states: Collection[str] | None = None) -> dict[str, list[str]]:
         """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
 
         An array is one job.
 
         Args:
             ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+            states: only jobs in one of these states, by SLURM's words; None: in any.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        states = ["--states=all"] if ended else []
-        answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
+        of_all = ["--states=all"] if ended else []
+        answer = self._call(["squeue", "--noheader", "--me", *of_all, "--format=%F|%T|%k"])
         found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
-            if comment and (ended or state not in GONE):
+            if comment and (ended or state not in GONE) and (states is None or state in states):
                 found.setdefault(job_id, comment.split())
         return found
 
@@ -307,7 +251,7 @@ class SlurmClient:
             return None
         try:
             answer = self._run(["timeout", str(within_s), *command], self._environment)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, OSError):
             return None
         return answer.stdout if answer.returncode == 0 else None
 
@@ -431,165 +375,21 @@ class SlurmClient:
             raise kind(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
-    def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def _answer(
+        self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES
+    ) -> subprocess.CompletedProcess[str]:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
         try:
-            return self._run([*before, *command], self._environment)
+            return self._run([*before, *command], {**self._environment, **variables})
         except subprocess.TimeoutExpired:
             raise NoAnswerError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
+        except OSError as error:  # no memory or no process left here (EAGAIN), or the programs' file system is away
+            raise ClusterError(f"`{command[0]}` cannot be started on this machine: {error.strerror or error}") from None
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
     lines = (answer.stderr or answer.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {answer.returncode}"
-
-
-def parse_show_job(text: str) -> JobFacts | None:
-    """Read the first line of `scontrol show job -o`.
-
-    Fields are NAME=VALUE with spaces in between, and values with spaces cannot be told from the next field. The ones
-    used here have none; names and comments, which may, are not used.
-    """
-    fields: dict[str, str] = {}
-    for word in text.partition("\n")[0].split():
-        name, equals, value = word.partition("=")
-        if equals:
-            fields.setdefault(name, value)
-    if "JobState" not in fields:
-        return None
-    return JobFacts(
-        # While slurmctld hands a signal to the nodes it prints that in place of the state, for some milliseconds.
-        state=fields["JobState"].replace("SIGNALING", "RUNNING"),
-        reason=fields.get("Reason", ""),
-        restarts=int(fields.get("Restarts", "0")),
-        start_time=parse_time(fields.get("StartTime", "")),
-        end_time=parse_time(fields.get("EndTime", "")),
-        preempt_time=parse_time(fields.get("PreemptTime", "")),
-        excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
-        nodes=fields.get("NodeList", "").replace("(null)", ""),
-    )
-
-
-def is_dead(state: str) -> bool:
-    """Return whether a node that a job has is dead, by sinfo's word for its state (`man sinfo`, NODE STATE CODES).
-
-    A star says that it does not answer.
-    """
-    return "*" in state or state.startswith(("down", "error", "unknown", "no_respond", "power"))
-
-
-def is_silent(state: str) -> bool:
-    """Return whether a node only does not answer, as when its slurmd restarts: SLURM has not taken it out of service."""
-    return state.endswith("*") and not is_dead(state.rstrip("*"))
-
-
-def is_usable(state: str) -> bool:
-    """Return whether ranks should be started on a node that a job has: it is not dead, and nobody wants it to be left alone."""
-    return not is_dead(state) and not state.startswith(("drain", "fail"))
-
-
-def parse_show_config(text: str) -> dict[str, str]:
-    """Read `scontrol show config`: a line each, NAME = VALUE."""
-    pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
-
-
-def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
-    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have it.
-
-    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": SLURM does not accept the parts in brackets as input.
-    """
-    words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
-    changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
-    return "".join(changed) if changed != words else None
-
-
-def met_dependency(text: str, job_id: str) -> str | None:
-    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not have it.
-
-    The result may be empty: then nothing is waited for.
-    """
-    words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
-    left = [word for word in words if word != f"afterok:{job_id}"]
-    if left == words:
-        return None
-    return "" if "?" in text else ",".join(left)  # "?": one of them is enough
-
-
-def parse_duration(text: str) -> float | None:
-    """Return seconds from a duration as SLURM writes it: "30 sec", "30", "00:00:30", "1-00:00:00"; None if it is none."""
-    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def parse_time(text: str) -> float | None:
-    """Return unix seconds from SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
-
-
-def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """Return the environment for SLURM's commands.
-
-    It has the variables that say where SLURM is and who asks, but none that change the answer.
-
-    A leftover SQUEUE_PARTITION would hide jobs that run, and SLURM_MEM_PER_NODE would change the job that is submitted.
-
-    Args:
-        slurm_conf: slurm.conf of the cluster to ask; None: the one that the variables name.
-    """
-    kept = {name: value for name, value in variables.items() if not name.startswith(OF_QUERIES)}
-    return submission_environment(kept, slurm_conf)
-
-
-def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
-    kept = {name: value for name, value in without_copies(variables).items() if not belongs_to_a_job(name)}
-    if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
-        # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
-        kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
-        kept["SLURM_CONF"] = slurm_conf
-    programs = programs_beside(kept.get("SLURM_CONF"))
-    if programs is not None:
-        kept["PATH"] = path_with(programs, kept.get("PATH"))
-    if "SBATCH_CLUSTERS" in kept:  # the other commands have to look for jobs where sbatch sends them
-        kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
-    return kept
-
-
-def programs_beside(slurm_conf: str | None) -> str | None:
-    """Return the folder of the commands that belong to a slurm.conf, if a file beside it names their prefix.
-
-    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not
-    count.
-    """
-    if not slurm_conf:  # also SLURM_CONF=
-        return None
-    try:
-        descriptor = os.open(Path(slurm_conf).with_name(PREFIX_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(descriptor) as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o022:
-            return None
-        prefix = file.readline(4096).rstrip("\n")
-    return f"{prefix}/bin" if prefix.startswith("/") else None
-
-
-def path_with(folder: str, path: str | None) -> str:
-    """Return PATH with this folder before all others."""
-    return os.pathsep.join([folder, *(each for each in (path or os.defpath).split(os.pathsep) if each != folder)])
-
-
-def belongs_to_a_job(name: str) -> bool:
-    """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit it."""
-    return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")

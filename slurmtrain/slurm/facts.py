@@ -5,6 +5,7 @@ Plain values: `slurm.parse_facts` makes them of the output of SLURM's commands, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class Qos:
         flags: its flags in lower case; "denyonlimit" refuses a job above a limit, "overpartqos" puts its limits before
             those of a partition's QOS, "partitiontimelimit" lets a job exceed the partition's.
         grace_s: seconds that a preempted job of it lives on; None: not known.
+        limit_factor: the factor of the amounts of accounts, for its jobs; None: they are as they are.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Qos:
     preempt: tuple[str, ...] = ()
     preempt_mode: str = ""
     limits: Limits = Limits()
+    limit_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Partition:
         exclusive: a job gets whole nodes, whatever it asks for.
         cpus_per_node, memory_mb: what a job may have of a node at most.
         memory_per_cpu_mb: what a job may have for each CPU; SLURM gives a job that asks for more the CPUs for it.
+        allocates: its own SelectTypeParameters, which say what is given to one job alone; "": those of the cluster.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Partition:
     cpus_per_node: int | None = None
     memory_mb: int | None = None
     memory_per_cpu_mb: int | None = None
+    allocates: str = ""
 
     @property
     def takes_jobs(self) -> bool:
@@ -194,6 +199,7 @@ class ClusterFacts:
         groups: nodes of each partition; (): not known.
         qos: all that there are; None: not known, or no accounting.
         associations: this user's on this cluster; None: not known, or no accounting.
+        federation: SLURM's words for the federation of which the cluster is a part; "": none; None: not known.
         default_account: this user's; None: not known.
         switches: text of `scontrol show topology`; "": none.
         mpi_types: what `srun --mpi` takes.
@@ -207,6 +213,7 @@ class ClusterFacts:
     qos: tuple[Qos, ...] | None = None
     associations: tuple[Association, ...] | None = None
     default_account: str | None = None
+    federation: str | None = None
     switches: str = ""
     mpi_types: tuple[str, ...] = ()
     pyxis: bool | None = None
@@ -224,6 +231,29 @@ class ClusterFacts:
     def keeps_accounts(self) -> bool:
         """Whether there is a database of accounts and limits."""
         return keeps_accounts(self.config)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether jobs that are submitted here run here, and not at another cluster of a federation, as far as is known.
+
+        Only clusters that share a database of accounts can be a federation.
+        """
+        return self.federation == "" or not self.keeps_accounts
+
+    @property
+    def slurm_user_id(self) -> int | None:
+        """The number of SLURM's own user, which may do what root may; None: not known."""
+        match = re.search(r"\((\d{1,10})\)$", self.config.get("SlurmUser", "").strip())
+        return int(match[1]) if match else None
+
+    def gives_memory(self, partition: Partition) -> bool:
+        """Return whether the memory that a job asks for is its own, and so limits it.
+
+        Otherwise only --mem is looked at, to leave out nodes that have less, whatever runs there (slurm.conf(5),
+        SelectTypeParameters).
+        """
+        words = partition.allocates or self.config.get("SelectTypeParameters", "")
+        return "MEMORY" in words.upper()
 
     def enforces(self, what: str) -> bool:
         """Return whether accounting refuses jobs for `what`: "associations", "limits", "qos"."""

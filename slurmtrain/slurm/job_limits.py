@@ -69,27 +69,55 @@ def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qo
     [] where accounting limits nothing, or it is not known which QOS the job gets: that one may lift the limits of an account.
     """
     association = association_of(facts, account, partition.name)
-    own, its = qos_of(facts, association, qos), facts.qos_named(partition.qos) if partition.qos else None
-    if not facts.enforces("limits") or own is None:
+    both = _both_qos(facts, partition, association, qos)
+    if not facts.enforces("limits") or not both:
         return []
-    found = [Bound(f"QOS {own.name}", own.limits)]
-    if its is not None:
-        bound = Bound(f"QOS {its.name} of partition {partition.name}", its.limits)
-        found.insert(len(found) if "overpartqos" in own.flags else 0, bound)
-    found += _of_accounts(association) if association is not None else []
-    if any("relative" in each.flags for each in (own, its) if each is not None):  # its amounts are shares, in percent
+    found = [Bound(words, each.limits) for words, each in both]
+    factor = next((each.limit_factor for _, each in both if each.limit_factor is not None), None)
+    found += _of_accounts(association, factor) if association is not None else []
+    if any("relative" in each.flags for _, each in both):  # its amounts are shares, in percent
         found = [replace(each, limits=Limits(wall_min=each.limits.wall_min)) for each in found]
     return found
 
 
-def _of_accounts(association: Association) -> list[Bound]:
+def flags_of(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> frozenset[str]:
+    """Return the flags of the QOS whose limits `bounds_of` returns: the job's, and the partition's."""
+    both = _both_qos(facts, partition, association_of(facts, account, partition.name), qos)
+    return frozenset[str]().union(*(each.flags for _, each in both))
+
+
+def _both_qos(
+    facts: ClusterFacts, partition: Partition, association: Association | None, qos: str | None
+) -> list[tuple[str, Qos]]:
+    """Return the job's QOS and the partition's, with the words for each, the one first that comes first; [] if not known."""
+    own, its = qos_of(facts, association, qos), facts.qos_named(partition.qos) if partition.qos else None
+    if own is None:
+        return []
+    found = [(f"QOS {own.name}", own)]
+    if its is not None:
+        found.insert(
+            len(found) if "overpartqos" in own.flags else 0, (f"QOS {its.name} of partition {partition.name}", its)
+        )
+    return found
+
+
+def _of_accounts(association: Association, factor: float | None) -> list[Bound]:
     """Return the limits of an association, of its whole account, and of those above it.
 
     The amounts of all jobs together hold on every level, other than those of which the first counts: each is named where it
     is least.
+
+    Args:
+        factor: the LimitFactor of the job's QOS, by which the amounts are multiplied (sacctmgr(1)), other than those on one
+            node; None: it has none.
     """
-    levels = [(f"account {association.account}", association.limits.group_tres)]
-    levels += [(f"account {each.name} (all of its jobs together)", each.group_tres) for each in association.accounts]
+    said = "" if factor is None else f", times {factor:g} (LimitFactor of its QOS)"
+    levels = [(f"account {association.account}{said}", _times(association.limits.group_tres, factor))]
+    levels += [
+        (f"account {each.name} (all of its jobs together){said}", _times(each.group_tres, factor))
+        for each in association.accounts
+    ]
+    own_limits = replace(association.limits, tres=_times(association.limits.tres, factor))
     names = {name for _, amounts in levels for name in amounts}
     least_at = {
         name: min((amounts[name], at) for at, (_, amounts) in enumerate(levels) if name in amounts) for name in names
@@ -97,8 +125,12 @@ def _of_accounts(association: Association) -> list[Bound]:
     found = []
     for at, (words, amounts) in enumerate(levels):
         own = {name: amount for name, amount in amounts.items() if least_at[name] == (amount, at)}
-        found.append(Bound(words, replace(association.limits if at == 0 else Limits(), group_tres=own)))
+        found.append(Bound(words, replace(own_limits if at == 0 else Limits(), group_tres=own)))
     return found
+
+
+def _times(amounts: Mapping[str, int], factor: float | None) -> Mapping[str, int]:
+    return amounts if factor is None else {name: int(amount * factor) for name, amount in amounts.items()}
 
 
 def wall_limit(bounds: Sequence[Bound]) -> Limit | None:

@@ -12,16 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.slurm.client import AT_WORK, parse_duration, parse_show_config
 from slurmtrain.slurm.facts import Account, Association, Limits, NodeGroup, Partition, Qos
+from slurmtrain.slurm.node_states import AT_WORK
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.slurm.versions import parse_version
 
 # Columns of `sinfo --format`: partition, nodes, CPUs, sockets, cores, threads, memory, GRES, features, state, node list.
 SINFO_FORMAT = "%R|%D|%c|%X|%Y|%Z|%m|%G|%f|%T|%N"
 QOS_COLUMNS = (
     *("Name", "Flags", "GraceTime", "Preempt", "PreemptMode", "MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESPU"),
-    *("GrpTRES", "MinTRES", "MaxJobsPU", "MaxSubmitPU"),
+    *("GrpTRES", "MinTRES", "MaxJobsPU", "MaxSubmitPU", "LimitFactor"),
 )
 ASSOC_COLUMNS = (
     *("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall", "MaxTRES", "MaxTRESPerNode", "GrpTRES"),
@@ -39,8 +40,9 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
-    """Read `scontrol show partition --oneliner`."""
-    return tuple(_partition(fields) for line in text.splitlines() if (fields := _fields(line)).get("PartitionName"))
+    """Read `scontrol show partition --oneliner`; () if a line cannot be read, since it may be that of any partition."""
+    found = [_fields(line) for line in text.splitlines() if line.strip()]
+    return tuple(map(_partition, found)) if all(fields.get("PartitionName") for fields in found) else ()
 
 
 def _partition(fields: Mapping[str, str]) -> Partition:
@@ -69,6 +71,7 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         cpus_per_node=_count(fields.get("MaxCPUsPerNode", "")),
         memory_mb=_count(fields.get("MaxMemPerNode", "")),
         memory_per_cpu_mb=_count(fields.get("MaxMemPerCPU", "")),
+        allocates=_word(fields.get("SelectTypeParameters", "").replace("NONE", "")),
     )
 
 
@@ -106,17 +109,30 @@ def parse_groups(text: str) -> tuple[NodeGroup, ...]:
 
 
 def parse_gres(text: str) -> tuple[tuple[str, int], ...]:
-    """Return the GPUs in SLURM's words for the GRES of a node: "gpu:a100:4(S:0-1),nic:2" -> (("a100", 4),)."""
+    """Return the GPUs in SLURM's words for the GRES of a node: "gpu:a100:4(S:0-1),nic:2" -> (("a100", 4),).
+
+    They are NAME[:TYPE][:no_consume]:NUMBER (slurm.conf(5), Gres). Without a number there is one. GPUs that are not consumed
+    are given to several jobs, and one job still has no more than there are.
+    """
     found: dict[str, int] = {}
     for word in _outside_brackets(text):
-        parts = word.strip().split(":")
-        if parts[0].lower() != "gpu":
+        name, *parts = word.strip().split(":")
+        if name.lower() != "gpu":
             continue
-        number = _count(parts[-1]) if len(parts) > 1 else 1
+        parts = [part for part in parts if part.lower() != "no_consume"]
+        number = _amount(parts[-1]) if parts else 1
+        if number is None and len(parts) == 1:
+            parts, number = [*parts, "1"], 1
         if number:
-            kind = ":".join(parts[1:-1])
+            kind = ":".join(parts[:-1])
             found[kind] = found.get(kind, 0) + number
     return tuple(found.items())
+
+
+def _amount(text: str) -> int | None:
+    """Return a number of a GRES, "4" or "2K"."""
+    match = re.fullmatch(r"([0-9]{1,12})([KMGTP]?)", text.strip().upper())
+    return int(match[1]) * 1024 ** ("KMGTP".index(match[2]) + 1 if match[2] else 0) if match else None
 
 
 def _outside_brackets(text: str) -> list[str]:
@@ -159,20 +175,27 @@ def first_name(names: str) -> str:
         return ""
 
 
-def parse_qos(text: str) -> tuple[Qos, ...]:
-    """Read `sacctmgr -nP show qos format=...` with QOS_COLUMNS."""
+def parse_qos(text: str) -> tuple[Qos, ...] | None:
+    """Read `sacctmgr -nP show qos format=...` with QOS_COLUMNS; None if a row cannot be read, since it may be that of any."""
+    if _has_odd_rows(text, QOS_COLUMNS):
+        return None
     found = []
     for row in _rows(text, QOS_COLUMNS):
         limits = replace(_limits(row), least_tres=parse_tres(row["MinTRES"]), user_tres=parse_tres(row["MaxTRESPU"]))
         flags = frozenset(flag.lower() for flag in _words(row["Flags"]))
         preempt = tuple(_words(row["Preempt"]))
         grace_s = parse_duration(row["GraceTime"])
-        found.append(Qos(row["Name"], flags, grace_s, preempt, row["PreemptMode"], limits))
+        found.append(Qos(row["Name"], flags, grace_s, preempt, row["PreemptMode"], limits, _factor(row["LimitFactor"])))
     return tuple(found)
 
 
-def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
-    """Read `sacctmgr -nP show assoc user=... format=...` with ASSOC_COLUMNS, and keep those of one cluster."""
+def parse_associations(text: str, cluster: str) -> tuple[Association, ...] | None:
+    """Read `sacctmgr -nP show assoc user=... format=...` with ASSOC_COLUMNS, and keep those of one cluster.
+
+    None if a row cannot be read, since it may be that of any account.
+    """
+    if _has_odd_rows(text, ASSOC_COLUMNS):
+        return None
     return tuple(
         Association(
             account=row["Account"],
@@ -231,6 +254,16 @@ def _limits(row: Mapping[str, str]) -> Limits:
 def _rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
     rows = [line.split("|") for line in text.splitlines()]
     return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns) and row[0]]
+
+
+def _has_odd_rows(text: str, columns: Sequence[str]) -> bool:
+    return len(_rows(text, columns)) < sum(bool(line.strip()) for line in text.splitlines())
+
+
+def _factor(text: str) -> float | None:
+    """Return a LimitFactor, "2.000000"; None: there is none."""
+    match = re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text.strip())
+    return float(text) if match and float(text) > 0 else None
 
 
 def parse_tres(text: str) -> dict[str, int]:

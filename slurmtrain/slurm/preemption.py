@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurmtrain.slurm.client import parse_duration
 from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.job_limits import association_of, qos_of
+from slurmtrain.slurm.parse_values import parse_duration
 
 NOT_AT_ALL = ("", "preempt/none", "(null)")  # of PreemptType
 

@@ -46,6 +46,7 @@ QOS = ("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS_COLUMNS)}")
 MPI_TYPES = ("srun", "--mpi=list")
 SRUN_HELP = ("srun", "--help")
 TOPOLOGY = ("scontrol", "show", "topology")
+FEDERATION = ("scontrol", "show", "federation")  # prints nothing where there is none
 
 
 def associations_command(user: str) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     Args:
         ask: returns the output of a command, or None if there is none in time; `SlurmClient.glance`.
         whole: also those that only a description of the cluster needs: nodes one by one, topology, MPI, pyxis. Without them
-            it takes three commands, and where there are accounts four more, and one for each level of accounts between the
+            it takes three commands, and where there are accounts five more, and one for each level of accounts between the
             user's and the root.
         user: whose accounts; None: this user's.
     """
@@ -89,7 +90,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     groups = parse_groups(first[GROUPS])
     user = user or own_user()
     nodes = ("scontrol", "--oneliner", "show", "node", ",".join(_one_of_each(groups)))
-    wanted = [*_of_accounts(user)] if keeps_accounts(config) else []
+    wanted = [*_of_accounts(user), FEDERATION] if keeps_accounts(config) else []
     if whole:
         wanted += [MPI_TYPES, SRUN_HELP, *([nodes] if nodes[-1] else [])]
         wanted += [TOPOLOGY] if kind_of_topology(config) is not None else []
@@ -101,6 +102,9 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
         switches=answers.get(TOPOLOGY, ""),
         mpi_types=parse_mpi_types(answers.get(MPI_TYPES, "")),
         pyxis="--container-image" in answers[SRUN_HELP] if answers.get(SRUN_HELP) else None,
+        federation=answers[FEDERATION].strip()
+        if FEDERATION in answers and not _is_silent(FEDERATION, silent)
+        else None,
     )
     if found.keeps_accounts:
         found = _with_accounts(found, answers, user, silent)
@@ -140,7 +144,7 @@ def _with_accounts(
 ) -> ClusterFacts:
     """Add the answers to the commands of `_of_accounts` to what is known of a cluster."""
     command = associations_command(user)
-    associations = parse_associations(answers[command], facts.name) if " ".join(command) not in silent else None
+    associations = None if _is_silent(command, silent) else parse_associations(answers[command], facts.name)
     if not associations and user.isdigit():  # sacctmgr knows users by name alone, and slurmctld may know this one's
         associations = None
     # Of several clusters in one database each has a default account of its own, and the first is shown.
@@ -173,6 +177,10 @@ def _accounts_up_to_the_root(ask: Ask, names: Sequence[str], cluster: str, silen
 def _one_of_each(groups: Sequence[NodeGroup]) -> list[str]:
     names = [first_name(group.names) for group in groups]
     return list(dict.fromkeys(name for name in names if name))[:NODES_ASKED]
+
+
+def _is_silent(command: Sequence[str], silent: Collection[str]) -> bool:
+    return " ".join(command) in silent
 
 
 def _answers(ask: Ask, commands: Sequence[tuple[str, ...]], silent: list[str]) -> dict[tuple[str, ...], str]:

@@ -25,7 +25,7 @@ from slurmtrain.sweep.create import add_run, append_arrays, create_sweep, find_s
 from slurmtrain.sweep.folder import note_jobs
 from slurmtrain.sweep.jobs import Submission, check_submitted, submit_arrays
 from slurmtrain.sweep.local import is_to_go_on, run_here
-from slurmtrain.sweep.plan import SweepPlan, check_belongs
+from slurmtrain.sweep.plan import SweepPlan, check_belongs, identity_of
 from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import read_tail
@@ -51,11 +51,13 @@ class OpenSweep:
 
     Attributes:
         client: client of the cluster; None: the runs are processes of this machine.
+        look: checks that the cluster has what a new point asks for, and raises ConfigError; None: it is not looked at.
     """
 
     sweep: Sweep
     sweep_plan: SweepPlan
     client: SlurmClient | None
+    look: Callable[[Config], None] | None = None
     # What was read once: nobody else adds points, and an array that is submitted stays so. There may be thousands.
     _points: dict[str, Point] = field(default_factory=dict, repr=False)
     _submitted: set[int] = field(default_factory=set, repr=False)
@@ -85,12 +87,15 @@ class OpenSweep:
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
     def check(self, config: Config) -> None:
-        """Check that a config can be a point of this sweep.
+        """Check that a config can be a point of this sweep. One that is a point already is not looked at again.
 
         Raises:
             ConfigError: it cannot.
         """
-        self.sweep_plan.check(with_absolute_paths(config, current_folder()))
+        config = with_absolute_paths(config, current_folder())
+        self.sweep_plan.check(config)
+        if self.look is not None and identity_of(config) not in self._by_identity():
+            self.look(config)
 
     def add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
         """Add the points that do not exist yet, and return the run of each of `wanted`. Called within `alone`.
@@ -198,6 +203,7 @@ def open_sweep(
     after: Sequence[RunDir] = (),
     again: bool = False,
     ended: Callable[[Sweep], bool] = lambda sweep: False,
+    look: Callable[[Config], None] | None = None,
 ) -> OpenSweep:
     """Return the sweep of this search: the one that exists, or a new one.
 
@@ -206,6 +212,7 @@ def open_sweep(
         after: runs that have to finish before any of a new sweep begins.
         again: make another sweep.
         ended: returns whether the existing sweep is not to be continued.
+        look: as in `OpenSweep`.
 
     Raises:
         ConfigError: its points cannot be those of a sweep.
@@ -227,4 +234,4 @@ def open_sweep(
             log.info("sweep %s is there already, with %d points; going on with it", found.id, len(found.points()))
         if parallelism not in (None, found.info()["parallelism"]):
             throttle(found, parallelism, client)
-    return OpenSweep(found, sweep_plan, client)
+    return OpenSweep(found, sweep_plan, client, look)

@@ -43,8 +43,8 @@ def alone(sweep: Sweep) -> Iterator[None]:
 
     def refuse(owner: Owner) -> None:
         raise ClusterError(
-            f"process {owner['pid']} on {owner['host']} is at sweep {sweep.id} already",
-            hint=f"sweep status {sweep.id} shows how it stands; when that process has ended, start again",
+            f"process {owner['pid']} on {owner['host']} is already running sweep {sweep.id}",
+            hint=f"sweep status {sweep.id} shows its state; when that process has ended, start again",
         )
 
     with claimed(sweep.path, refuse):

@@ -21,11 +21,9 @@ import warnings
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slurmtrain.config.schema import ObserveConfig, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data import BatchLoader
@@ -35,7 +33,6 @@ from slurmtrain.models import Decoder
 from slurmtrain.observe.phases import HostTimer, PhaseClock
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.peaks import Peak
-from slurmtrain.runtime.addresses import HeldPort
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.system.signals import install_signal_handlers
 from slurmtrain.training.forward_backward import build_forward_backward
@@ -45,20 +42,14 @@ from slurmtrain.training.hooks.stragglers import StragglerWatch
 from slurmtrain.training.state import StepResult, TrainingRanks, TrainingState
 from slurmtrain.training.trainer import Trainer
 from tests.bench import throughput
-from tests.bench.overhead import SKIPPED, Spent, numbers_of, say
+from tests.bench.overhead import SKIPPED, Spent, measure_in_blocks, numbers_of, say
 from tests.bench.throughput import BATCH, LAYOUTS, MODEL, RANKS
 
 LOG_EVERY = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench observe")
-    parser.add_argument("--blocks", type=int, default=40, help="of each kind")
-    parser.add_argument("--steps", type=int, default=20, help="of a block; a step takes about a tenth of a second")
-    options, _ = parser.parse_known_args()
-    port = HeldPort()
-    with TemporaryDirectory() as folder:
-        mp.spawn(run_rank, args=(port.take(), folder, options), nprocs=RANKS)
+    measure_in_blocks("observe", run_rank)
 
 
 class Reports(StepReports):

@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +49,18 @@ SKIPPED = 3  # steps at the beginning of a block, in which threads start or end
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench overhead")
+    measure_in_blocks("overhead", run_rank)
+
+
+def measure_in_blocks(name: str, run_rank: Callable[[int, int, str, argparse.Namespace], None]) -> None:
+    """Read the options of a benchmark that switches something on and off in blocks of steps, and run its ranks.
+
+    Args:
+        name: of the benchmark.
+        run_rank: a function of a module, which each rank calls with its number, a free port, an empty folder and the
+            options `blocks` and `steps`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench {name}")
     parser.add_argument("--blocks", type=int, default=40, help="of each kind")
     parser.add_argument("--steps", type=int, default=20, help="of a block; a step takes about a tenth of a second")
     options, _ = parser.parse_known_args()

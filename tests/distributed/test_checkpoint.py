@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format import blocks, manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.data import BatchLoader
@@ -307,7 +306,7 @@ def test_when_all_are_damaged_no_rank_starts_afresh(
     for answer in gloo_ranks(2, refused, directory):
         assert "every checkpoint in" in answer
         assert "is damaged: checkpoint_0000002" in answer
-        assert "delete them to start afresh" in answer
+        assert "delete them to start from scratch" in answer
     # Nor does the next attempt, which finds nothing but what was set aside.
     assert "damaged" in refused(None, directory)
 
@@ -365,8 +364,8 @@ STAGES = {
     "while a rank writes": ("format.blocks", "write_all", 1, 1),
     "before a rank hands in": ("save.job", "fsync_directory", 1, 1),
     "before the index": ("format.tensor_index", "_merge", 1, 0),
-    "before the manifest": ("store.commit", "write_synced", 1, 0),
-    "before COMPLETE": ("store.commit", "write_synced", 2, 0),
+    "before the manifest": ("format.manifest", "write_synced", 1, 0),
+    "before COMPLETE": ("format.manifest", "write_synced", 2, 0),
     "before the rename": ("store.commit", "check_fence", 2, 0),
 }
 
@@ -443,7 +442,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
         if path.name == "COMPLETE":
             claim(tmp_path, Incarnation(2, "life 2"))
 
-    monkeypatch.setattr(commit, "write_synced", overtaken)
+    monkeypatch.setattr(manifest, "write_synced", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []
@@ -500,7 +499,7 @@ def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: 
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         Checkpointer(tmp_path).restore(model=changed)
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert "to go on all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
+    assert "To continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
     assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
     assert committed(tmp_path)  # it is sound, only not for this model
 

@@ -298,8 +298,8 @@ STAGES = {
     "before the index": (("format.tensor_index", "_merge", 1, 0), 2),
     "before the exchange": (("node_copies.save", "exchange", 1, 1), 2),
     "while a neighbour writes": (("format.blocks", "write_all", 2, 1), 2),
-    "before the manifest": ((FOLDER, "write_synced", 3, 1), 2),
-    "before COMPLETE": ((FOLDER, "write_synced", 4, 0), 2),
+    "before the manifest": (("format.manifest", "write_synced", 1, 1), 2),
+    "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
     # The other node has published it by then, and holds everything.
     "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 3),
     "before the old one goes": ((FOLDER, "NodeFolder.keep_only", 1, 0), 3),

@@ -145,6 +145,8 @@ def test_an_attempt_that_fails_during_a_profile_does_not_ask_the_next_one_for_it
     planned = ["observe.profile_steps=4-6"]
     profiled(alone(), tmp_path / "run", {}, planned, attempt=2)
     assert events(tmp_path / "run", "profiled") == []
+    (event,) = events(tmp_path / "run", "profile refused")
+    assert "'steps=4' is lost" in event["sentence"] and (tmp_path / "run/profile.refused").read_text() == "steps=4"
 
 
 @pytest.mark.parametrize(("steps", "first", "recorded"), [("1", 1, 1), ("7-20", 7, 2)])
@@ -168,8 +170,8 @@ from slurmtrain.observe import profile_switch
 profile_switch.LOOK_EVERY_S = 0
 x = torch.ones(8, 8)
 for step in range(20):
-    if step == 3:
-        (run.directory / "profile").write_text("steps=2")
+    if step in (3, 10):
+        (run.directory / "profile").write_text("steps=2" if step == 3 else "steps=50")
     x = x @ x.T / 8
     assert not slurmtrain.should_stop()
 """
@@ -188,7 +190,9 @@ def test_an_own_loop_is_profiled_between_its_calls_of_should_stop(tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (folder,) = run.profiles.iterdir()
+    folder, cut_short = sorted(run.profiles.iterdir())
     assert recorded_steps(folder / "rank-0.trace.json.gz") == 2 and not run.profile_switch.exists()
     assert "aten::mm" in (folder / "rank-0.txt").read_text()
-    assert [event["event"] for event in run.events() if event["event"].startswith("profile")] == ["profiled"]
+    assert 1 < recorded_steps(cut_short / "rank-0.trace.json.gz") < 10  # the end of the program
+    assert [event["event"] for event in run.events() if event["event"].startswith("profile")] == ["profiled"] * 2
+    assert not run.profile_taken.exists()

@@ -197,7 +197,7 @@ def test_a_hook_of_train_hooks_has_its_step_saved(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("target", "problem"), [("no_such.Hook", "no_such"), ("builtins.dict", "is no hook")])
+@pytest.mark.parametrize(("target", "problem"), [("no_such.Hook", "no_such"), ("builtins.dict", "is not a hook")])
 def test_what_is_no_hook_is_refused(tmp_path: Path, target: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"train.hooks\[0\]._target_={target}.*{problem}"):
         fit(alone(), tmp_path / "run", [*HOOKED, f"train.hooks=[{{_target_: {target}}}]"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
-from slurmtrain.slurm.client import PREFIX_FILE
+from slurmtrain.slurm.command_environment import PREFIX_FILE
 from tests.support.slurm_cluster import Cluster
 
 

@@ -83,7 +83,7 @@ def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finish
     for link in chain[2:]:
         run.cluster.wait_for(link, "CANCELLED")
     run.cluster.wait_for(chain[1], "COMPLETED")
-    assert "the next job of the chain goes on" in run.status()
+    assert "the next job of the chain continues" in run.status()
     assert_steps_join(run, total=STEPS)
     undisturbed.finish()
     assert_same_bits(run, undisturbed)
@@ -119,7 +119,7 @@ def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) 
     run.cluster.wait_for(second[1], "CANCELLED")
     run.cli("preempt", run.run_dir.id)
     run.wait_until(lambda: run.attempts()[-1].verdict == "end", "ended")
-    assert "no job of the chain is left to go on" in run.status()
+    assert "the chain has no jobs left" in run.status()
 
 
 def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,7 +377,7 @@ def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(swe
     run_dir = sweep.run_dir(sweep.members(0)[1])
     attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), job_id="4242_1", started=1.0))
     said = sweeper.cli("resume", run_dir.id, check=False)
-    assert "is to be submitted with others of its sweep" in said and f"sweep retry {sweep.id}" in said
+    assert "has to be submitted together with its sweep" in said and f"sweep retry {sweep.id}" in said
     assert sweeper.submit(*words) == sweep
     assert sweep.job_id(0) == "4242" and list(sweeper.queue().values()) == [3]
     assert "4242_1" in run_dir.info()["job_ids"]
@@ -422,7 +422,7 @@ def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_q
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
     assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
     said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
-    assert "2 arrays beside each other, and each runs 2 points at least" in said
+    assert "2 arrays beside each other, and each runs at least 2 points" in said
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
 
 
@@ -436,7 +436,7 @@ def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper:
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"), check=False)
     assert "sweep.pack=2 with requeue.mode=resubmit" in said and "requeue=off" in said
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=1,2"), check=False)
-    assert "share sweep.pack, and these differ: 1, 2" in said
+    assert "must have the same sweep.pack, but these differ: 1, 2" in said
     assert not sweeper.queue() and not (sweeper.path / "runs").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.resources import PACKAGE
-from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 Slurmtrain = Callable[..., str]
 

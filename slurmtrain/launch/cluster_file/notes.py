@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.launch.cluster_file.words import group_words, listed
 from slurmtrain.launch.login_node import Folder, LoginNode
-from slurmtrain.slurm.client import parse_duration
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.preemption import NOT_AT_ALL, preemption_of
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check.finding import Finding
-from slurmtrain.launch.queue_check.nodes import memory_mb_of
+from slurmtrain.launch.queue_check.nodes import cpus_on_node, memory_mb_of, shares_cpus
 from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.job_limits import (
     Bound,
     association_of,
     bounds_of,
+    flags_of,
     job_limit,
     least,
     node_limit,
@@ -28,8 +30,8 @@ def check_time(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig
     return [
         Finding(
             "cluster.time_limit_min",
-            f"cluster.time_limit_min={asked} is more than partition {partition.name} gives, {most} (MaxTime)",
-            f"write at most cluster.time_limit_min={most}; a run goes on after each job by itself",
+            f"cluster.time_limit_min={asked} is more than partition {partition.name} allows, {most} (MaxTime)",
+            f"set at most cluster.time_limit_min={most}; a run continues automatically after each job",
             fatal=not (_may_lift(facts, partition, cluster, "partitiontimelimit") or "time-min" in cluster.sbatch),
         )
     ]
@@ -44,8 +46,8 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {needed} nodes is more than partition {partition.name} gives, {partition.max_nodes} (MaxNodes)",
-                f"write at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
+                f"a job of {needed} nodes is more than partition {partition.name} allows, {partition.max_nodes} (MaxNodes)",
+                f"set at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionmaxnodes"),
             )
         )
@@ -53,9 +55,9 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} asks for, "
+                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} requires, "
                 f"{partition.min_nodes} (MinNodes)",
-                f"write at least cluster.nodes={partition.min_nodes}",
+                f"set at least cluster.nodes={partition.min_nodes}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionminnodes"),
             )
         )
@@ -67,7 +69,7 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
     most = partition.memory_mb
     if most is None:
         return []
-    asked = memory_mb_of(cluster, cluster.tasks_per_node * cluster.cpus_per_task)
+    asked = memory_mb_of(cluster, cpus_on_node(cluster))
     if cluster.mem_per_node_gb == 0:
         asked = min((group.memory_mb for group in facts.nodes_of(partition.name)), default=0)
     if asked <= most:
@@ -77,7 +79,8 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
         Finding(
             "cluster.mem_per_node_gb",
             f"the job asks for {words} and partition {partition.name} gives it {most} (MaxMemPerNode)",
-            f"write at most cluster.mem_per_node_gb={most // 1024}",
+            f"set at most cluster.mem_per_node_gb={most // 1024}",
+            fatal=cluster.mem_per_gpu_gb is None,  # which SLURM does not compare with it
         )
     ]
 
@@ -92,12 +95,19 @@ def _may_lift(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig,
 
 
 def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:
-    """Find limits of accounts and QOS that the job exceeds by itself."""
+    """Find limits of accounts and QOS that the job exceeds by itself.
+
+    Without the flag DenyOnLimit SLURM takes such a job and compares what it would get when it is to start. That is never less
+    than it asks for, so a job above a limit waits for ever; but it may be more, which can be enough where it asks for too
+    little, and its time limit may be shortened by then.
+    """
     bounds = bounds_of(facts, partition, cluster.account, cluster.qos)
     if not bounds:
         return []
+    flags = flags_of(facts, partition, cluster.account, cluster.qos)
+    denies = "denyonlimit" in flags
     nodes = cluster.node_range.least + cluster.spare_nodes
-    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    cpus = cpus_on_node(cluster)
     found = []
     wall = wall_limit(bounds)
     if wall is not None and cluster.time_limit_min > wall.most:
@@ -105,7 +115,8 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
             Finding(
                 "cluster.time_limit_min",
                 f"cluster.time_limit_min={cluster.time_limit_min} is more than {wall.of} gives a job, {wall.most}",
-                f"write at most cluster.time_limit_min={wall.most}; a run goes on after each job by itself",
+                f"set at most cluster.time_limit_min={wall.most}; a run continues automatically after each job",
+                fatal=denies or not ("time-min" in cluster.sbatch or "usagefactorsafe" in flags),
             )
         )
     amounts = {
@@ -121,17 +132,23 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
             "cluster.gpus_per_node",
         )
     for name, (each, words, field) in amounts.items():
-        found += _check_amount(bounds, name, each, nodes, words, field)
+        its = _check_amount(bounds, name, each, nodes, words, field, denies=denies)
+        # What a job asks for of memory that is everybody's, and of CPUs that ranks share, is not what SLURM counts.
+        certain = name != "mem" or denies or facts.gives_memory(partition)
+        certain = certain and not (name in ("cpu", "mem") and shares_cpus(cluster))
+        found += its if certain else [replace(one, fatal=False) for one in its]
     return found
 
 
-def _check_amount(bounds: Sequence[Bound], name: str, each: int, nodes: int, words: str, field: str) -> list[Finding]:
+def _check_amount(
+    bounds: Sequence[Bound], name: str, each: int, nodes: int, words: str, field: str, *, denies: bool
+) -> list[Finding]:
     found = []
     total = each * nodes
     whole, of_node, at_least = job_limit(bounds, name), node_limit(bounds, name), least(bounds, name)
     if whole is not None and total > whole.most:
         fits = whole.most // each if each else 0
-        hint = f"write at most cluster.nodes={fits}" if fits else f"write at most {field}={max(whole.most, 0)}"
+        hint = f"set at most cluster.nodes={fits}" if fits else f"set at most {field}={max(whole.most, 0)}"
         message = f"the job asks for {total} {words}, and {whole.of} gives a job {whole.most}"
         found.append(Finding(field if not fits else "cluster.nodes", message, hint))
     elif of_node is not None and name != "node" and each > of_node.most:
@@ -140,5 +157,5 @@ def _check_amount(bounds: Sequence[Bound], name: str, each: int, nodes: int, wor
     # A job that names no amount of memory gets the partition's default, or all of a node's.
     if at_least is not None and total < at_least.most and (total or name != "mem"):
         message = f"the job asks for {total} {words}, and {at_least.of} wants at least {at_least.most}"
-        found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos"))
+        found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos", fatal=denies))
     return found

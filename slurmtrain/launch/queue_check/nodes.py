@@ -18,8 +18,10 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
     if not groups:
         return []
     needed = cluster.node_range.least + cluster.spare_nodes
-    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    cpus = cpus_on_node(cluster)
     memory_mb = memory_mb_of(cluster, cpus)
+    # --mem is compared with what a node has in any case, and the others only where memory is given to jobs.
+    compares_memory = cluster.mem_per_node_gb is not None or facts.gives_memory(partition)
     gpus = f"{cluster.gpu_type or 'gpu'}:{cluster.gpus_per_node}"
     of = f"partition {partition.name}"
     # Nodes in a cloud that are powered down are not listed.
@@ -28,7 +30,6 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
     if total < needed:
         message = f"{of} has {total} node{'' if total == 1 else 's'}, and the job needs {needed}"
         return [Finding("cluster.nodes", message, "ask for fewer, or set another cluster.partition", fatal=certain)]
-    shares_cpus = bool(cluster.sbatch.get("overcommit"))
     feature = cluster.constraint if cluster.constraint and _FEATURE.fullmatch(cluster.constraint) else None
     types = sorted({name for group in groups for name, _ in group.gpus if name})
     rows: list[tuple[str, Callable[[NodeGroup], bool], str, str]] = [
@@ -40,14 +41,14 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
         ),
         (
             "cluster.cpus_per_task",
-            lambda group: shares_cpus or min(group.cpus, partition.cpus_per_node or group.cpus) >= cpus,
+            lambda group: shares_cpus(cluster) or min(group.cpus, partition.cpus_per_node or group.cpus) >= cpus,
             f"{cpus} CPUs on a node (cluster.tasks_per_node={cluster.tasks_per_node} x "
             f"cluster.cpus_per_task={cluster.cpus_per_task})",
             _most_hint("CPUs that jobs can have of a node", [_cpus_of(group, partition) for group in groups]),
         ),
         (
             "cluster.mem_per_node_gb",
-            lambda group: group.memory_mb >= memory_mb,
+            lambda group: not compares_memory or group.memory_mb >= memory_mb,
             f"{memory_mb / 1024:g} GB of memory on a node (cluster.mem_*)",
             _most_hint("GB of a node", [group.memory_mb // 1024 for group in groups]) + "; mem_per_node_gb=0 takes all",
         ),
@@ -64,14 +65,14 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
             return [Finding(field, _too_few(of, count, needed, words), hint, fatal=certain)]
     together = sum(group.count for group in groups if all(suits(group) for _, suits, _, _ in rows))
     if together < needed:
-        asked = (cluster.gpus_per_node > 0, True, memory_mb > 0, feature is not None)
+        asked = (cluster.gpus_per_node > 0, not shares_cpus(cluster), memory_mb > 0, feature is not None)
         words = ", ".join(words for (_, _, words, _), wanted in zip(rows, asked, strict=True) if wanted)
         hint = f"its nodes are: {'; '.join(_words(group) for group in groups[:6])}"
         return [Finding("cluster.nodes", _too_few(of, together, needed, words), hint, fatal=certain)]
     usable = sum(group.usable for group in groups if all(suits(group) for _, suits, _, _ in rows))
     if usable < needed:
         message = f"{usable} of the nodes of {of} that suit this job work now, and it needs {needed}: it may wait long"
-        return [Finding("cluster.nodes", message, "`sinfo -R` says why the others do not", fatal=False)]
+        return [Finding("cluster.nodes", message, "`sinfo -R` says why the other nodes do not", fatal=False)]
     return []
 
 
@@ -116,6 +117,16 @@ def _words(group: NodeGroup) -> str:
 def _changeable(facts: ClusterFacts) -> bool:
     """Whether nodes can be rebooted into other features."""
     return facts.config.get("NodeFeaturesPlugins", "(null)") not in ("", "(null)")
+
+
+def shares_cpus(cluster: ClusterConfig) -> bool:
+    """Return whether ranks are told to share CPUs (--overcommit)."""
+    return bool(cluster.sbatch.get("overcommit"))
+
+
+def cpus_on_node(cluster: ClusterConfig) -> int:
+    """Return the CPUs that a job asks for on each node: those of one rank where they share them (sbatch(1), --overcommit)."""
+    return cluster.cpus_per_task * (1 if shares_cpus(cluster) else cluster.tasks_per_node)
 
 
 def memory_mb_of(cluster: ClusterConfig, cpus: int) -> int:

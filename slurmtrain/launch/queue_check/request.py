@@ -11,10 +11,12 @@ from slurmtrain.errors import nearest
 from slurmtrain.launch.queue_check.access import check_access, check_account
 from slurmtrain.launch.queue_check.finding import Finding
 from slurmtrain.launch.queue_check.limits import check_limits, check_node_count, check_partition_memory, check_time
-from slurmtrain.launch.queue_check.nodes import check_nodes
+from slurmtrain.launch.queue_check.nodes import check_nodes, shares_cpus
 from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.topology import kind_of_topology
 from slurmtrain.slurm.versions import SEGMENTS
+
+_NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
 
 
 def check_request(
@@ -30,12 +32,12 @@ def check_request(
         return []
     elsewhere = [*_check_container(facts, cluster), *_check_placement(facts, cluster)]
     if cluster.partition is None and cluster.reservation is not None:  # the job gets the reservation's partition
-        return _sorted(_judged_by_plugins(facts, [*check_account(facts, cluster), *elsewhere]))
+        return _sorted(_as_certain_as_known(facts, [*check_account(facts, cluster), *elsewhere]))
     names = cluster.partition.split(",") if cluster.partition else [None]
     partitions = [(name, facts.partition(name)) for name in names]
     missing = [name for name, found in partitions if found is None]
     if missing:
-        return _judged_by_plugins(facts, [_no_partition(facts, missing[0])])
+        return _as_certain_as_known(facts, [_no_partition(facts, missing[0])])
     account = check_account(facts, cluster)
     each_has = [
         _check_partition(facts, partition, cluster, groups, user_id)
@@ -44,7 +46,7 @@ def check_request(
     ]
     # Of several partitions SLURM takes one in which the job can run.
     best = min(each_has, key=lambda found: sum(each.fatal for each in found))
-    return _sorted(_judged_by_plugins(facts, [*account, *best, *elsewhere]))
+    return _sorted(_as_certain_as_known(facts, [*account, *best, *elsewhere]))
 
 
 def _sorted(found: Sequence[Finding]) -> list[Finding]:
@@ -60,12 +62,12 @@ def _check_partition(
 ) -> list[Finding]:
     """Return what does not suit a partition in a request, or its Alternate, which gets its jobs while it takes none."""
     found = []
-    instead = facts.partition(partition.alternate) if partition.alternate and not partition.takes_jobs else None
-    if instead is not None:
+    instead = _partition_that_takes(facts, partition)
+    if instead is not None and instead != partition:
         found.append(
             Finding(
                 "cluster.partition",
-                f"partition {partition.name} takes no jobs at present (State={partition.state}), and SLURM puts them into "
+                f"partition {partition.name} accepts no jobs at present (State={partition.state}), and SLURM puts them into "
                 f"{instead.name} (Alternate)",
                 fatal=False,
             )
@@ -82,10 +84,23 @@ def _check_partition(
     ]
 
 
+def _partition_that_takes(facts: ClusterFacts, partition: Partition) -> Partition | None:
+    """Return the first of a partition, its Alternate, the Alternate of that one, ... that takes jobs; None if none does."""
+    seen: list[str] = []
+    found: Partition | None = partition
+    while found is not None and not found.takes_jobs:
+        seen.append(found.name)
+        found = facts.partition(found.alternate) if found.alternate and found.alternate not in seen else None
+    return found
+
+
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
     """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
+    overcommit = variables.get("SBATCH_OVERCOMMIT")
+    shared = overcommit is not None and overcommit.lower() not in _NO and not shares_cpus(cluster)
     return replace(
         cluster,
+        sbatch={**cluster.sbatch, "overcommit": True} if shared else cluster.sbatch,
         partition=cluster.partition or variables.get("SBATCH_PARTITION") or None,
         account=cluster.account or variables.get("SBATCH_ACCOUNT") or None,
         qos=cluster.qos or variables.get("SBATCH_QOS") or None,
@@ -93,13 +108,14 @@ def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, st
     )
 
 
-def _judged_by_plugins(facts: ClusterFacts, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings as warnings where a plugin of the cluster may change what a job asks for: its partition, its QOS, ...
+def _as_certain_as_known(facts: ClusterFacts, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings as warnings where the facts of this cluster may not be those that decide about the job.
 
-    `sbatch --test-only`, which asks the plugin, has the last word then.
+    A plugin of the cluster may change what a job asks for, its partition, its QOS, ..., and another cluster of a federation
+    may run it. `sbatch --test-only` has the last word then.
     """
     plugins = [facts.config.get(name, "") for name in ("JobSubmitPlugins", "CliFilterPlugins")]
-    if all(each in ("", "none", "(null)") for each in plugins):
+    if facts.is_alone and all(each in ("", "none", "(null)") for each in plugins):
         return list(found)
     return [replace(each, fatal=False) for each in found]
 
@@ -140,7 +156,7 @@ def _check_container(facts: ClusterFacts, cluster: ClusterConfig) -> list[Findin
         Finding(
             "cluster.container.kind",
             "cluster.container.kind=pyxis, and srun on this machine knows no --container-image",
-            "is pyxis installed on the compute nodes? cluster.container.kind=apptainer does without it",
+            "is pyxis installed on the compute nodes? cluster.container.kind=apptainer does not need it",
             fatal=False,
         )
     ]

@@ -18,6 +18,7 @@ from slurmtrain.report.page.timeline import MOST_ROWS, timeline_of
 from slurmtrain.report.status import RunStatus
 from slurmtrain.report.trouble import SlowRanks, slow_ranks
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.code_record import words_for_changes
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.node_blame import records_of
 from slurmtrain.slurm.node_ledger import NodeEvent
@@ -484,7 +485,7 @@ def _system(facts: RunFacts) -> Section:
     add("jobs", ", ".join(map(str, info.get("job_ids") or ())))
     code = info.get("code")
     if isinstance(code, Mapping) and code.get("revision"):
-        add("code", f"revision {units.clean(code['revision'], 80)}{' with changes' if code.get('dirty') else ''}")
+        add("code", f"revision {units.clean(code['revision'], 80)}{words_for_changes(code.get('dirty'))}")
     add("config hash", info.get("config_hash"))
     add("overrides", " ".join(info.get("overrides") or ()))
     add("run directory", facts.run_dir.path)

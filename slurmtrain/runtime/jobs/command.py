@@ -32,13 +32,12 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_loggers import program_text_file
 from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, start_of
-from slurmtrain.runtime.jobs.program_stop import ProgramStopper
+from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
 from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
-from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
@@ -218,9 +217,8 @@ def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float |
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop_flag.first is not None
     told = stop_flag.first.time + (grace_s or SAVING_S)
-    facts = (read_json(context.attempt_dir.stop_file) or {}).get("facts") or {}
-    end = facts.get("end_time")
-    return min(told, float(end) - MARGIN_S) if end is not None else told
+    facts = told_facts(context.attempt_dir)
+    return told if facts is None or facts.end_time is None else min(told, facts.end_time - MARGIN_S)
 
 
 def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:

@@ -94,7 +94,7 @@ def _with_value(value: Any) -> dict[str, Any]:
     except Exception as problem:
         raise TypeError(f"the result cannot be pickled: {type(problem).__name__}: {problem}") from problem
     if holds_secret(pickled):
-        raise TypeError("the result holds the value of a secret, which would lie on disk in clear text")
+        raise TypeError("the result holds the value of a secret, which would be stored on disk in clear text")
     return {"value": pickled}
 
 

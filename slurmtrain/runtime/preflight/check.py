@@ -240,9 +240,10 @@ class Preflight:
         differs = {name: mine.get(name, "none") for name in {*mine, *packages} if mine.get(name) != packages.get(name)}
         return replace(own, differs=differs or None)
 
-    def _unseen(self, folder: SharedFolder) -> tuple[str, ...]:
-        names = {f"node-{index}": node for index, node in enumerate(self._environment.nodes) if index > 0}
-        return tuple(names[name] for name in folder.missing(list(names)))
+    def _unseen(self, folder: SharedFolder) -> list[int]:
+        """Return the numbers of the nodes whose file rank 0 does not see in the shared folder."""
+        numbers = {f"node-{index}": index for index in range(1, len(self._environment.nodes))}
+        return [numbers[name] for name in folder.missing(list(numbers))]
 
     def _told(self, what: str, verdict: Verdict) -> Verdict:
         """Return rank 0's verdict on all ranks."""

@@ -20,8 +20,16 @@ from slurmtrain.runtime.preflight.findings import Fault, Finding, sorted_by_weig
 FATAL_VERSIONS = ("python", "torch", "cuda", "nccl", "slurmtrain")
 # The same for packages: those that compute, read data or write checkpoints.
 FATAL_PACKAGES = (
-    *("torch", "triton", "numpy", "safetensors", "transformers", "tokenizers", "peft", "accelerate", "deepspeed"),
-    *("lightning", "pytorch-lightning", "flash-attn", "transformer-engine", "slurmtrain"),
+    *("torch", "triton", "pytorch-triton", "numpy", "safetensors", "transformers", "tokenizers", "peft", "accelerate"),
+    *("deepspeed", "lightning", "pytorch-lightning", "flash-attn", "transformer-engine", "xformers", "torchao"),
+    *("bitsandbytes", "slurmtrain"),
+)
+# The libraries of CUDA with which these compute, communicate and read, whatever stands behind: nvidia-cublas-cu12. Other
+# packages of nvidia monitor (nvidia-ml-py), profile (nvidia-cuda-cupti, nvidia-nvtx), or have nothing to do with training.
+FATAL_LIBRARIES = (
+    *("nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn", "nvidia-cufft", "nvidia-cufile"),
+    *("nvidia-curand", "nvidia-cusolver", "nvidia-cusparse", "nvidia-cutlass", "nvidia-dali", "nvidia-modelopt"),
+    *("nvidia-nccl", "nvidia-nvjitlink", "nvidia-nvshmem"),
 )
 LEAST_TMP_GB = 0.05  # of a node's own folder for temporary files: torch.compile, sockets and data workers need it
 LEAST_FILES = 1000
@@ -300,7 +308,7 @@ def _of_packages(
 
 def matters(package: str) -> bool:
     """Return whether ranks with different versions of a package should not train together."""
-    return package in FATAL_PACKAGES or package.startswith("nvidia-")
+    return package in FATAL_PACKAGES or package.startswith(FATAL_LIBRARIES)
 
 
 def _code(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -143,6 +144,7 @@ class RankFacts:
 
     Attributes:
         node: name of its node.
+        node_rank: number of its node.
         pid: its process.
         world_size: ranks of the job, as this rank has been told.
         device: "cpu", or "cuda:0".
@@ -171,6 +173,7 @@ class RankFacts:
     packages: str | None = None
     differs: Mapping[str, str] | None = None
     variables: Mapping[str, str] | None = None
+    node_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,12 +213,35 @@ class Message:
             raise ValueError(f"these are no facts of a rank: {error}") from None
 
 
-def gathered(messages: typing.Iterable[Message], unseen: tuple[str, ...] = ()) -> GatheredFacts:
-    """Put together what all ranks have sent."""
+def gathered(messages: Iterable[Message], unseen: Iterable[int] = ()) -> GatheredFacts:
+    """Put together what all ranks have sent. From here on a node has a name that no other one has.
+
+    Args:
+        unseen: numbers of the nodes whose file in the shared folder rank 0 did not see in time.
+    """
+    ranks, nodes = [], []
     found = list(messages)
+    names = distinct_names((each.rank.node_rank, each.rank.node) for each in found)
+    for each in found:
+        name = names[each.rank.node_rank, each.rank.node]
+        ranks.append(dataclasses.replace(each.rank, node=name))
+        if each.node is not None:
+            nodes.append(dataclasses.replace(each.node, node=name))
+    by_number = {number: name for (number, _), name in names.items()}
     return GatheredFacts(
-        tuple(each.rank for each in found), tuple(each.node for each in found if each.node is not None), unseen
+        tuple(ranks), tuple(nodes), tuple(by_number[number] for number in unseen if number in by_number)
     )
+
+
+def distinct_names(nodes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
+    """Return a name for each node, given by number and name: its own, with its number behind it if others are called so, too.
+
+    SLURM's nodes have names of their own. With torchrun a node calls itself as its host is called, and two containers of one
+    image, or on one host, may be called the same.
+    """
+    known = set(nodes)
+    count = Counter(name for _, name in known)
+    return {(number, name): name if count[name] == 1 else f"{name} (node {number})" for number, name in known}
 
 
 def _without_defaults(value: Any) -> Any:

@@ -141,7 +141,7 @@ def error_of(found: Sequence[Finding]) -> PreflightError | None:
     also = f" (and {more} more: {', '.join(dict.fromkeys(str(each.kind) for each in fatal[1:]))})" if more else ""
     return PreflightError(
         f"preflight, {first.kind}: {first.sentence}{also}",
-        hint=f"{first.advice}; preflight.ignore=[{first.kind}] goes on nevertheless",
+        hint=f"{first.advice}; preflight.ignore=[{first.kind}] ignores it",
         nodes=nodes,
         told_all=True,
     )

@@ -19,7 +19,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.exchange import Exchange
 from slurmtrain.runtime.preflight.findings import Finding
-from slurmtrain.runtime.preflight.rates import RankRates, Stated, partners, slow, summary
+from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, slow, summary
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure(
         exchange.send("rates", own.encode())
         if environment.rank != 0:
             return [], None
-        rates = [RankRates.decode(each) for each in exchange.collect("rates")]
+        rates = by_distinct_nodes([RankRates.decode(each) for each in exchange.collect("rates")])
     stated = Stated(
         cluster.gpu_link_gb_per_s,
         cluster.network_gb_per_s,
@@ -84,6 +84,7 @@ def measured_by(distributed: DistributedContext, sizes: Sizes) -> RankRates:
         all_reduce_gb_per_s=round(_all_reduce(distributed, sizes), 4),
         all_gather_gb_per_s=round(_all_gather(distributed, sizes), 4),
         pairs=_pairs(distributed, sizes, nodes),
+        node_rank=environment.node_rank,
     )
 
 

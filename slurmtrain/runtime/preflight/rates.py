@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from slurmtrain.choices import FindingKind
+from slurmtrain.runtime.preflight.facts import distinct_names
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
 MOST_ROUNDS = 8  # of pairs of nodes: each node is measured with so many others at most
@@ -28,6 +29,7 @@ class RankRates:
         tflops: of a product of two matrices, in 1e12 floating point operations per second; None: not measured.
         all_reduce_gb_per_s, all_gather_gb_per_s: bus bandwidth over all ranks, in 1e9 bytes per second.
         pairs: by partner, the bandwidth one way, in 1e9 bytes per second.
+        node_rank: number of its node.
     """
 
     rank: int
@@ -36,19 +38,26 @@ class RankRates:
     all_reduce_gb_per_s: float | None = None
     all_gather_gb_per_s: float | None = None
     pairs: Mapping[int, float] | None = None
+    node_rank: int = 0
 
     def encode(self) -> str:
         """Return it as JSON."""
         pairs = {str(partner): rate for partner, rate in (self.pairs or {}).items()}
-        return json.dumps(
-            [self.rank, self.node, self.tflops, self.all_reduce_gb_per_s, self.all_gather_gb_per_s, pairs]
-        )
+        collectives = [self.all_reduce_gb_per_s, self.all_gather_gb_per_s]
+        return json.dumps([self.rank, self.node, self.tflops, *collectives, pairs, self.node_rank])
 
     @classmethod
     def decode(cls, text: str) -> RankRates:
         """Return what `encode` has made."""
-        rank, node, tflops, all_reduce, all_gather, pairs = json.loads(text)
-        return cls(rank, node, tflops, all_reduce, all_gather, {int(key): float(rate) for key, rate in pairs.items()})
+        rank, node, tflops, all_reduce, all_gather, pairs, node_rank = json.loads(text)
+        by_partner = {int(key): float(rate) for key, rate in pairs.items()}
+        return cls(rank, node, tflops, all_reduce, all_gather, by_partner, node_rank)
+
+
+def by_distinct_nodes(rates: Sequence[RankRates]) -> list[RankRates]:
+    """Return the rates of all ranks, in which a node has a name that no other one has."""
+    names = distinct_names((each.node_rank, each.node) for each in rates)
+    return [replace(each, node=names[each.node_rank, each.node]) for each in rates]
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ def rank_facts(environment: Environment, device: str, gpus_seen: int | None, rea
     return RankFacts(
         rank=environment.rank,
         node=environment.node,
+        node_rank=environment.node_rank,
         local_rank=environment.local_rank,
         pid=os.getpid(),
         world_size=environment.world_size,

@@ -55,6 +55,33 @@ def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.Capture
         assert words in text, words
 
 
+def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """8 ranks with a shard each, one sequence of 8,192 tokens on a rank. GB of 2^30 bytes."""
+    words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
+    words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
+    ends = 2 * 128256 * 4096 + 4096
+    shard = (32 * layer + ends) // 8 * 4  # in float32; Adam keeps two of them
+    gathered = (ends + 2 * layer) * 2 + layer * 2  # in bfloat16: two layers, and the gradients of one
+    of_a_token = (
+        2 * 4096 + 2 * 4096 + 2 * (4096 + 1024) + 4 * 14336
+    )  # elements that a layer keeps: stream, norms, heads, FFN
+    activations = 8192 * (32 * of_a_token * 2 + (2 * 4096) * 2 + 128256 * (4 + 4 + 2))
+    parts = [shard, shard, 2 * shard, gathered, activations]
+    names = ("parameters", "gradients", "optimiser", "gathered", "activations")
+    by_part = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in zip(names, parts, strict=True))
+    assert by_part == "parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9"
+    total = f"{sum(parts) / 2**30:.1f}"
+    assert f"memory         {total} GB of 79.0 on a rank ({by_part})\n" in said(words, capsys)
+    assert main([*words, "layout"]) == 0
+    assert f"a rank needs about {total} GB ({by_part})\n" in capsys.readouterr().out
+    (stage,) = answer(words, capsys)["memory"]["stages"]
+    sizes = [stage[name] for name in ("parameters", "gradients", "optimizer", "gathered", "activations")]
+    assert (sizes, stage["total"]) == (parts, sum(parts))
+
+
 def test_a_program_gets_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*EIGHT_B, "--tokens", "1.5e13"], capsys)
     assert found["axes"]["dp_shard"] == found["ranks"] == 128
@@ -104,14 +131,14 @@ def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--tokens", "many"], 2, "--tokens many: a number of tokens was expected"),
-        (["--tokens", "0"], 2, "--tokens 0: a number of tokens was expected"),
+        (["--tokens", "many"], 2, "--tokens many: expected a number of tokens"),
+        (["--tokens", "0"], 2, "--tokens 0: expected a number of tokens"),
         (["--tokens", "1e99"], 2, "--tokens 1e99"),
         (["--from", "nothing"], 2, "there are no runs under"),
-        (["job=command", "job.command=true"], 78, "plan is for the trainer's runs"),
-        (["model._target_=my.Model"], 78, "the arithmetic of plan is that of our own decoder"),
-        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is no rate"),
-        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is no rate"),
+        (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),
+        (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
+        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is not a valid rate"),
+        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is not a valid rate"),
         (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
     ],
 )
@@ -187,7 +214,7 @@ def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = a_run(project, [logged(1, forward_backward=1.0)], ["job=command", "job.command=true"])
-    assert "plan is for the trainer's runs" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
+    assert "plan works with the built-in trainer" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
     run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
     assert "Traceback" not in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
     run_dir.config_file.write_text("# Frozen by slurmtrain, schema version 4.\nmodel: 3\n")

@@ -247,6 +247,10 @@ def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code
         b.update_info(code={"revision": revision, "dirty": "yes"})
         text = printed(capsys, "runs", "compare", a.id, b.id)
         assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
+    b.update_info(code={"revision": "0" * 40, "dirty": None})
+    assert "revision 000000000000 (whether with changes is not known) in b" in printed(
+        capsys, "runs", "compare", a.id, b.id
+    )
 
 
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(tmp_path: Path) -> None:
@@ -314,8 +318,8 @@ def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is no tolerance"),
-        (("last", "last", "--tolerance", "nan"), "--tolerance nan is no tolerance"),
+        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is not a valid tolerance"),
+        (("last", "last", "--tolerance", "nan"), "--tolerance nan is not a valid tolerance"),
         (("last", "x"), "no run's id begins with 'x'"),
         (("last",), "required: B"),
     ],
@@ -365,8 +369,8 @@ def test_only_runs_of_the_states_that_were_named_are_removed(make: Make, capsys:
         ((), "this would remove every run that has ended"),
         (("--state", "running"), "invalid choice: 'running'"),
         (("--state", "unknown"), "invalid choice: 'unknown'"),
-        (("--older-than", "-1"), "--older-than -1 is no number of days"),
-        (("--older-than", "nan"), "--older-than nan is no number of days"),
+        (("--older-than", "-1"), "--older-than -1 is not a number of days"),
+        (("--older-than", "nan"), "--older-than nan is not a number of days"),
         (("--keep-checkpoints",), "this would remove every run that has ended"),
     ],
 )

@@ -27,8 +27,9 @@ from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, si
 from slurmtrain.errors import NoAnswerError, UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import QueuedJob, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
     QOS_COLUMNS,

@@ -131,9 +131,9 @@ def test_lambdas_closures_and_several_iterables_are_sent(
         (([],), {}, "there are no items"),
         ((), {}, "there are no items"),
         (([1, 2], [1]), {}, "the iterables have 2, 1 items"),
-        ((3,), {}, "the items are 3, and a list"),
+        ((3,), {}, "the items are 3, expected a list"),
         (([1],), {"max_parallel": 0}, "max_parallel=0"),
-        (([1],), {"overrides": "optim.lr=1"}, "a list was expected"),
+        (([1],), {"overrides": "optim.lr=1"}, "expected a list"),
     ],
 )
 def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
@@ -145,7 +145,7 @@ def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
 
 
 def test_what_cannot_be_called_is_refused_before_anything_is_submitted(project: Path) -> None:
-    with pytest.raises(UsageError, match="was given 3, which cannot be called"):
+    with pytest.raises(UsageError, match="was given 3, which is not callable"):
         slurmtrain.map(3, [1])  # type: ignore[arg-type]
     assert not (project / "runs").exists()
 

@@ -25,7 +25,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 from tests.unit.launch.test_script import run_script, script_for
@@ -424,7 +425,7 @@ def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(
     job.file("calls", "")
     assert job.go_on() == "job 100 is requeued"
     assert not any("ExcNodeList" in call for call in job.changes)
-    assert "n2 cannot be left out, since the job may then never start: not available" in capsys.readouterr().err
+    assert "n2 cannot be excluded, since the job might then never start: not available" in capsys.readouterr().err
 
 
 def test_every_run_of_a_pack_has_its_bad_nodes_left_out(make: Make, slurm: FakeSlurm) -> None:
@@ -511,7 +512,7 @@ def test_a_chain_before_its_first_attempt(
 
 def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make)
-    stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain goes on")
+    stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain continues")
     in_queue(
         slurm,
         "101|101_N/A|RUNNING|N/A|None",
@@ -616,7 +617,7 @@ def test_finish_attempt_counts_the_links_that_are_left_and_ends_the_chain_with_t
     in_queue(slurm, "101|101_N/A|RUNNING|N/A|None")
     assert main([*words, str(run.new_attempt())]) == 0
     assert capsys.readouterr().out == "end\n"
-    assert "no job of the chain is left" in (attempts.read_attempt(run, 2).sentence or "")
+    assert "the chain has no jobs left" in (attempts.read_attempt(run, 2).sentence or "")
 
 
 # submit --after, job.singleton.

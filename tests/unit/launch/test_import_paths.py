@@ -15,7 +15,7 @@ from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.import_paths import Hook, ImportPaths, ask, interpreter_of, roots_below
-from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
 [build-system]

@@ -11,7 +11,7 @@ from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.queue_check.finding import Finding, raise_fatal
 from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
-from slurmtrain.slurm.facts import Account, ClusterFacts
+from slurmtrain.slurm.facts import Account, ClusterFacts, Limits
 from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
@@ -86,14 +86,28 @@ def test_a_partition_that_is_drained_takes_no_jobs_unless_another_gets_them() ->
     assert "State=DRAIN" in found.message
     instead = findings(changed("gpu", state="DRAIN", alternate="urgent"), account="physics")
     assert [each.message for each in instead] == [
-        "partition gpu takes no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
+        "partition gpu accepts no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
     ]
     assert not instead[0].fatal
     first, *_ = findings(changed("gpu", state="INACTIVE", alternate="mig"), account="physics")
     assert (first.fatal, first.field) == (True, "cluster.gpus_per_node")  # it has no such GPUs
     first, *_ = findings(changed("gpu", state="INACTIVE", alternate="closed"), account="physics")
-    assert "partition closed starts no jobs at present (State=INACTIVE)" in first.message
+    assert (first.message, first.fatal) == ("partition gpu starts no jobs at present (State=INACTIVE)", True)
     assert findings(changed("gpu", alternate="mig"), account="physics") == []  # it takes jobs itself
+
+
+def test_the_alternate_of_an_alternate_takes_the_jobs_and_a_circle_takes_none() -> None:
+    """As slurmctld looks for one."""
+    gpu = changed("gpu", state="DRAIN", alternate="closed")
+
+    def closed_gives_to(name: str) -> ClusterFacts:
+        partitions = (replace(each, alternate=name) if each.name == "closed" else each for each in gpu.partitions)
+        return replace(gpu, partitions=tuple(partitions))
+
+    (found,) = findings(closed_gives_to("urgent"), account="physics")
+    assert "SLURM puts them into urgent (Alternate)" in found.message and not found.fatal
+    for name in ("gpu", "closed", "nowhere", ""):
+        assert "partition gpu starts no jobs" in fatal(closed_gives_to(name), account="physics").message
 
 
 def test_a_time_limit_above_that_of_the_partition_is_refused_with_the_most_that_it_gives() -> None:
@@ -156,7 +170,7 @@ def test_a_limit_of_the_partition_on_what_a_job_has_of_a_node_counts() -> None:
         WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0}
     )  # sbatch takes it, and it waits: MaxMemPerLimit
     assert "all memory of a node, 128000 MB, and partition debug gives it 64000" in found.message
-    assert found.hint == "write at most cluster.mem_per_node_gb=62"
+    assert found.hint == "set at most cluster.mem_per_node_gb=62"
 
 
 def test_nodes_that_may_still_join_refuse_no_job() -> None:
@@ -177,7 +191,7 @@ def test_nodes_in_a_cloud_that_are_powered_down_and_not_listed_refuse_no_job() -
 def test_the_partition_of_a_reservation_is_not_known_here_and_refuses_no_job() -> None:
     without_default = replace(ALPHA, partitions=tuple(replace(each, default=False) for each in ALPHA.partitions))
     assert findings(without_default, reservation="course", nodes=99) == []
-    assert "none of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
+    assert "not one of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
 
 
 def test_of_a_list_of_qos_slurm_takes_one_that_suits() -> None:
@@ -196,6 +210,67 @@ def test_limits_of_a_qos_in_percent_are_no_amounts() -> None:
     relative = tuple(replace(each, flags=each.flags | {"relative"}) for each in ALPHA.qos)
     assert fatal(account="physics", qos="high", nodes=3, time_limit_min=240).field == "cluster.nodes"
     assert findings(replace(ALPHA, qos=relative), account="physics", qos="high", nodes=3, time_limit_min=240) == []
+
+
+def with_qos(name: str, flags: tuple[str, ...] = (), factor: float | None = None, **limits: Any) -> ClusterFacts:
+    """The cluster with a QOS that is otherwise."""
+    assert ALPHA.qos is not None
+    changes: dict[str, Any] = {"flags": frozenset(flags), "limits": Limits(**limits), "limit_factor": factor}
+    return replace(ALPHA, qos=tuple(replace(each, **changes) if each.name == name else each for each in ALPHA.qos))
+
+
+def test_a_qos_multiplies_the_amounts_of_accounts_and_those_of_no_qos() -> None:
+    """LimitFactor, by sacctmgr(1)."""
+    assert "a job 12" in fatal(account="physics", nodes=4).message
+    assert findings(with_qos("normal", factor=2.0), account="physics", nodes=4) == []
+    found = fatal(with_qos("normal", factor=0.5), account="physics", nodes=2)
+    assert "(all of its jobs together), times 0.5 (LimitFactor of its QOS) gives a job 6" in found.message
+    assert "account biology, times 1.1 (LimitFactor" in fatal(with_qos("normal", factor=1.1), nodes=4).message
+    doubled = with_qos("high", ("denyonlimit",), 2.0, tres={"gres/gpu": 8})
+    assert "QOS high gives a job 8" in fatal(doubled, account="physics", qos="high", nodes=3).message
+
+
+def test_a_job_below_a_least_amount_is_refused_by_denyonlimit_alone() -> None:
+    """Otherwise SLURM takes it, and compares what it gets, which can be more."""
+    for flags, certain in (((), False), (("denyonlimit",), True)):
+        (found,) = findings(with_qos("normal", flags, least_tres={"cpu": 10**6}), account="physics")
+        assert "wants at least 1000000" in found.message and found.fatal == certain
+
+
+def test_a_time_limit_that_slurm_may_shorten_is_refused_by_denyonlimit_alone() -> None:
+    for flags, certain in (((), False), (("denyonlimit",), True)):
+        facts = with_qos("normal", flags, wall_min=60)
+        (found,) = findings(facts, account="physics", time_limit_min=120, sbatch={"time-min": 30})
+        assert "QOS normal gives a job, 60" in found.message and found.fatal == certain
+        assert fatal(facts, account="physics", time_limit_min=120)
+    scaled = with_qos("normal", ("usagefactorsafe",), wall_min=60)
+    assert [each.fatal for each in findings(scaled, account="physics", time_limit_min=120)] == [False]
+
+
+@pytest.mark.parametrize(("words", "limited"), [("CR_CORE", False), ("CR_CPU_MEMORY", True), ("(null)", False)])
+def test_memory_that_is_everybodys_is_compared_with_what_nodes_have_for_mem_alone(words: str, limited: bool) -> None:
+    """Slurm.conf(5), SelectTypeParameters: --mem then leaves out nodes that have less, and nothing else limits a job."""
+    facts = replace(WITHOUT_ACCOUNTS, config={**WITHOUT_ACCOUNTS.config, "SelectTypeParameters": words})
+    assert "512 GB" in fatal(facts, mem_per_node_gb=512).message
+    for memory in ({"mem_per_gpu_gb": 200}, {"mem_per_cpu_gb": 20}):
+        assert bool(findings(facts, mem_per_node_gb=None, **memory)) == limited
+    own = tuple(replace(each, allocates="CR_Core_Memory") for each in facts.partitions)
+    assert findings(replace(facts, partitions=own), mem_per_node_gb=None, mem_per_gpu_gb=200)
+    config = {**ALPHA.config, "SelectTypeParameters": words}
+    small = replace(with_qos("normal", tres={"mem": 1024}), config=config)
+    assert [each.fatal for each in findings(small, account="physics", mem_per_node_gb=2)] == [limited]
+
+
+def test_memory_for_each_gpu_is_not_compared_with_the_most_that_a_partition_gives_of_a_node() -> None:
+    small: dict[str, Any] = {"partition": "debug", "gpu_type": None, "time_limit_min": 5, "cpus_per_task": 4}
+    (found,) = findings(WITHOUT_ACCOUNTS, **small, mem_per_node_gb=None, mem_per_gpu_gb=20)
+    assert "MaxMemPerNode" in found.message and not found.fatal
+
+
+def test_what_another_cluster_of_a_federation_may_take_is_not_refused() -> None:
+    for federation in ("Federation: all", None):
+        for fields in ({"partition": "nowhere"}, {"gpu_type": "h100"}, {"account": "chemistry"}):
+            assert {each.fatal for each in findings(replace(ALPHA, federation=federation), **fields)} == {False}
 
 
 def test_the_partition_of_an_association_has_no_case() -> None:
@@ -218,6 +293,9 @@ def test_what_the_config_leaves_open_is_that_of_the_shell() -> None:
     variables = {"SBATCH_PARTITION": "urgent", "SBATCH_ACCOUNT": "chemistry", "SBATCH_QOS": ""}
     found = with_choices_of_the_shell(ClusterConfig(account="physics"), variables)
     assert (found.partition, found.account, found.qos) == ("urgent", "physics", None)
+    for value, shared in (("", True), ("yes", True), ("1", True), ("0", False), ("no", False)):
+        found = with_choices_of_the_shell(ClusterConfig(**{**ROOM, "cpus_per_task": 20}), {"SBATCH_OVERCOMMIT": value})
+        assert (check_request(WITHOUT_ACCOUNTS, found) == []) == shared
 
 
 def with_topology(kind: str, version: str = "24.11.7", **more: str) -> ClusterFacts:
@@ -290,16 +368,16 @@ def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allow
         findings(changed("gpu", allowed_accounts=("Physics",), denied_accounts=("physics",)), account="physics") == []
     )
     (found,) = findings(changed("gpu", denied_accounts=("PHYSICS",)), account="physics")
-    assert "does not take account physics" in found.message and found.hint == "it takes: biology"
+    assert "does not accept account physics" in found.message and found.hint == "it takes: biology"
     denied = changed("gpu", allowed_qos=None, denied_qos=("Normal",))
     found = next(each for each in findings(denied, account="physics") if each.field == "cluster.qos")
-    assert "your default QOS normal: partition gpu does not take it" in found.message
+    assert "your default QOS normal: partition gpu does not accept it" in found.message
 
 
 def test_limits_of_a_qos_come_before_those_of_an_account() -> None:
     found = fatal(account="physics", qos="high", nodes=3, time_limit_min=240)
     assert found.message == "the job asks for 12 GPUs, and QOS high gives a job 8"
-    assert found.hint == "write at most cluster.nodes=2"
+    assert found.hint == "set at most cluster.nodes=2"
     found = fatal(time_limit_min=1441)
     assert "account biology gives a job, 1440" in found.message
     assert "QOS high gives a job, 240" in fatal(qos="high", time_limit_min=1440).message
@@ -309,7 +387,7 @@ def test_what_all_jobs_of_an_account_may_have_together_bounds_one_job() -> None:
     found = fatal(account="physics", nodes=4)
     assert "16 GPUs" in found.message
     assert "account physics (all of its jobs together) gives a job 12" in found.message
-    assert found.hint == "write at most cluster.nodes=3"
+    assert found.hint == "set at most cluster.nodes=3"
 
 
 def test_accounts_above_the_persons_own_bound_a_job_too_and_the_least_counts() -> None:
@@ -330,7 +408,7 @@ def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:
 
 
 def test_somebody_without_an_account_is_told_so() -> None:
-    assert "no account of yours" in fatal(replace(ALPHA, associations=())).message
+    assert "no account for you" in fatal(replace(ALPHA, associations=())).message
 
 
 def test_a_partition_of_other_groups_is_a_warning_since_the_controller_looks_groups_up_itself() -> None:
@@ -346,6 +424,10 @@ def test_a_partition_of_other_groups_is_a_warning_since_the_controller_looks_gro
 def test_a_partition_of_root_or_of_a_reservation_refuses_others() -> None:
     closed = replace(ALPHA, partitions=tuple(replace(each, root_only=True) for each in ALPHA.partitions))
     assert "RootOnly" in fatal(closed).message
+    of_slurm = replace(closed, config={**closed.config, "SlurmUser": "slurm(1000)"})
+    assert findings(of_slurm) == []  # slurmctld lets its own user do what root may
+    (found,) = check_request(closed, ClusterConfig(**ROOM))  # whose number is not known
+    assert not found.fatal
     reserved = replace(ALPHA, partitions=tuple(replace(each, needs_reservation=True) for each in ALPHA.partitions))
     assert fatal(reserved).field == "cluster.reservation"
     assert findings(reserved, reservation="friday") == []
@@ -358,7 +440,11 @@ def test_where_a_plugin_may_change_what_a_job_asks_for_nothing_is_certain() -> N
 
 
 def test_ranks_that_are_told_to_share_cpus_may_be_more_than_there_are() -> None:
-    assert findings(WITHOUT_ACCOUNTS, cpus_per_task=20, sbatch={"overcommit": True}) == []
+    shared = {"cpus_per_task": 20, "sbatch": {"overcommit": True}}
+    assert findings(WITHOUT_ACCOUNTS, **shared) == []
+    few = with_qos("normal", tres={"cpu": 79})
+    assert "80 CPUs" in findings(few, account="physics", cpus_per_task=20)[-1].message
+    assert [each for each in findings(few, account="physics", **shared) if each.fatal] == []
 
 
 def test_pyxis_is_looked_for_where_an_image_is_to_be_run_by_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch import snapshot as snapshots
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
-from slurmtrain.runs.code_record import read_code_record
+from slurmtrain.runs.code_record import read_code_record, words_for_changes
 
 
 def git(*arguments: str, cwd: Path) -> str:
@@ -302,3 +303,10 @@ def test_a_work_tree_in_place_that_git_takes_long_for_keeps_nobody_waiting(
     assert snapshot(tree, tmp_path / "code", snapshot="none").dirty
     record = read_code_record(tmp_path / "code.json")
     assert record is not None and record.diff is None
+    slow = (programs / "git").read_text().replace('" diff "', '" status "')
+    (programs / "git").write_text(slow)
+    assert snapshot(tree, tmp_path / "again", snapshot="none").dirty is None  # it is not said that there are no changes
+    record = read_code_record(tmp_path / "again.json")
+    assert record is not None and (record.dirty, record.diff) == (None, None)
+    assert json.loads((tmp_path / "again.json").read_text())["dirty"] is None
+    assert words_for_changes(None) == " (whether with changes is not known)"

@@ -35,7 +35,7 @@ class Scheduler(SlurmClient):
     asked: list[str] = field(default_factory=list)
     slurm_conf: str | None = None
 
-    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+    def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
         assert ended  # it may have been a short one
         self.asked.append(word)
         answer = self.answers.pop(0)

@@ -65,15 +65,15 @@ def test_the_file_says_how_many_steps_of_which_ranks() -> None:
 def test_the_steps_of_the_config_are_a_range() -> None:
     assert (first_and_last("100-102"), first_and_last("7")) == ((100, 102), (7, 7))
     for wrong in ("", "0", "5-3", "1-101", "a", "1-", "-3"):
-        with pytest.raises(ConfigError, match="no range of 1 to 100 steps"):
+        with pytest.raises(ConfigError, match="not a range of 1 to 100 steps"):
             first_and_last(wrong)
     words = ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20"]
     validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
     for more, said in (
         (["observe.profile_steps=21-22"], "there is no such step"),
-        (["observe.profile_ranks=[2]"], "2 is none of the ranks 0 to 1"),
+        (["observe.profile_ranks=[2]"], "2 is not one of the ranks 0 to 1"),
         (["observe.profile_ranks=[1,1]"], "named twice"),
-        (["observe.profile_steps=3", "job=command", "job.command=true"], "for our own trainer"),
+        (["observe.profile_steps=3", "job=command", "job.command=true"], "needs the trainer"),
     ):
         with pytest.raises(ConfigError, match=said):
             validate(compose([*words, *more]))
@@ -102,6 +102,49 @@ def test_a_file_counts_when_it_is_whole_and_is_taken_once(run: RunDir) -> None:
     switch.look()
     switch.give_back()
     assert not run.profile_switch.exists()
+
+
+def lost(run: RunDir) -> list[str]:
+    """Return what the next attempt says when it looks for the file for the first time."""
+    before = len(events(run)) if run.events_file.exists() else 0
+    switch = ProfileSwitch(run, ProfileRequest())
+    switch.look()
+    switch.look()
+    assert not run.profile_taken.exists() and switch.asked() is None
+    return [each["sentence"] for each in (events(run)[before:] if run.events_file.exists() else [])]
+
+
+def test_a_profile_that_was_under_way_when_its_attempt_was_killed_is_said_to_be_lost(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    run.profile_switch.write_text("steps=7")
+    switch.look()
+    switch.look()
+    switch.take()  # and then SIGKILL
+    (said,) = lost(run)
+    assert (
+        said
+        == "the profile that was asked for with 'steps=7' is lost: the attempt that began it ended before it was there"
+    )
+    assert str(run.profile_refused) in events(run)[0]["hint"] and run.profile_refused.read_text() == "steps=7"
+    assert lost(run) == []  # it is said once
+
+    run.profile_refused.rename(run.profile_switch)  # as the hint says
+    switch.look()
+    switch.look()
+    switch.take()
+    switch.done()
+    assert lost(run) == []
+
+
+def test_a_profile_that_the_config_asks_for_gets_lost_in_the_same_way(run: RunDir) -> None:
+    switch = ProfileSwitch(run, ProfileRequest())
+    request = ProfileRequest(3, None, True)
+    switch.begun(request)
+    switch.look()
+    assert run.profile_taken.exists()  # it is this attempt's own
+    (said,) = lost(run)
+    assert "'steps=3 ranks=all stacks=true' is lost" in said
+    assert parse_request(run.profile_refused.read_text(), ProfileRequest()) == request
 
 
 @pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])

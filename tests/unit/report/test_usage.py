@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.cli.usage import moment_of
+from slurmtrain.cli.columns import table_lines
+from slurmtrain.cli.usage import moment_of, table_of
 from slurmtrain.errors import UsageError
 from slurmtrain.report import status
+from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.accounting import Allocation, parse_sacct
@@ -63,6 +66,18 @@ def test_the_table_has_a_row_for_each_person_and_says_why_hours_were_lost(run: R
     assert header.split()[:5] == ["user", "runs", "GPU", "h", "goodput"]
     assert row.split()[1:3] == ["2", f"{(HELD + 3600) * GPUS / 3600:.1f}"]
     assert f"hang {210 * GPUS / 3600:.2f}, crash {150 * GPUS / 3600:.2f}" in row
+
+
+def test_a_narrow_terminal_leaves_out_the_columns_that_are_wanted_least(run: RunDir, root: Path) -> None:
+    header, rows = table_of(usage_of([run, finished(root)], by=Grouping.RUN, since=None, now=time.time()), Grouping.RUN)
+    headers = {width: table_lines(header, rows, width)[0] for width in range(60, 161)}
+    columns = {width: re.split(" {3,}", line) for width, line in headers.items()}
+    assert columns[160] == header[:-1] and len(header) > 10
+    assert columns[80] == ["run", "GPU h", "goodput", "redone", "hung", "idle", "lost GPU h"]
+    for width in range(60, 160):
+        assert set(columns[width]) <= set(columns[width + 1])
+        assert all(len(line) <= width for line in table_lines(header, rows, width))
+    assert re.split(" {3,}", table_lines(header, rows)[0]) == header[:-1]  # a file or a pipe has all
 
 
 def test_rows_by_run_add_up_to_the_total(run: RunDir, root: Path, capsys: Out) -> None:
@@ -117,7 +132,7 @@ def test_only_what_was_after_a_time_counts(run: RunDir, root: Path, capsys: Out)
 
 @pytest.mark.parametrize("text", ["soon", "7", "d7", "7M", "7 days", "2999-01-01", "2026-13-01", "-1d", ""])
 def test_a_time_that_is_none_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time in the past"):
+    with pytest.raises(UsageError, match="is not a time in the past"):
         moment_of(text, time.time())
 
 

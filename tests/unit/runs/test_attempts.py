@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
@@ -25,9 +25,10 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
-from slurmtrain.slurm.node_ledger import BlamePolicy
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
 
@@ -382,7 +383,7 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
         attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
         folder = run.attempt(attempt.number)
-        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 left before all ranks had met")
+        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 exited before all ranks had connected")
         said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
         attempts.record_failure(folder, 0, exit_code=78, sentence=said, bad_nodes=bad)
         return finish_attempt(run, attempt.number, 78, config, None)
@@ -396,6 +397,44 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     for bad in (("n7",), ("n0", "n1", "n2")):
         outcome = refused(*bad)
         assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+
+
+def test_nobody_is_blamed_for_what_it_says_of_most_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    begin(run, stepping=time.time(), said="stopped")
+    failed = begin(run, nodes=["n0", "n1", "n2"])
+    said = "preflight, disk_full: n0, n1, n2"
+    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence=said, bad_nodes=("n0", "n1", "n2"))
+    outcome = finish_attempt(run, failed.number, 78, Config(), None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if trained:
+        begin(run, stepping=time.time(), said="stopped", nodes=["n0", "n1", "n2"])
+
+    def refused(*without: str) -> AttemptOutcome:
+        number = run.new_attempt()
+        folder = run.attempt(number)
+        folder.stage_dir.mkdir()
+        stage_record.write_refusal(folder, stage_record.Plan((), ("n0", "n1", "n2")), without)
+        folder.setup_failure_file.write_text(f"{without[0]} has no sound copy: disk full (cluster.stage.required)\n")
+        return finish_attempt(run, number, 78, Config(), SlurmSays(JobFacts("RUNNING")))
+
+    outcome = refused("n2")
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2",))
+    assert outcome.sentence.startswith("n2 has no sound copy: disk full (cluster.stage.required) (the fault of n2)")
+    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2"]
+    assert [each.node for each in read_ledger(ledger_file("here"))] == ["n2"]
+    outcome = refused("n0", "n1", "n2")  # what is copied may be at fault
+    assert outcome.reason is (Reason.BAD_NODE if trained else Reason.CONFIG)
+    assert outcome.bad_nodes == () and outcome.fault is None
 
 
 def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:

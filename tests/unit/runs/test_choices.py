@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, load_frozen
-from slurmtrain.errors import ClusterError, UnreadableRecordError
-from slurmtrain.launch import submit_first
+from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError
+from slurmtrain.launch import node_exclusion, submit_first
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_first import write_choices
 from slurmtrain.launch.submit_once import submit_exactly_once
@@ -25,12 +25,23 @@ from slurmtrain.report import status as status_module
 from slurmtrain.report.status import state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
-from slurmtrain.runs.choices import Choice, Claim, choices_of, claim_of, holds_no_more, is_open, open_again, take
+from slurmtrain.runs.choices import (
+    CHOICES_MAX,
+    Choice,
+    Claim,
+    Standing,
+    choices_of,
+    claim_of,
+    is_open,
+    open_again,
+    standing_of,
+    take,
+)
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.take_run import take_or_leave
-from slurmtrain.slurm.client import GONE, JobFacts
+from slurmtrain.slurm.job_facts import GONE, JobFacts
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt
 
@@ -55,11 +66,11 @@ class Slurm:
         word = self.jobs.get(job_id)
         return JobFacts(word) if word is not None else None
 
-    def find_by_comment(self, word: str) -> list[str]:
+    def find_by_comment(self, word: str, *, states: Collection[str] | None = None) -> list[str]:
         if not self.answers:
             raise ClusterError("SLURM does not answer")
-        gone = GONE
-        return [job for job, state in self.jobs.items() if self.tokens.get(job) == word and state not in gone]
+        there = {job: state for job, state in self.jobs.items() if self.tokens.get(job) == word and state not in GONE}
+        return [job for job, state in there.items() if states is None or state in states]
 
     def cancel(self, *job_ids: str) -> None:
         self.cancelled += job_ids
@@ -171,9 +182,10 @@ def test_the_first_that_starts_makes_the_run_its_own_and_takes_the_others_back(r
 def test_one_that_starts_later_leaves_with_a_word_and_without_an_attempt(run: RunDir) -> None:
     slurm = Slurm(run, j1="RUNNING", j2="RUNNING")
     assert starts(run, "h100x8", "2", slurm)
-    slurm.jobs["1"] = "RUNNING"  # it had begun before it could be taken back
+    assert slurm.cancelled == []  # it had begun before it could be taken back, and leaves by itself
+    begun = run.attempt(run.new_attempt()).path
     assert not starts(run, "a100x4", "1", slurm)
-    assert run.info()["job_ids"] == ["2"] and run.attempt_numbers() == []
+    assert run.info()["job_ids"] == ["2"] and list(run.attempts.iterdir()) == [begun]
     assert [event["sentence"] for event in told(run, Event.NOT_TAKEN)] == ["job 2 of h100x8 has it"]
 
 
@@ -200,15 +212,71 @@ def test_a_job_that_dies_after_it_took_the_run_and_before_it_began_loses_it_to_t
     slurm = Slurm(run, j1="RUNNING", j2="NODE_FAIL")
     assert starts(run, "a100x4", "1", slurm)
     assert claim_of(run) == Claim(2, "a100x4", "1") and run.info()["job_ids"] == ["1"]
+    run.new_attempt()
     slurm.jobs["2"] = "RUNNING"  # somebody revives it
     assert not starts(run, "h100x8", "2", slurm)
 
 
+def waits_while(run: RunDir, slurm: Slurm, *turns: Callable[[], object]) -> tuple[bool, list[float]]:
+    """Start job 1 of a100x4, which finds the run taken; at each of its pauses the next of `turns` comes to pass."""
+    to_come, pauses = list(turns), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if to_come:
+            to_come.pop(0)()
+        assert len(pauses) < 100, "it waits for ever"
+
+    return take_or_leave(run, "a100x4", "1", slurm, sleep), pauses  # type: ignore[arg-type]
+
+
+def test_a_job_waits_for_one_that_has_the_run_and_has_not_begun_and_takes_over_when_slurm_says_that_it_is_gone(
+    run: RunDir,
+) -> None:
+    """A dead node is noticed after SlurmdTimeout: until then its job is RUNNING. With requeue.mode=off nothing else trains."""
+    take(run, "h100x8", "2", lambda claim: False)
+    slurm = Slurm(run, j1="RUNNING", j2="RUNNING")
+
+    def goes(word: str) -> Callable[[], object]:
+        return lambda: slurm.jobs.update({"2": word})
+
+    taken, pauses = waits_while(run, slurm, *[lambda: None] * 20, goes("COMPLETING"), goes("NODE_FAIL"))
+    assert taken and claim_of(run) == Claim(2, "a100x4", "1") and slurm.cancelled == []
+    assert sum(pauses) > 250 and len(pauses) < 30  # few calls of scontrol
+
+
+def test_a_job_that_waits_leaves_as_soon_as_the_run_has_begun_is_cancelled_or_goes_back_to_the_queue(
+    run: RunDir,
+) -> None:
+    def begins() -> None:
+        run.new_attempt()
+
+    def is_cancelled() -> None:
+        write_request(run, RunAction.CANCEL)
+
+    take(run, "h100x8", "2", lambda claim: False)
+    slurm = Slurm(run, j1="RUNNING", j2="RUNNING")
+    for turn in (lambda: slurm.jobs.update({"2": "PENDING"}), is_cancelled):
+        slurm.jobs["2"] = "RUNNING"
+        assert waits_while(run, slurm, turn) == (False, [1.0])
+    run.request_file.unlink()
+    slurm.jobs["2"] = "RUNNING"
+    assert waits_while(run, slurm, begins) == (False, [1.0])
+    assert claim_of(run) == Claim(1, "h100x8", "2")
+
+
+def test_a_job_that_had_started_when_the_run_was_taken_is_there_to_take_over(run: RunDir) -> None:
+    slurm = Slurm(run, j1="RUNNING", j2="RUNNING")
+    assert starts(run, "h100x8", "2", slurm) and slurm.cancelled == []
+    slurm.jobs["2"] = "NODE_FAIL"
+    assert starts(run, "a100x4", "1", slurm)
+
+
 def test_a_job_that_was_taken_for_gone_before_it_began_leaves_the_run_to_the_one_that_has_it(run: RunDir) -> None:
     class Hidden(Slurm):
-        def find_by_comment(self, word: str) -> list[str]:
+        def find_by_comment(self, word: str, *, states: Collection[str] | None = None) -> list[str]:
             take(run, "a100x4", "1", lambda claim: True)  # meanwhile
-            return super().find_by_comment(word)
+            return super().find_by_comment(word, states=states)
 
     assert not starts(run, "h100x8", "2", Hidden(run, j1="RUNNING", j2="RUNNING"))
     assert claim_of(run) == Claim(2, "a100x4", "1")
@@ -226,7 +294,43 @@ def test_a_job_that_cannot_ask_about_the_one_that_has_the_run_leaves_it_alone(ru
     take(run, "h100x8", "2", lambda claim: False)
     slurm = Slurm(run, j1="RUNNING")
     slurm.answers = False
-    assert not starts(run, "a100x4", "1", slurm)
+    taken, pauses = waits_while(run, slurm)
+    assert not taken and len(pauses) < 10
+    assert [event["sentence"] for event in told(run, Event.NOT_TAKEN)] == [
+        "job 2 of h100x8 has it, and whether it will begin is not known here"
+    ]
+
+
+def test_the_jobs_of_a_third_choice_stay_while_it_is_not_known_whether_the_first_will_begin(run: RunDir) -> None:
+    shutil.copytree(run.choices / "a100x4", run.choices / "third")
+    replace(choices_of(run)[0], folder=run.choices / "third", name="third", token="x", job_id="3").write()
+    take(run, "h100x8", "2", lambda claim: False)
+
+    class Mute(Slurm):
+        def look(self, job_id: str) -> JobFacts | None:
+            raise ClusterError("no answer")
+
+    slurm = Mute(run, j1="RUNNING", j2="RUNNING", j3="PENDING")
+    assert not waits_while(run, slurm)[0] and slurm.cancelled == []
+    run.new_attempt()
+    assert not waits_while(run, slurm)[0] and slurm.cancelled == ["3"]
+
+
+def test_a_job_that_comes_late_into_the_queue_is_taken_back_only_while_it_waits(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has started may have taken the run meanwhile from a job that died."""
+    take(run, "h100x8", "2", lambda claim: False)
+    slurm = Slurm(run, j1="PENDING")
+    monkeypatch.setattr(submit_first, "SlurmClient", slurm)
+    monkeypatch.setattr(submit_first, "submit_exactly_once", lambda script, folder, token, *_, **__: "1")
+    monkeypatch.setattr(node_exclusion, "for_new_job", lambda *_: node_exclusion.Exclusion())
+    (choice,) = [each for each in choices_of(run) if each.name == "a100x4"]
+    for number, word in enumerate(("RUNNING", "PENDING")):
+        slurm.jobs["1"] = word
+        slurm.tokens["1"] = f"slurmtrain:{run.id}:first{number}.a100x4"
+        submit_first._submit(run, choice, number)
+        assert slurm.cancelled == ["1"] * (word == "PENDING")
 
 
 class Killed(BaseException):
@@ -266,6 +370,15 @@ def test_claims_are_numbered_by_their_names_though_earlier_ones_are_gone(run: Ru
     assert take(run, "h100x8", "3", lambda claim: True) == Claim(3, "h100x8", "3")
 
 
+def test_many_claims_hide_no_choice(run: RunDir) -> None:
+    """A run that is resumed again and again has many; and a process that was killed leaves a hidden folder."""
+    for number in range(3 * CHOICES_MAX):
+        (run.choices / f"taken-{number + 1:04d}").mkdir()
+        (run.choices / f".taken-{number + 1:04d}.7.00ff").mkdir()
+    os.rename(run.choices / "h100x8", run.choices / "zeta")
+    assert [choice.name for choice in choices_of(run)] == ["a100x4", "zeta"]
+
+
 def test_a_run_that_has_begun_is_not_taken_by_another_though_its_job_is_gone(run: RunDir) -> None:
     slurm = Slurm(run, j1="PENDING", j2="RUNNING")
     assert starts(run, "h100x8", "2", slurm)
@@ -275,22 +388,25 @@ def test_a_run_that_has_begun_is_not_taken_by_another_though_its_job_is_gone(run
 
 
 @pytest.mark.parametrize(
-    ("word", "has_begun", "free"),
+    ("word", "has_begun", "standing"),
     [
-        (None, False, True),
-        ("FAILED", False, True),
-        ("NODE_FAIL", False, True),
-        ("TIMEOUT", False, True),
-        ("CANCELLED", False, False),  # a person's scancel ends the run
-        ("PENDING", False, False),  # requeued
-        ("RUNNING", False, False),
-        ("COMPLETING", False, False),
-        (None, True, False),
-        ("NODE_FAIL", True, False),
+        (None, False, Standing.GIVEN_UP),
+        ("FAILED", False, Standing.GIVEN_UP),
+        ("NODE_FAIL", False, Standing.GIVEN_UP),
+        ("TIMEOUT", False, Standing.GIVEN_UP),
+        ("CANCELLED", False, Standing.HOLDS),  # a person's scancel ends the run
+        ("PENDING", False, Standing.HOLDS),  # requeued
+        ("REVOKED", False, Standing.HOLDS),  # it runs at another cluster of a federation
+        ("CONFIGURING", False, Standing.UNDECIDED),
+        ("RUNNING", False, Standing.UNDECIDED),
+        ("COMPLETING", False, Standing.UNDECIDED),
+        ("RUNNING", True, Standing.HOLDS),
+        (None, True, Standing.HOLDS),
+        ("NODE_FAIL", True, Standing.HOLDS),
     ],
 )
-def test_the_rule_by_which_a_claim_is_given_up(word: str | None, has_begun: bool, free: bool) -> None:
-    assert holds_no_more(word, has_begun=has_begun) == free
+def test_the_rule_by_which_a_claim_is_given_up(word: str | None, has_begun: bool, standing: Standing) -> None:
+    assert standing_of(word, has_begun=has_begun) == standing
 
 
 @pytest.mark.parametrize(
@@ -460,7 +576,7 @@ def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found
     with monkeypatch.context() as patch, contextlib.suppress(OSError):
         patch.setattr(Choice, "write", full)
         assert main([*TO_TWO, "submit"]) != 0
-    assert "may be in some of the queues" in capsys.readouterr().err
+    assert "may be queued on some clusters" in capsys.readouterr().err
     (run,) = lookup.all_runs(project / "runs")
     assert state(run).status == "waiting" and "a100x4: job 1 is pending" in state(run).explanation
     assert main(["cancel", run.id]) == 0
@@ -473,12 +589,12 @@ def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found
         (["cluster=first", "submit"], "cluster=first names no clusters"),
         ([*TO_TWO, "layout"], "is for `submit` of one run"),
         ([*TO_TWO, "-m", "optim.lr=1e-3,1e-4", "submit"], "is for `submit` of one run"),
-        ([*TO_TWO, "render"], "render is for one cluster"),
-        ([*TO_TWO, "requeue=chain", "submit"], "a chain is a queue of its own"),
+        ([*TO_TWO, "render"], "render works with one cluster"),
+        ([*TO_TWO, "requeue=chain", "submit"], "a chain belongs to one cluster"),
         ([*TO_TWO, "job.singleton=true", "submit"], "would wait for each other"),
         (["cluster=first", "cluster.choices=[a100x4,local]", "submit"], "which has no queue"),
         (["cluster=first", "cluster.choices=[a100x4,local]", "submit", "--dry-run"], "which has no queue"),
-        (["cluster=first", "cluster.choices=[a100x4,first]", "submit", "--dry-run"], "'first' is no cluster"),
+        (["cluster=first", "cluster.choices=[a100x4,first]", "submit", "--dry-run"], "'first' is not a cluster"),
         (["cluster=first", "cluster.choices=[a100x4,a100x4]", "submit"], "there twice"),
         (["cluster=first", "cluster.choices=[a100x4,../x]", "submit"], "is no name"),
         (["cluster=first", "cluster.choices=[a100x4,nowhere]", "submit"], "nowhere"),
@@ -491,6 +607,11 @@ def test_what_cannot_go_to_several_clusters_is_refused_with_a_sentence(
         assert main(words) != 0
     assert said in capsys.readouterr().err
     assert not slurm.submitted and not list(project.glob("runs/*/*"))
+
+
+def test_a_cluster_file_that_is_named_like_a_claim_is_refused() -> None:
+    with pytest.raises(ConfigError, match="taken-0001 is a name that the run directory needs"):
+        submit_first.refuse_unsuitable({"taken-0001": compose(["cluster=a100x4"])})
 
 
 def test_a_dry_run_prints_the_script_of_each(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

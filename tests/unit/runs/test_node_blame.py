@@ -16,7 +16,8 @@ from slurmtrain.runs.node_blame import blamed_for
 from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, fault_of_node
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy, NodeEvent, NodeRecord, ledger_file, read_ledger
 from tests.support.runs import add_attempt
 
@@ -193,7 +194,7 @@ def test_where_the_ledger_cannot_be_written_the_run_goes_by_its_own_attempts(
     crash_on(run, monkeypatch, "n3")
     crash_on(run, monkeypatch, "n3")
     assert [each.node for each in blamed_for([run], BlamePolicy(), "big", time.time())] == ["n3"]
-    assert "cannot be written here: Not a directory; other runs do not hear of this attempt" in caplog.text
+    assert "cannot be written here: Not a directory; other runs will not know about this attempt" in caplog.text
 
 
 def test_a_run_that_ends_well_writes_nothing_to_the_ledger(run: RunDir) -> None:

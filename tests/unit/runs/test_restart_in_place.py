@@ -33,7 +33,9 @@ from slurmtrain.runs.outcome import (
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import in_place
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.slurm.client import JobFacts, SlurmClient, is_dead, is_usable
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_states import is_dead, is_usable
 from tests.support.runs import add_attempt
 
 NODES = ("n0", "n1")
@@ -417,7 +419,7 @@ def test_ranks_start_again_in_place_unless_the_config_says_otherwise(requeue: Re
         (["requeue=off"], "ranks start again in the same job only with requeue.in_place=true"),
         (["sweep.pack=2"], "would disagree on its nodes"),
         (["cluster.spare_nodes=-1"], "must be at least 0"),
-        (["cluster=local"], "has this machine only"),
+        (["cluster=local"], "has only this machine"),
     ],
 )
 def test_spare_nodes_that_nothing_could_use_are_refused(words: list[str], why: str) -> None:

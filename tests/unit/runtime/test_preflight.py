@@ -134,6 +134,42 @@ def test_a_fact_that_could_not_be_read_is_no_finding() -> None:
     assert compare(nothing, EXPECTED) == []
 
 
+def test_nodes_of_the_same_name_are_told_apart_by_their_numbers() -> None:
+    """Eight containers of one image, started by torchrun: each calls itself by the name of its host."""
+    sent = []
+    for node in SOUND.nodes:
+        number = int(node.node[1:])
+        node = replace(
+            node, node="trainer", packages={**(node.packages or {}), "torch": "2.12.0" if number == 5 else "2.13.0"}
+        )
+        for rank in SOUND.ranks[node.rank : node.rank + RANKS_OF_NODE]:
+            own = replace(rank, node="trainer", node_rank=number)
+            sent.append(Message(own, node if rank.local_rank == 0 else None))
+    facts = gathered(map(Message.decode, (each.encode() for each in sent)), unseen=[3])
+    packages, folder = compare(facts, EXPECTED)
+    assert packages.sentence == "trainer (node 5): torch 2.12.0; expected: torch 2.13.0, as on most of the others"
+    assert folder.where == "trainer (node 3)" and facts.ranks[-1].node == "trainer (node 7)"
+    assert len({each.node for each in facts.nodes}) == NODES
+
+
+@pytest.mark.parametrize(
+    ("package", "fatal"),
+    [
+        ("nvidia-nccl-cu12", True),  # ranks with two releases of it do not understand each other
+        ("nvidia-cublas", True),
+        ("pytorch-triton", True),  # as nightly builds of torch call it
+        ("nvidia-ml-py", False),  # looks at GPUs
+        ("nvidia-nvtx-cu12", False),  # names parts of profiles
+        ("nvidia-cuda-cupti-cu12", False),
+        ("nvidia-bfcl", False),
+    ],
+)
+def test_a_package_that_computes_nothing_ends_no_training(package: str, fatal: bool) -> None:
+    everywhere = with_node({"packages": {package: "2"}}, *(each.node for each in SOUND.nodes))
+    found = only(compare(with_node({"packages": {package: "1"}}, "n3", facts=everywhere), EXPECTED))
+    assert (found.kind, found.nodes, found.fatal) == (FindingKind.PACKAGES, ("n3",), fatal)
+
+
 BROKEN_GPU = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], ecc_errors=2, remap_pending=True))
 # What is wrong on n3 -> kind, whether training must not begin, words of the sentence.
 ON_A_NODE: list[tuple[dict[str, Any], FindingKind, bool, str]] = [
@@ -706,7 +742,7 @@ def test_all_ranks_meet_and_the_one_that_does_not_come_is_named() -> None:
         assert list(pool.map(lambda rank: rank.meet("clock"), ranks)) == [None] * 3
     ranks = exchanges(0.01)
     ranks[1].send("facts", "mine")
-    with pytest.raises(RendezvousError, match="1 of 2 ranks did not tell their facts within 0 s: rank 2"):
+    with pytest.raises(RendezvousError, match="1 of 2 ranks did not report their facts within 0 s: rank 2"):
         ranks[0].collect("facts", [1, 2])
 
 

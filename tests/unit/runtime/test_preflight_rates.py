@@ -10,7 +10,7 @@ import pytest
 from slurmtrain.choices import FindingKind
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 from slurmtrain.runtime.preflight.measure import ranks_of_nodes
-from slurmtrain.runtime.preflight.rates import RankRates, Stated, partners, rounds, slow, summary
+from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, rounds, slow, summary
 
 NODES, TASKS = 8, 2
 
@@ -45,6 +45,13 @@ def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
     assert (found.kind, found.nodes, found.ranks, found.fault) == (FindingKind.SLOW_NODE, ("n3",), (7,), Fault.NODE)
     assert found.sentence == "rank 7 on n3: computes 310 TFLOP/s; expected: 600, the median"
     assert not found.fatal
+
+
+def test_nodes_of_the_same_name_are_measured_apart() -> None:
+    """Containers of one image, started by torchrun."""
+    alike = [replace(each, node="trainer", node_rank=each.rank // TASKS) for each in rates(links={("n1", "n5"): 12.0})]
+    found = only(slow(by_distinct_nodes([RankRates.decode(each.encode()) for each in alike]), Stated()))
+    assert (found.kind, found.pair) == (FindingKind.SLOW_LINK, ("trainer (node 1)", "trainer (node 5)"))
 
 
 def test_a_slow_link_is_named_by_its_two_nodes_and_blames_neither() -> None:

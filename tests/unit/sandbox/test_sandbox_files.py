@@ -13,7 +13,7 @@ from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox import SandboxSpec
 from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
 from slurmtrain.sandbox.spec import Site, slurm_conf
-from slurmtrain.slurm.client import PREFIX_FILE, clean_environment, programs_beside, submission_environment
+from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.slurm.versions import Version
 
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")

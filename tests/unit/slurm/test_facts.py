@@ -22,7 +22,7 @@ from slurmtrain.slurm.parse_facts import (
     parse_qos,
     parse_tres,
 )
-from slurmtrain.slurm.read_facts import associations_command, read_facts
+from slurmtrain.slurm.read_facts import FEDERATION, QOS, associations_command, read_facts
 from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, SRUN_FORGETS_CPUS_PER_TASK
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 
@@ -110,6 +110,24 @@ def test_a_user_without_a_name_is_not_known_to_sacctmgr_and_may_be_to_slurmctld(
     assert facts.associations is None and facts.qos
 
 
+@pytest.mark.parametrize("command", [" ".join(associations_command("me")), " ".join(QOS)])
+def test_rows_that_cannot_be_read_leave_all_of_them_unknown(command: str) -> None:
+    """The row may be that of the very account, or QOS, that a job asks for."""
+    answers = answers_of("alpha_22_05")
+    answers[command] += "alpha|chemistry|with a | in a name\n"
+    facts = read_facts(lambda words: answers.get(" ".join(words)), user="me")
+    assert (facts.associations is None, facts.qos is None) == ("assoc" in command, "qos" in command)
+    assert parse_partitions("PartitionName=gpu State=UP\nslurm_load_partitions: odd\n") == ()
+
+
+def test_whether_a_cluster_is_alone_is_known_where_slurm_says_so() -> None:
+    answers = answers_of("alpha_22_05")
+    for said, alone in (("", True), ("Federation: all\nSelf: alpha:head:6817 ID:1\n", False), (None, False)):
+        found = {**answers, " ".join(FEDERATION): said}
+        assert read_facts(lambda words, found=found: found.get(" ".join(words)), user="me").is_alone == alone  # type: ignore[misc]
+    assert facts_of("alpha_24_11").is_alone  # which keeps no accounts
+
+
 @pytest.mark.parametrize("name", ALPHAS[1:])
 def test_without_accounting_there_are_no_accounts_to_know(name: str) -> None:
     facts = facts_of(name)
@@ -139,7 +157,7 @@ def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -
         assert facts.name == "alpha"
 
 
-def test_submit_asks_seven_commands_at_most_and_probe_eleven() -> None:
+def test_submit_asks_eight_commands_at_most_and_probe_twelve() -> None:
     answers = answers_of("alpha_22_05")
     asked: list[str] = []
 
@@ -148,10 +166,10 @@ def test_submit_asks_seven_commands_at_most_and_probe_eleven() -> None:
         return answers[asked[-1]]
 
     read_facts(ask, whole=False, user="me")
-    assert len(asked) == 7
+    assert len(asked) == 8
     asked.clear()
     read_facts(ask, user="me")
-    assert len(asked) == 11
+    assert len(asked) == 12
 
 
 def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root() -> None:
@@ -197,6 +215,9 @@ def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root()
         ("(null)", ()),
         ("craynetwork:4", ()),
         ("gpu:a100:many", ()),
+        ("gpu:a100", (("a100", 1),)),
+        ("gpu:no_consume:4", (("", 4),)),
+        ("gpu:a100:no_consume:2K", (("a100", 2048),)),
     ],
 )
 def test_gpus_are_read_from_the_words_for_gres(text: str, gpus: tuple[tuple[str, int], ...]) -> None:

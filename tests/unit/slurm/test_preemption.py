@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.parse_facts import QOS_COLUMNS
 from slurmtrain.slurm.preemption import Preemption, PreemptionTimes, preemption_of, preemption_times
 from slurmtrain.slurm.read_facts import read_preemption
 from tests.support.recorded_slurm import answers_of
@@ -61,7 +62,7 @@ def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_each_other() -> None:
     silent = read({"config": config, "partition": PARTITIONS})
     assert preemption_times(silent, "low", qos="cheap") == PreemptionTimes(30, None, "QOS cheap")
     assert preemption_times(silent, "low") == PreemptionTimes(30)
-    row = "|".join(["cheap", "", "00:01:00", "", "cluster", *[""] * 8])
+    row = "|".join(["cheap", "", "00:01:00", "", "cluster", *[""] * (len(QOS_COLUMNS) - 5)])
     known = read({"config": config, "partition": PARTITIONS, "qos": f"{row}\n"})
     assert preemption_times(known, "low", qos="cheap") == PreemptionTimes(30, 60, "QOS cheap")
     assert preemption_times(known, "low") == PreemptionTimes(30)

@@ -18,6 +18,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli import main
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.schema import Config
+from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.status import RunState, RunStatus
@@ -38,6 +39,7 @@ from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.files import write_json
 from slurmtrain.system.redaction import hide
 from tests.support.commands import Cli, FakeSlurm
+from tests.support.recorded_slurm import answers_of, play
 from tests.support.run_info import run_info
 
 PRIMARY = Primary("config", search_folders("config", None, None))
@@ -301,6 +303,44 @@ def test_what_a_search_cannot_be_is_said_in_one_sentence(
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
     assert fake_slurm.submitted == []
+
+
+def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_where_it_is_as_they_are(
+    project: Path, fake_slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = answers_of("alpha_24_11")
+    play(fake_slurm, answers)
+    words = ["cluster=a100x4", "cluster.partition=gpu", "cluster.cpus_per_task=15", "cluster.mem_per_node_gb=0"]
+    with composing(PRIMARY) as composer:
+        large, small = (
+            with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
+        )
+    with pytest.raises(ConfigError, match="the job needs 99"):
+        PointLook(large, varies=False)
+    look = PointLook(large, varies=True)  # whose points may have fewer nodes
+    opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
+    opened.check(small)
+    with pytest.raises(ConfigError, match="the job needs 99"):
+        opened.check(large)
+    opened.add([Wanted({}, large)])
+    opened.check(large)  # a point already: what has become of the cluster since does not undo its result
+    drained = {
+        name: text.replace("State=UP", "State=DRAIN") for name, text in answers.items() if "show partition" in name
+    }
+    play(fake_slurm, {**answers, **drained})
+    look = PointLook(small, varies=True)
+    with pytest.raises(ConfigError, match="State=DRAIN"):
+        look(small)
+    play(fake_slurm, answers)
+    look(small)  # it is up again
+
+
+@pytest.mark.parametrize(
+    ("key", "may"),
+    [("optim.lr", False), ("+model.width", False), ("cluster.nodes", True), ("cluster", True), ("+experiment", True)],
+)
+def test_the_keys_that_may_change_what_a_job_asks_for(key: str, may: bool) -> None:
+    assert may_change_request(key) == may
 
 
 def test_ctrl_c_says_that_the_jobs_go_on(

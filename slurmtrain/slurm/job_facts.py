@@ -1,0 +1,88 @@
+"""What SLURM says of a job: its states, its facts by `scontrol show job`, and its line of squeue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurmtrain.slurm.parse_values import parse_time
+
+# States of a job that will not run again by itself.
+GONE = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
+# States of a job that has nodes, or leaves them.
+LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+# States of a job whose batch script has not started yet.
+NOT_STARTED = ("PENDING", "CONFIGURING")
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The output of `scontrol show job` for one job. Times are unix seconds, or None.
+
+    Attributes:
+        excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
+        nodes: the nodes that it has, as SLURM writes them.
+    """
+
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    start_time: float | None = None
+    end_time: float | None = None
+    preempt_time: float | None = None
+    excluded: str = ""
+    nodes: str = ""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SLURM has announced that it preempts this start of the job."""
+        return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it.
+
+    Attributes:
+        comment: words of the job's comment.
+    """
+
+    state: str = ""
+    reason: str = ""
+    start: str = ""
+    comment: tuple[str, ...] = ()
+
+
+def parse_show_job(text: str) -> JobFacts | None:
+    """Read the first line of `scontrol show job -o`.
+
+    Fields are NAME=VALUE with spaces in between, and values with spaces cannot be told from the next field. The ones
+    used here have none; names and comments, which may, are not used.
+    """
+    fields: dict[str, str] = {}
+    for word in text.partition("\n")[0].split():
+        name, equals, value = word.partition("=")
+        if equals:
+            fields.setdefault(name, value)
+    if "JobState" not in fields:
+        return None
+    return JobFacts(
+        # While slurmctld hands a signal to the nodes it prints that in place of the state, for some milliseconds.
+        state=fields["JobState"].replace("SIGNALING", "RUNNING"),
+        reason=fields.get("Reason", ""),
+        restarts=int(fields.get("Restarts", "0")),
+        start_time=parse_time(fields.get("StartTime", "")),
+        end_time=parse_time(fields.get("EndTime", "")),
+        preempt_time=parse_time(fields.get("PreemptTime", "")),
+        excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
+        nodes=fields.get("NodeList", "").replace("(null)", ""),
+    )
