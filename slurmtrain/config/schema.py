@@ -74,6 +74,8 @@ class StageConfig:
     dir: str | None = None
     # End the attempt (exit code 78) if a node has no valid copy; false: the ranks of that node use the shared folders
     required: bool = False
+    # Time limit of preparing, and again of copying; nodes that have not finished by then have no valid copy
+    limit_min: int = 30
 
     @property
     def wanted(self) -> bool:

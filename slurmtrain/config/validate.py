@@ -440,6 +440,7 @@ def _check_stage(config: Config) -> None:
                 f"cluster.stage.data={','.join(stage.data)}: {name or 'an empty path'} {why}",
                 hint="copies are named after the last part of their path, so these parts must differ",
             )
+    _at_least("cluster.stage.limit_min", stage.limit_min, 1)
     if not stage.wanted:
         return
     if cluster.backend == Backend.LOCAL:

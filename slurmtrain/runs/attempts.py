@@ -349,15 +349,6 @@ def record_stop(
     write_json(attempt_dir.stop_file, record)
 
 
-def facts_when_told(attempt_dir: AttemptDir) -> JobFacts | None:
-    """Return what SLURM said of the job when its ranks were told to stop; None: nothing, or not yet, or it cannot be read."""
-    try:
-        facts = (read_json(attempt_dir.stop_file) or {}).get("facts")
-    except UnreadableRecordError:
-        return None
-    return JobFacts.from_json(facts) if isinstance(facts, dict) else None
-
-
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:
     """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:

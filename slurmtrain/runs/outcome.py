@@ -121,7 +121,7 @@ class Evidence:
         diverged: that failure is one of the training's numbers.
         failed_on: the node of the first failure; None if it is not known.
         failed_nodes: all nodes on which a rank failed by itself.
-        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found.
+        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found, or the copying to them.
         lost_node: the node that failed, as srun has said; None if it has not.
         dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
         usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
@@ -625,10 +625,11 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return external
     if evidence.hang is not None:
         return Reason.HANG, f"hung: {evidence.hang}"
-    if evidence.failure is not None and unfit:
-        return Reason.BAD_NODE, f"{evidence.failure[1]} (the fault of {', '.join(evidence.unfit_nodes)})"
+    said = evidence.failure[1] if evidence.failure is not None else evidence.set_up
+    if said is not None and unfit:
+        return Reason.BAD_NODE, f"{said} (the fault of {', '.join(evidence.unfit_nodes)})"
     if wrong is not None and blame_node:
-        where = evidence.failed_on or "that node"
+        where = evidence.failed_on or "its nodes"
         return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
     if wrong is not None:
         return Reason.CONFIG, wrong

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -45,7 +45,7 @@ def check_parts(run_dir: RunDir) -> None:
             if found.st_uid not in (owner, me, 0):
                 raise UnreadableRecordError(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
 
 
 def require_own(run_dir: RunDir) -> None:

@@ -21,7 +21,7 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, chain, node_blame
+from slurmtrain.runs import attempts, chain, node_blame, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
@@ -171,7 +171,8 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
-        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
+        with contextlib.suppress(OSError):  # a full disk; they are free all the same
+            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -364,10 +365,13 @@ def _evidence(
     failure = first.failure if first is not None else None
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
-    unfit = failures.unfit_nodes(attempt.nodes)
+    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
+    unfit = failures.unfit_nodes(attempt.nodes) or refused or ()
     hang = found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
+    if unfit:  # rank 0 speaks for them, or the batch script
         failed_on: str | None = unfit[0]
+    elif refused is not None or (failure is not None and failure.bad_nodes):
+        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
     elif hang is None:
         failed_on = _node_at_fault(attempt, srun_log, first, set_up, exit_code)
     else:  # ranks of torchrun do not know SLURM's names of nodes

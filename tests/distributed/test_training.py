@@ -356,7 +356,10 @@ def wait_for_attempt(run: LocalRun, number: int) -> None:
     wait_until(trains, f"in attempt {number}")
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 2), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), pytest.param(4, 0, marks=pytest.mark.slow)],
+)
 def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
     project: Project, undisturbed: Callable[[int], LocalRun], ranks: int, workers: int
 ) -> None:

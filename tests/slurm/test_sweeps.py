@@ -25,8 +25,9 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from slurmtrain.system.files import read_json, write_json
-from tests.slurm.project import SMALL, Project, Run, assert_same_bits, make_project
-from tests.support.slurm_cluster import Cluster
+from tests.slurm.project import SMALL, Project, Run, make_project
+from tests.support.local_runs import assert_same_bits
+from tests.support.slurm_cluster import Cluster, reconfigured
 
 # Raises for some seeds, until a file says that somebody has mended it.
 STUMBLING_MODEL = """
@@ -450,15 +451,18 @@ def test_what_slurm_would_refuse_in_one_array_keeps_all_from_being_submitted(swe
     assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
 
 
-@pytest.mark.parametrize("points", [1100, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("points", "largest"), [(60, 41), pytest.param(2500, 1001, marks=pytest.mark.slow)])
 def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(
-    sweeper: Sweeper, points: int
+    sweeper: Sweeper, points: int, largest: int
 ) -> None:
+    """On a cluster whose arrays have so many tasks at most."""
     faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
-    sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
+    limit = {"MaxJobCount=50000": f"MaxJobCount=50000\nMaxArraySize={largest}"}
+    with reconfigured(sweeper.cluster, limit):
+        sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
     calls = (sweeper.path.parent / "front" / "calls").read_text().splitlines()
     assert calls[: len(faults)] == faults
-    sizes = [min(1001, points - begin) for begin in range(0, points, 1001)]
+    sizes = [min(largest, points - begin) for begin in range(0, points, largest)]
     assert sorted(sweeper.queue().values()) == sorted(sizes)
     jobs = {sweep.job_id(number) for number in sweep.array_numbers()}
     assert jobs == sweeper.queue().keys() and len(jobs) == len(sweep.array_numbers())

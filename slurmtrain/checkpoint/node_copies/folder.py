@@ -26,17 +26,17 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import (
     COMPLETE,
     INDEX,
-    MANIFEST,
     TEMPORARY_NAME,
     checkpoint_name,
     committed,
     remove,
 )
 from slurmtrain.checkpoint.format.index_file import read_index
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes, write_manifest
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
+from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
 
@@ -44,7 +44,6 @@ MARK = "lineage.json"
 OWNER = "owner.json"
 RESTORING = "restoring"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-IN_MEMORY = ("tmpfs", "ramfs")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
 
@@ -173,8 +172,7 @@ class NodeFolder:
         path = self.temporary(step)
         write_synced(path / INDEX, index)
         write_synced(path / MARK, mark.to_bytes())
-        write_synced(path / MANIFEST, manifest)
-        write_synced(path / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
+        write_manifest(path, manifest)
 
     def publish(self, step: int) -> Path:
         """Give a copy its final name. Called when all nodes have all of theirs."""

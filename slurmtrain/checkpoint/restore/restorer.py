@@ -34,6 +34,7 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
+from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.node_copies.copies import NodeCopies
@@ -246,10 +247,10 @@ class Restorer:
         else:
             directory = self._identity.directory
             with suppress(OSError):
-                blocks.refresh(directory)
+                refresh(directory)
             for newer in blocks.patiently(partial(newer_without_complete, directory), directory):
                 with suppress(OSError):
-                    blocks.refresh(newer)
+                    refresh(newer)
             candidates = blocks.patiently(partial(committed, directory), directory)
             if at_most is not None:
                 candidates = [path for path in candidates if step_of(path) <= at_most]

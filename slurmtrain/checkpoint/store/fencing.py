@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, remove
 from slurmtrain.errors import CheckpointError, SupersededError
 from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.patience import refresh
 
 CLAIMS = ".incarnations"
 VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)

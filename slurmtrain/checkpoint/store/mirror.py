@@ -479,7 +479,7 @@ class Mirror:
                     hint="check that the folder is there, and what the credentials allow",
                 ) from None
             except Exception as error:
-                if not isinstance(error, OSError) and not _is_of_a_store(error):
+                if not isinstance(error, OSError) and not _is_of_a_store(error, self._fs):
                     raise
                 if attempt == TRIES:
                     raise CheckpointError(
@@ -568,8 +568,14 @@ def _give_up(target: Any) -> None:
         target.close()
 
 
-def _is_of_a_store(error: Exception) -> bool:
-    return type(error).__module__.partition(".")[0] in STORE_PACKAGES
+def _is_of_a_store(error: Exception, file_system: object = None) -> bool:
+    """Return whether an error is of a store's package: of a known one, or of that which this file system is from."""
+    package = _package(error)
+    return package in STORE_PACKAGES or (file_system is not None and package == _package(file_system))
+
+
+def _package(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _sentence(error: BaseException) -> str:

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.patience import refresh
 from slurmtrain.system.records import is_mine, read_text
 
 READERS = ".readers"

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
@@ -18,6 +17,7 @@ from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.errors import ConfigError
+from slurmtrain.system.patience import refresh
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from slurmtrain.config.launched_program import has_launcher, node_shape, program
 from slurmtrain.config.program_words import script_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
@@ -33,7 +32,7 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_loggers import program_text_file
 from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, start_of
-from slurmtrain.runtime.jobs.program_stop import ProgramStopper
+from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
 from slurmtrain.runtime.leaving import undeterred
 from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
@@ -249,8 +248,8 @@ def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float |
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop_flag.first is not None
     told = stop_flag.first.time + (grace_s or SAVING_S)
-    facts = attempts.facts_when_told(context.attempt_dir)
-    return min(told, facts.end_time - MARGIN_S) if facts is not None and facts.end_time is not None else told
+    facts = told_facts(context.attempt_dir)
+    return told if facts is None or facts.end_time is None else min(told, facts.end_time - MARGIN_S)
 
 
 def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:

@@ -50,7 +50,7 @@ from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.exports import Exports
+from slurmtrain.runtime.exports import Exports, finish_waits_s
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline
@@ -223,7 +223,8 @@ def _exports(config: Config, context: AttemptContext) -> Exports | None:
     if not config.checkpoint.export_every_steps:
         return None
     record = partial(context.run_dir.event, attempt=context.number)
-    return Exports(context.run_dir, config.checkpoint.export_dtype, record)
+    waits_s = finish_waits_s(config.cluster.collective_timeout_s)
+    return Exports(context.run_dir, config.checkpoint.export_dtype, record, waits_s)
 
 
 def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseClock:

@@ -146,7 +146,7 @@ def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
 
 
 def test_what_cannot_be_called_is_refused_before_anything_is_submitted(project: Path) -> None:
-    with pytest.raises(UsageError, match="was given 3, which cannot be called"):
+    with pytest.raises(UsageError, match="was given 3, which is not callable"):
         slurmtrain.map(3, [1])  # type: ignore[arg-type]
     assert not (project / "runs").exists()
 

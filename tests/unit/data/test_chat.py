@@ -433,7 +433,7 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="the tokenizer bytes has no chat template"):
         prepare(tmp_path, [record])
     (tmp_path / "broken.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="is no Jinja program"):
+    with pytest.raises(ConfigError, match="is not a valid Jinja template"):
         prepare(tmp_path, [record], chat_template=str(tmp_path / "broken.jinja"))
     with pytest.raises(ConfigError, match="cannot be read"):
         prepare(tmp_path, [record], chat_template=str(tmp_path / "none.jinja"))

@@ -553,7 +553,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     path.write_bytes(data)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
     *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
-    assert isinstance(last, BadRecord) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
+    assert isinstance(last, BadRecord) and ("is truncated" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
 

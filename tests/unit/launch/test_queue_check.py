@@ -191,7 +191,7 @@ def test_nodes_in_a_cloud_that_are_powered_down_and_not_listed_refuse_no_job() -
 def test_the_partition_of_a_reservation_is_not_known_here_and_refuses_no_job() -> None:
     without_default = replace(ALPHA, partitions=tuple(replace(each, default=False) for each in ALPHA.partitions))
     assert findings(without_default, reservation="course", nodes=99) == []
-    assert "none of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
+    assert "not one of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
 
 
 def test_of_a_list_of_qos_slurm_takes_one_that_suits() -> None:

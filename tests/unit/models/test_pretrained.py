@@ -126,7 +126,7 @@ LLAMA = {"model_type": "llama", **theirs.SIZES}
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"hidden_size": None}, "a value that is no number"),
+        ({"hidden_size": None}, "a value that is not a number"),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(values: dict[str, Any], message: str) -> None:

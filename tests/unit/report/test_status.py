@@ -454,7 +454,7 @@ def test_a_stop_that_would_reach_nobody_is_refused(
     queue({JOB: ("RUNNING", "None")})
     assert main([verb, run.id]) == 1
     error = capsys.readouterr().err
-    assert "is still setting up" in error and "shows steps" in error
+    assert "is still starting" in error and "shows steps" in error
     assert asked(fake_slurm) == [] and not run.request_file.exists()
 
 
@@ -479,7 +479,7 @@ def test_a_stop_does_not_wait_for_ever_for_an_attempt_that_does_not_begin(
     monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.01)
     monkeypatch.setattr(stop_module, "LOOK_EVERY_S", 0.02)
     assert main(["requeue", run.id]) == 1
-    assert "is still setting up" in capsys.readouterr().err and not run.request_file.exists()
+    assert "is still starting" in capsys.readouterr().err and not run.request_file.exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
@@ -27,10 +27,11 @@ from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
+from slurmtrain.runtime.jobs.program_stop import told_facts
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import BlamePolicy
+from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
 from slurmtrain.system import records
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
@@ -94,7 +95,7 @@ def test_why_it_was_told_to_stop_is_part_of_the_record(run: RunDir) -> None:
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=9.5, seconds_left=100.0, facts=facts)
     attempt = attempts.read_attempt(run, 1)
     assert (attempt.cause, attempt.cause_time, attempt.seconds_left) == ("SIGTERM", 9.5, 100.0)
-    assert attempt.facts_when_told == facts == attempts.facts_when_told(run.attempt(1))
+    assert attempt.facts_when_told == facts == told_facts(run.attempt(1))
 
 
 def test_what_another_version_has_recorded_of_the_job_is_read_as_far_as_it_is_known(run: RunDir) -> None:
@@ -106,9 +107,9 @@ def test_what_another_version_has_recorded_of_the_job_is_read_as_far_as_it_is_kn
         (None, None),
     ):
         write_json(run.attempt(1).stop_file, {"cause": "SIGTERM", "time": 1.0, "facts": facts})
-        assert attempts.read_attempt(run, 1).facts_when_told == known == attempts.facts_when_told(run.attempt(1))
+        assert attempts.read_attempt(run, 1).facts_when_told == known == told_facts(run.attempt(1))
     run.attempt(1).stop_file.write_text('{"facts": "none"}')
-    assert attempts.facts_when_told(run.attempt(1)) is None
+    assert told_facts(run.attempt(1)) is None
 
 
 def test_the_last_logged_step_is_read_past_a_torn_line(run: RunDir) -> None:
@@ -414,6 +415,44 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     for bad in (("n7",), ("n0", "n1", "n2")):
         outcome = refused(*bad)
         assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+
+
+def test_nobody_is_blamed_for_what_it_says_of_most_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    begin(run, stepping=time.time(), said="stopped")
+    failed = begin(run, nodes=["n0", "n1", "n2"])
+    said = "preflight, disk_full: n0, n1, n2"
+    record_failure(run.attempt(2), 0, Failure(78, said, bad_nodes=("n0", "n1", "n2")))
+    outcome = finish_attempt(run, failed.number, 78, Config(), None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if trained:
+        begin(run, stepping=time.time(), said="stopped", nodes=["n0", "n1", "n2"])
+
+    def refused(*without: str) -> AttemptOutcome:
+        number = run.new_attempt()
+        folder = run.attempt(number)
+        folder.stage_dir.mkdir()
+        stage_record.write_refusal(folder, stage_record.Plan((), ("n0", "n1", "n2")), without)
+        folder.setup_failure_file.write_text(f"{without[0]} has no sound copy: disk full (cluster.stage.required)\n")
+        return finish_attempt(run, number, 78, Config(), SlurmSays(JobFacts("RUNNING")))
+
+    outcome = refused("n2")
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2",))
+    assert outcome.sentence.startswith("n2 has no sound copy: disk full (cluster.stage.required) (the fault of n2)")
+    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2"]
+    assert [each.node for each in read_ledger(ledger_file("here"))] == ["n2"]
+    outcome = refused("n0", "n1", "n2")  # what is copied may be at fault
+    assert outcome.reason is (Reason.BAD_NODE if trained else Reason.CONFIG)
+    assert outcome.bad_nodes == () and outcome.fault is None
 
 
 def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:

@@ -465,7 +465,7 @@ def test_resume_of_a_run_that_was_cancelled_while_it_waited_submits_it_to_each_a
     queued: RunDir, slurm: FakeSlurm
 ) -> None:
     run = queued
-    assert starts(run, "h100x8", "2", Slurm(run, j2="RUNNING")) or True
+    assert starts(run, "h100x8", "2", Slurm(run, j2="RUNNING"))
     run.update_info(job_ids=[])  # as if it had died before it noted its job
     assert main(["cancel", run.id]) == 0 and main(["resume", run.id]) == 0
     assert [choice.job_id for choice in choices_of(run)] == ["3", "4"] and claim_of(run) is None
