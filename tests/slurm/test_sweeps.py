@@ -25,21 +25,24 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from slurmtrain.system.files import read_json, write_json
-from tests.slurm.project import SMALL, Project, Run, make_project
+from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
 from tests.support.local_runs import assert_same_bits
 from tests.support.slurm_cluster import Cluster, reconfigured
 
-# Raises for some seeds, until a file says that somebody has mended it.
-STUMBLING_MODEL = """
-import os
-from paced import Paced
+# Fails for some seeds, until a file says that somebody has mended it; else it counts.
+STUMBLING_PROGRAM = """
+import os, sys
 
-class Stumbling(Paced):
-    def __init__(self, *, seed, **arguments):
-        super().__init__(**arguments)
-        if seed in (3, 5, 7) and not os.path.exists("{mended}"):
-            raise ValueError(f"no luck with {{seed}}")
+if sys.argv.pop(1) in ("3", "5", "7") and not os.path.exists("{mended}"):
+    sys.exit(4)
+import counting
 """
+
+
+def stumbling(steps: int, pause_s: float) -> list[str]:
+    """Overrides of this program, with the seed of each point."""
+    return [word.replace(" counting.py", " stumbling.py ${train.seed}") for word in counting(steps, pause_s)]
+
 
 # In front of the real sbatch: what it does is the next line of a file.
 FAULTY_SBATCH = """#!/bin/bash
@@ -147,7 +150,7 @@ class Sweeper:
 @pytest.fixture
 def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
     project = make_project(tmp_path / "project", sandbox)
-    (project.path / "stumbling.py").write_text(STUMBLING_MODEL.format(mended=tmp_path / "mended"))
+    (project.path / "stumbling.py").write_text(STUMBLING_PROGRAM.format(mended=tmp_path / "mended"))
     subprocess.run(["git", "add", "-A"], cwd=project.path, check=True)
     yield Sweeper(project.path, sandbox)
     jobs = Sweeper(project.path, sandbox).queue()
@@ -159,16 +162,9 @@ LATER = "+cluster.sbatch.begin=now+1hour"
 
 
 @pytest.mark.parametrize("points", [10, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: Sweeper, points: int) -> None:
-    small = [word for word in SMALL if not word.startswith("model._target_")]
+def test_a_sweep_survives_its_shell_preemptions_and_points_that_fail(sweeper: Sweeper, points: int) -> None:
     words = sweeper.words(
-        *small,
-        "model._target_=stumbling.Stumbling",
-        "+model.seed=${train.seed}",
-        "+model.pause_s=0.2",
-        "train.steps=20",
-        f"train.seed=range({points})",
-        "requeue.max_attempts_without_progress=1",
+        *stumbling(20, pause_s=0.5), f"train.seed=range({points})", "requeue.max_attempts_without_progress=1"
     )
     # The shell is killed in the moment in which SLURM has the array and the shell does not know it yet.
     path = sweeper.faulty_sbatch("kills-the-shell")
@@ -191,7 +187,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     now = sweeper.wait_until_ended(sweep, timeout_s=180 + 12 * points)
     assert now["states"] == {"finished": points - 3, "failed": 3}
     assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
-    assert all("no luck with" in point["sentence"] for point in now["points"] if point["state"] == "failed")
+    assert all("exit code 4" in point["sentence"] for point in now["points"] if point["state"] == "failed")
     assert [[attempt.reason for attempt in run.attempts()] for run in runs[:2]] == [["asked", "finished"]] * 2
     states = {run.job_id: sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"})["JobState"] for run in runs}
     assert [states[runs[number].job_id] for number in (3, 5, 7)] == ["FAILED"] * 3
@@ -269,9 +265,7 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(sweeper: Sweeper, ranks: int) -> None:
-    words = [word for word in SMALL if not word.startswith("model._target_")]
-    words += ["model._target_=stumbling.Stumbling", "+model.seed=${train.seed}", "+model.pause_s=0.2", "train.steps=40"]
-    words += ["requeue.max_attempts_without_progress=1", "cluster.nodes=1", f"cluster.tasks_per_node={ranks}"]
+    words = [*stumbling(40, pause_s=0.2), "requeue.max_attempts_without_progress=1", f"cluster.tasks_per_node={ranks}"]
     sweep = sweeper.submit(*words, "train.seed=0,1,2,4,3,6,8,9", "sweep.pack=4", "cluster.exclusive=true")
     assert list(sweeper.queue().values()) == [2]
     runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
@@ -307,16 +301,31 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     ]
     assert sweeper.state(sweep)["states"] == {"finished": 6, "failed": 1, "stopped": 1}
 
-    # One goes on in a job of its own, what is left in a pack; a run that was never packed has the same bits.
+    # One goes on in a job of its own, what is left in a pack.
     (sweeper.path.parent / "mended").touch()
     cancelled.cli("resume", cancelled.run_dir.id)
     assert json.loads(sweeper.cli("sweep", "retry", sweep.id, "--json"))["runs"] == [raising.run_dir.id]
-    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
-    for run in (cancelled, raising, alone):
+    for run in (cancelled, raising):
         run.finish()
     assert "_" not in cancelled.job_id
     assert sweeper.state(sweep)["states"] == {"finished": 8}
-    assert_same_bits(clean[1], alone)
+    for run in runs:
+        assert_counted_once(run, 40)
+
+
+def test_packed_trainings_that_were_preempted_have_the_bits_of_one_that_was_never_packed(sweeper: Sweeper) -> None:
+    words = [*SMALL, "+model.pause_s=0.2", "train.steps=40", "cluster.nodes=1", "cluster.tasks_per_node=1"]
+    sweep = sweeper.submit(*words, "train.seed=1,2", "sweep.pack=2")
+    first, second = runs = [Run(run_dir, sweeper.cluster, sweeper.path) for run_dir in sweep.run_dirs().values()]
+    for run in runs:
+        run.wait_for_step(2)
+    first.preempt_by_high()
+    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
+    for run in (*runs, alone):
+        run.finish()
+    assert [[attempt.reason for attempt in run.attempts()] for run in runs] == [["preempted", "finished"]] * 2
+    assert_same_bits(first, alone)
+    assert first.losses() != second.losses()
 
 
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
