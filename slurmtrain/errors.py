@@ -46,6 +46,21 @@ class UnreadableRecordError(UsageError):
     """A file of a run cannot be used: it is damaged, too large, or not what it should be."""
 
 
+class UnavailableRecordError(UnreadableRecordError, OSError):
+    """The storage does not give a file of a run now, or this user may not read it.
+
+    It is an OSError, too, so that what tolerates a storage that fails tolerates this.
+
+    Args:
+        message: as for all errors.
+        cause: what the storage said, whose `errno`, `strerror` and `filename` this error has.
+    """
+
+    def __init__(self, message: str, cause: OSError):
+        super().__init__(message)
+        self.errno, self.strerror, self.filename = cause.errno, cause.strerror, cause.filename
+
+
 class ConfigError(SlurmtrainError):
     """A value in the config, alone or together with others, cannot work."""
 
@@ -93,7 +108,15 @@ class PreflightError(EnvironmentMismatchError):
 
 
 class RendezvousError(SlurmtrainError):
-    """The ranks could not find each other in time. A retry on other nodes may help."""
+    """The ranks could not find each other in time. A retry on other nodes may help.
+
+    Args:
+        because_of_peer: others did not come, or have left; the rank that raises it was there, and its node says nothing.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, because_of_peer: bool = False):
+        super().__init__(message, hint=hint)
+        self.because_of_peer = because_of_peer
 
 
 class DivergedError(SlurmtrainError):

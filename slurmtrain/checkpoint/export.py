@@ -178,7 +178,8 @@ def check_output(out: Path, *, force: bool) -> None:
     """Raise UsageError if nothing can be written to `out`."""
     if out.suffix not in (*SAFETENSORS, *TORCH):
         raise UsageError(
-            f"{out} has no suffix of a known format", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
+            f"{out} does not have the suffix of a known format",
+            hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}",
         )
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent} to write {out.name} into")
@@ -399,7 +400,7 @@ class SafetensorsOutput:
         for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
             if entry.dtype not in SAFETENSORS_NAMES:
                 raise CheckpointError(
-                    f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format has no name for",
+                    f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format does not support",
                     hint="export to a .pt file",
                 )
             if entry.name == "__metadata__":
@@ -453,8 +454,8 @@ class TorchOutput(InMemory):
         size, left = sum(entry.nbytes for entry in entries), available_memory()
         if left is not None and size > left:
             raise CheckpointError(
-                f"a file of torch.save is put together in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
-                hint="export to a .safetensors file, which takes the memory of a few blocks",
+                f"torch.save needs the whole file in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
+                hint="export to a .safetensors file, which needs only a few blocks of memory",
             )
         super().__init__(entries)
         self._descriptor = descriptor

@@ -98,10 +98,10 @@ def check_folder(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out} exists", hint=hint)
     if out.is_dir() and any(out.iterdir()) and not any((out / name).is_file() for name in MADE_BY_EXPORTS):
         raise UsageError(
-            f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside of it"
+            f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside it"
         )
     if out.name in ("", ".."):
-        raise UsageError(f"{out} is no name for a folder that is to be made", hint="name a folder inside of it")
+        raise UsageError(f"{out} cannot be the name of a new folder", hint="name a folder inside it")
 
 
 def split(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:

@@ -6,8 +6,10 @@ import ctypes
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # processes that only ask how much memory is left load no torch
+    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 

@@ -95,8 +95,8 @@ def decode(data: memoryview) -> Any:
         return json.loads(bytes(data[HEAD.size : HEAD.size + length]), object_hook=bytes_of)
     except (ValueError, TypeError, RecursionError, struct.error):
         raise CheckpointError(
-            f"a rank has sent {bytes(data[:8])!r}, which begins no message that ranks send each other; nothing of it was used",
-            hint="do all ranks run the same version of slurmtrain? If they do, somebody else has sent it",
+            f"a rank has sent {bytes(data[:8])!r}, which is not the beginning of a message between ranks; it was ignored",
+            hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
         ) from None
 
 

@@ -239,7 +239,7 @@ def _sentence(error: BaseException) -> str:
 
 def _hint(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space; `checkpoints RUN prune` removes what is not needed any more"
+        return "free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed"
     return None
 
 

@@ -66,16 +66,16 @@ def _files(source: Path) -> list[Path]:
             raise CheckpointError(f"{source / INDEX} cannot be read: {error}") from None
         for name in names:
             if Path(name).name != name:
-                raise CheckpointError(f"{source / INDEX} names {name!r}, which is no file of that folder")
+                raise CheckpointError(f"{source / INDEX} names {name!r}, which is not a file in that folder")
         return [source / name for name in sorted(names)]
     if (source / SINGLE).is_file():
         return [source / SINGLE]
     pickled = next(source.glob("*.bin"), None)
     raise CheckpointError(
         f"{source} has neither {SINGLE} nor {INDEX}",
-        hint=f"{pickled.name} is a pickle; write the folder anew with save_pretrained of a newer transformers"
+        hint=f"{pickled.name} is a pickle; write the folder again with save_pretrained of a newer transformers"
         if pickled is not None
-        else "name a folder as save_pretrained writes it",
+        else "name a folder written by save_pretrained",
     )
 
 
@@ -93,7 +93,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged, or no file of safetensors: {error}") from None
+        raise CheckpointError(f"{file} is damaged, or not a safetensors file: {error}") from None
 
 
 def _stored(file: Path, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:

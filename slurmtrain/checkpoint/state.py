@@ -445,7 +445,7 @@ def _load_optimizer(
         if different and not lenient:
             raise CheckpointMismatchError(
                 f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",
-                hint="to go on all the same: checkpoint.allow=[keys]",
+                hint="to continue all the same: checkpoint.allow=[keys]",
             )
         numbers = []
         for name in keys:

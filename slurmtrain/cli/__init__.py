@@ -81,16 +81,16 @@ def _run(words: list[str]) -> int:
         if parsed.positionals:
             raise arguments.unknown_verb(parsed.positionals[0])
         names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
-        raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
+        raise UsageError("no verb given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
     if parsed.positionals and parsed.verb not in ("train", "prepare", "drill"):
         raise arguments.no_override(parsed.positionals[0], parsed.verb)
     _log_to_stderr()
     if "--multirun" in parsed.options:
         if parsed.verb != "submit":
-            raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
+            raise UsageError(f"-m (--multirun) works with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
         if "--from" in parsed.options:
             raise UsageError(
-                "--from runs one run, and -m makes a sweep", hint="submit --from BUNDLE once for each value"
+                "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
             )
         from slurmtrain.cli import multirun
 

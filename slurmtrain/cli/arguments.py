@@ -72,7 +72,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
-RUN_HELP = "a run id, a unique beginning of one, a path, or last"
+RUN_HELP = "a run ID, a unique prefix of one, a path, or last"
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             if takes == "1" and not equals:
                 following = next(words, None)
                 if following is None:
-                    raise UsageError(f"the option {name} needs a value after it")
+                    raise UsageError(f"the option {name} needs a value")
                 value = following
             elif takes == "?" and not equals:
                 value = _optional_value(argv, word)
@@ -174,7 +174,7 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
     """
     if ours.verb not in RUNS_PROGRAMS:
         raise UsageError(
-            f"a program after -- goes with {' and '.join(RUNS_PROGRAMS)}, not with {ours.verb or 'no verb at all'}",
+            f"a program after -- works with {' and '.join(RUNS_PROGRAMS)}, not with {ours.verb or 'no verb at all'}",
             hint="[+cluster=NAME] [key=value ...] submit -- python my_train.py --lr 1e-3",
         )
     if not program:
@@ -182,7 +182,7 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
     for override in ours.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key in ("job.command", "job.kind") or (key == "job" and value != "command"):
-            raise UsageError(f"{override} and a program after --: which is it?", hint=f"leave {key} out")
+            raise UsageError(f"{override} and a program after -- contradict each other", hint=f"leave {key} out")
     kind = [] if "job=command" in ours.overrides else ["job=command"]
     return [*kind, program_override(program)]
 
@@ -205,7 +205,7 @@ def find_verb(argv: Sequence[str]) -> str | None:
 def no_override(word: str, verb: str) -> UsageError:
     """Return the error for a word beside a verb that is neither that verb, an option nor an override."""
     if word in VERBS and not VERBS[word].hidden:
-        return UsageError(f"{verb} and {word} are both verbs, and a command takes one", hint="give two commands")
+        return UsageError(f"{verb} and {word} are both verbs, but a command accepts only one", hint="give two commands")
     if word in all_keys():
         return UsageError(f"{word!r} is a key without a value", hint=f"write {word}=VALUE")
     hint = meant(word) if word not in _verbs() else None

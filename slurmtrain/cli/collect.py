@@ -28,13 +28,15 @@ def add_collect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="compare the points by the best value of this (default: the config's checkpoint.best_metric, else loss)",
+        help="compare the points by the best value of this metric (default: the config's checkpoint.best_metric, else loss)",
     )
-    parser.add_argument("--mode", choices=("min", "max"), help="which values of it are good (default: min for a loss)")
+    parser.add_argument(
+        "--mode", choices=("min", "max"), help="whether lower or higher values are better (default: min for a loss)"
+    )
     parser.add_argument(
         "--plot",
         metavar="OUT",
-        help="draw that value over each varied key: OUT.png, OUT.svg, or - for plain text on the terminal",
+        help="plot that value over each varied key: OUT.png, OUT.svg, or - for plain text on the terminal",
     )
 
 

@@ -33,7 +33,7 @@ def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     options = arguments.options
     if len(arguments.positionals) > 1:
-        raise UsageError(f"one RUN was expected, and these are several: {' '.join(arguments.positionals)}")
+        raise UsageError(f"expected one RUN, but these are several: {' '.join(arguments.positionals)}")
     of_site = not arguments.positionals and is_for_site(arguments.overrides)
     for option in OF_OWN if of_site else OF_SITE:
         if option in options:
@@ -55,7 +55,7 @@ def main(arguments: Arguments) -> int:
         keep=keep,
     )
     if plan.stop_at >= plan.steps:
-        raise UsageError(f"--stop-at {plan.stop_at}: a step before --steps {plan.steps} was expected")
+        raise UsageError(f"--stop-at {plan.stop_at}: expected a step before --steps {plan.steps}")
     if arguments.positionals:
         run_dir = open_run(arguments.positionals[0])
         return _own(drill_run(run_dir, plan, arguments.overrides, current_folder()), plan, options)

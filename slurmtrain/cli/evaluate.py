@@ -28,10 +28,12 @@ def main(verb: str, words: list[str]) -> int:
     parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--step", type=int, metavar="N", help="the step of the checkpoint (default: the newest)")
-    parser.add_argument("--submit", action="store_true", help="submit it as a job, with the changes of eval.cluster")
+    parser.add_argument("--submit", action="store_true", help="submit it as a job, with the changes in eval.cluster")
     parser.add_argument("--due", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--again", action="store_true", help="measure it again, although there is a result: the data has changed, say"
+        "--again",
+        action="store_true",
+        help="evaluate again although there is a result, for instance because the data changed",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]

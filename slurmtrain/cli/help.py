@@ -21,7 +21,7 @@ def _overview() -> str:
         textwrap.fill(" ".join(names), 116, initial_indent=f"  {group + '=':<13}", subsequent_indent=" " * 15)
         for group, names in config_groups().items()
     )
-    return f"""slurmtrain: training jobs on SLURM that finish: submitted by one command, stopped cleanly, resumed exactly.
+    return f"""slurmtrain: run training jobs on SLURM: submit with one command, stop cleanly, resume exactly.
 
 {PROGRAM} [overrides] VERB [options]        (the verb may stand anywhere; `slurmtrain` is the same)
 {PROGRAM} VERB --help                       usage, options and examples of a verb
@@ -29,7 +29,7 @@ def _overview() -> str:
 
 Verbs
 {verbs}
-  RUN, which many of them take, is a run id, a unique beginning of one, a path, or `last`.
+  RUN is a run ID, a unique prefix of one, a path, or `last`.
 
 Config groups (choose with group=option; single fields with group.field=value)
 {groups}
@@ -43,15 +43,15 @@ Examples
   {PROGRAM} sandbox up && {PROGRAM} +cluster=sandbox submit --follow
   {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit
   {PROGRAM} +cluster=a100x4 submit -- python my_train.py --layers 1,2 --lr 1e-3
-  {PROGRAM} --host user@login +cluster=a100x4 submit    from your laptop, by your ssh
+  {PROGRAM} --host user@login +cluster=a100x4 submit    from your laptop, over ssh
 """
 
 
 _HYDRA = f"""\
-  {PROGRAM} --cfg job [overrides]     the composed config, with every field there is
+  {PROGRAM} --cfg job [overrides]     the composed config, with every field
   --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine)
   --config-name NAME   another primary config
-  --config-path DIR    searched first of all, with a primary config of its own
+  --config-path DIR    searched first, with its own primary config
   +key=value adds, ~key removes, ++key=value adds or overrides; --info defaults-tree; --hydra-help
   eval "$(slurmtrain -sc install=bash)"    tab completion"""
 
@@ -66,7 +66,7 @@ def _of_verb(verb: str) -> str:
     overrides = [
         ("GROUP=NAME", f"choose from a config group: {', '.join(config_groups())}"),
         ("KEY=VALUE", "set one field, such as cluster.nodes=4; +KEY=VALUE adds one, ~KEY removes one"),
-        ("--config-dir DIR", "look for your own configs in DIR, too"),
+        ("--config-dir DIR", "also look for configs in DIR"),
         ("--cfg job", "print the composed config with every field, and do nothing else"),
     ]
     return "\n\n".join(

@@ -34,7 +34,7 @@ def main(verb: str, words: list[str]) -> int:
         type=_rank,
         default=0,
         metavar="N|all",
-        help="all prints each line with its rank (default: 0)",
+        help="rank number; all prints each line with its rank (default: 0)",
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="default: the latest")
     options = parser.parse_args(words)
@@ -59,7 +59,7 @@ def _rank(text: str) -> int | None:
     if text == "all":
         return None
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank's number nor all")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank number nor all")
     return int(text)
 
 
@@ -119,7 +119,7 @@ def follow_to_the_end(run_dir: RunDir) -> int:
     try:
         follow(run_dir, 0, None)
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; come back with: logs {run_dir.id} -f")
+        print(f"\nthe job continues; to follow it again: logs {run_dir.id} -f")
         return 130
     now = state(run_dir)
     print(f"run {run_dir.id}: {now.status}: {now.explanation}")

@@ -42,7 +42,7 @@ def submit(arguments: Arguments) -> int:
     """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
     options, cwd = arguments.options, current_folder()
     if "--follow" in options:
-        raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
+        raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
     parallelism = _positive(options.get("--array-parallelism"))
     name = options.get("--config-name", "config")
     primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
@@ -84,7 +84,7 @@ def submit(arguments: Arguments) -> int:
         throttle(sweep, parallelism, client)
     if parallelism is not None and sweep_plan.first.requeue.mode == RequeueMode.RESUBMIT:
         log.info(
-            "--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)"
+            "--array-parallelism does not apply to points that are submitted again as separate jobs (requeue=resubmit)"
         )
     return _submit(sweep, client, there=there, as_json="--json" in options)
 
@@ -92,8 +92,8 @@ def submit(arguments: Arguments) -> int:
 def _refuse_pruner(config: Config) -> None:
     if config.search.pruner != Pruner.NONE:
         raise UsageError(
-            f"search.pruner={config.search.pruner} ends trials of a search, and all points of this sweep are given",
-            hint="hydra/sweeper=optuna searches among the choices; without search.pruner all points are trained to their end",
+            f"search.pruner={config.search.pruner} ends trials of a search, but all points of this sweep are fixed",
+            hint="hydra/sweeper=optuna searches among the choices; without search.pruner, all points are trained to the end",
         )
 
 
@@ -145,7 +145,7 @@ def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) ->
         print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
         if there and not submission.submitted:
             print(
-                f"  the same points as in this command; --again submits them anew   sweep retry {sweep.id}: what failed"
+                f"  the same points as in this command; --again submits them again   sweep retry {sweep.id}: what failed"
             )
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
     check_submitted(submission)
@@ -167,7 +167,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     else:
         print(f"sweep {sweep.id}: {summary(states)}")
         if not set(states) <= DONE_WITH:
-            print("  the same command again goes on with what has not finished")
+            print("  the same command continues unfinished points")
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
     if not to_the_end:
         return EXIT_REQUEUE
@@ -178,5 +178,5 @@ def _positive(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--array-parallelism {text}: a number of runs, at least 1, was expected")
+        raise UsageError(f"--array-parallelism {text}: expected a number of runs, at least 1")
     return int(text)

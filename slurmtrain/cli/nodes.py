@@ -50,24 +50,24 @@ def _parser(verb: str) -> Parser:
     hours = RequeueConfig().blame_expiry_h
     listing = actions.add_parser(
         "list",
-        help="list what is on record, and what is left out",
+        help="list incidents, and which nodes are excluded",
         description="List the nodes that something is on record against, and whether all your runs leave them out. Records "
         f"count for {hours:g} hours (requeue.blame_expiry_h).",
     )
     blaming = actions.add_parser(
         "blame",
-        help="leave a node out of the next starts of your runs",
+        help="exclude a node from the next starts of your runs",
         description=f"Leave a node out of the next starts of your runs, for {hours:g} hours (requeue.blame_expiry_h). Jobs "
         "that run or wait already are not changed.",
     )
-    blaming.add_argument("node", metavar="NODE", help="its name, as SLURM has it")
+    blaming.add_argument("node", metavar="NODE", help="SLURM's name of the node")
     blaming.add_argument("--reason", default="", metavar="TEXT", help="why, for `nodes list` and `status`")
     forgiving = actions.add_parser(
         "forgive",
         help="use a node again",
         description="Use a node again: what was recorded of it until now does not count any more.",
     )
-    forgiving.add_argument("node", nargs="?", metavar="NODE", help="its name, as SLURM has it")
+    forgiving.add_argument("node", nargs="?", metavar="NODE", help="SLURM's name of the node")
     forgiving.add_argument("--all", action="store_true", help="all nodes of the cluster")
     for action in (listing, blaming, forgiving):
         action.add_argument(
@@ -86,7 +86,7 @@ def _list(options: argparse.Namespace) -> int:
     elif objects:
         print_table(HEADER, [_row(each, now) for each in objects])
     else:
-        print("nothing is on record against any node")
+        print("no incidents are recorded for any node")
     return 0
 
 
@@ -141,7 +141,7 @@ def _blame(options: argparse.Namespace) -> int:
 
 def _forgive(options: argparse.Namespace) -> int:
     if options.all == (options.node is not None):
-        raise UsageError("which nodes are to be forgiven?", hint="nodes forgive NODE, or nodes forgive --all")
+        raise UsageError("name the nodes to forgive", hint="nodes forgive NODE, or nodes forgive --all")
     cluster = _cluster(options)
     node = ALL if options.all else _node(options.node)
     now = time.time()
@@ -173,14 +173,14 @@ def _cluster(options: argparse.Namespace) -> str:
     cluster = options.cluster or SlurmClient().cluster_name()
     if cluster is None:
         raise ClusterError(
-            "SLURM does not say which cluster this is", hint="--cluster NAME; `nodes list` shows the names"
+            "SLURM does not report the name of this cluster", hint="--cluster NAME; `nodes list` shows the names"
         )
     return str(cluster)
 
 
 def _node(name: str) -> str:
     if NODE_NAME.fullmatch(name) is None:
-        raise UsageError(f"{name!r} is no name of a node", hint="one node, as `sinfo -N` shows it, such as n3")
+        raise UsageError(f"{name!r} is not a node name", hint="one node, as `sinfo -N` shows it, such as n3")
     return name
 
 

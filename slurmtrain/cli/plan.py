@@ -105,7 +105,7 @@ def calibrate(reference: str, planned: Config) -> Calibration:
     config, times = at_most(config_of(run_dir)), read_step_times(run_dir)
     if times is None:
         raise UsageError(
-            f"run {run_dir.id} has logged no steps, so that there is nothing to go by", hint="a run that has trained"
+            f"run {run_dir.id} has logged no steps, so its rates are unknown", hint="a run that has trained"
         )
     check_plannable(config)
     was, now = (_device(each) for each in (config, planned))
@@ -155,7 +155,7 @@ def _count(text: str) -> int:
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
     count = float(found[1].replace("_", "")) * SUFFIXES[found[2]] if found is not None else 0.0
     if not 1 <= count < 1e18:
-        raise UsageError(f"--tokens {text}: a number of tokens was expected", hint="--tokens 15T, 300B or 1.5e12")
+        raise UsageError(f"--tokens {text}: expected a number of tokens", hint="--tokens 15T, 300B or 1.5e12")
     return round(count)
 
 

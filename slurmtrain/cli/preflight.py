@@ -35,7 +35,8 @@ def main(arguments: Arguments) -> int:
     asked, dims = compose_and_validate(arguments)
     if asked.job.kind == JobKind.PREPARE:
         raise UsageError(
-            "the ranks of job=prepare never meet, so there is nothing to compare", hint="job=train, or leave job= out"
+            "the ranks of job=prepare do not communicate, so there is nothing to compare",
+            hint="job=train, or leave job= out",
         )
     check(asked, dims, cwd)
     config = preflight_config(asked, full="--full" in options)
@@ -82,7 +83,7 @@ def _wait(run_dir: RunDir, sleep: Callable[[float], None] = time.sleep) -> None:
             said = words
             sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        log.info("the job goes on: logs %s -f shows what it finds, cancel %s ends it", run_dir.id, run_dir.id)
+        log.info("the job continues: logs %s -f shows its findings, cancel %s ends it", run_dir.id, run_dir.id)
         raise
 
 
@@ -94,7 +95,7 @@ def _report(run_dir: RunDir, *, quiet: bool) -> int:
         values = found.values if found is not None else None
         print_json({"run": run_dir.id, "path": str(run_dir.path), "said": now.explanation, "preflight": values})
     elif found is None:
-        print(f"the checks have not come to an end: {now.status}: {printable(now.explanation)}")
+        print(f"the checks were not completed: {now.status}: {printable(now.explanation)}")
         print(f"  logs {run_dir.id} --rank all")
     else:
         print_record(found)

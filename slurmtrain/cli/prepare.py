@@ -72,8 +72,10 @@ def _verify(arguments: Arguments) -> int:
         print(problem, flush=True)
         problems += 1
     if problems:
-        print(f"{problems} damaged or missing: remove what is damaged, and the same prepare command makes it anew")
+        print(
+            f"{problems} damaged or missing: remove the damaged files and repeat the prepare command to recreate them"
+        )
         return 1
     counts = ", ".join(f"{name}: {split.tokens} tokens" for name, split in manifest.splits.items())
-    print(f"{folder} is as it was written ({counts}); fingerprint {manifest.fingerprint}")
+    print(f"{folder} is unchanged ({counts}); fingerprint {manifest.fingerprint}")
     return 0

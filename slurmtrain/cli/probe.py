@@ -71,19 +71,21 @@ def _parser(verb: str) -> Parser:
     parser.add_argument(
         "--partition", metavar="NAME", help="the partition to describe (default: the cluster's default)"
     )
-    parser.add_argument("--account", metavar="NAME", help="the account that jobs count for (default: your default one)")
-    parser.add_argument("--qos", metavar="NAME", help="the QOS of the jobs (default: your default one)")
+    parser.add_argument("--account", metavar="NAME", help="the account of the jobs (default: your default account)")
+    parser.add_argument("--qos", metavar="NAME", help="the QOS of the jobs (default: your default QOS)")
     parser.add_argument(
-        "--name", metavar="NAME", help="name of the file without .yaml (default: SLURM's of the cluster)"
+        "--name", metavar="NAME", help="name of the file without .yaml (default: SLURM's name of the cluster)"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help=f"the file (default: {OWN_CLUSTERS}/NAME.yaml here); - for standard output"
+        "--out",
+        metavar="FILE",
+        help=f"the file to write (default: {OWN_CLUSTERS}/NAME.yaml here); - for standard output",
     )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument(
-        "--check", metavar="FILE", help="compare this file, or the cluster of this name, with the cluster instead"
+        "--check", metavar="FILE", help="instead, compare this file, or the cluster file of this name, with the cluster"
     )
-    parser.add_argument("--slurm-conf", metavar="FILE", help="a slurm.conf other than the machine's own")
+    parser.add_argument("--slurm-conf", metavar="FILE", help="a slurm.conf to use instead of the machine's own")
     parser.add_argument(
         "--no-speed", action="store_true", help=f"do not write {WRITTEN_MB} MB to see how fast the file system is"
     )
@@ -150,7 +152,7 @@ def _write(options: argparse.Namespace) -> int:
     path = Path(options.out) if options.out else Path(OWN_CLUSTERS) / f"{described.name}.yaml"
     if path.is_dir() or (path.exists() and not options.force):
         raise UsageError(
-            f"{path} is there already",
+            f"{path} already exists",
             hint=f"probe --check {path} compares it with the cluster; --force replaces it; --out - prints",
         )
     try:
@@ -283,19 +285,19 @@ def _check(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no fields", hint=f"see {OWN_CLUSTERS}/*.yaml of the package for examples")
     config = _composed(path, text) if "defaults" in values else _config_of(values)
     cluster = config.cluster
     if cluster.backend != Backend.SLURM:
-        raise UsageError(f"{path} is no cluster of SLURM's (backend: {cluster.backend})", hint="name another file")
+        raise UsageError(f"{path} is not a SLURM cluster (backend: {cluster.backend})", hint="name another file")
     facts = _facts(slurm_conf_of(config))
     found = _differences(facts, cluster, text, path)
     if options.json:
         print_json({"file": str(path), "drift": [_drift_object(each) for each in found]})
     elif not found:
-        print(f"{path} suits cluster {one_line(facts.name)}")
+        print(f"{path} fits cluster {one_line(facts.name)}")
     else:
         for each in found:
             hint = f"; {each.hint}" if each.hint else ""

@@ -24,13 +24,15 @@ def main(verb: str, words: list[str]) -> int:
         UsageError: this process is not part of a run, or STEP is no number of steps.
     """
     parser = Parser.of(verb)
-    parser.add_argument("step", metavar="STEP", type=_steps, help="how far it has got, as a whole number that grows")
-    parser.add_argument("--of", metavar="STEPS", type=_steps, help="how far it is to get; status shows the time left")
+    parser.add_argument(
+        "step", metavar="STEP", type=_steps, help="the step that it has reached, a whole number that grows"
+    )
+    parser.add_argument("--of", metavar="STEPS", type=_steps, help="the last step; status then shows the time left")
     options = parser.parse_args(words)
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if not directory:
         raise UsageError(
-            "`progress` works inside of a run only: SLURMTRAIN_RUN_DIR is not set",
+            "`progress` works only inside a run: SLURMTRAIN_RUN_DIR is not set",
             hint="it is for a program that was submitted: submit -- bash my_script.sh",
         )
     run_dir = RunDir(Path(directory))
@@ -63,7 +65,7 @@ def _tell_events(run_dir: RunDir, step: int) -> None:
 
 def _steps(text: str) -> int:
     if not text.isdigit():
-        raise UsageError(f"{text!r} is no number of steps", hint="progress 500, or progress 500 --of 10000")
+        raise UsageError(f"{text!r} is not a number of steps", hint="progress 500, or progress 500 --of 10000")
     return int(text)
 
 

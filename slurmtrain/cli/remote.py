@@ -94,7 +94,7 @@ def main(words: Sequence[str]) -> int:
     if verb is None and "--help" not in words:
         raise UsageError("--host needs a verb", hint="--host user@login status")
     if verb in ONLY_HERE:
-        raise UsageError(f"--host does not go with {verb}, which is for this machine", hint=f"ssh {host.address}")
+        raise UsageError(f"--host does not work with {verb}, which runs on this machine", hint=f"ssh {host.address}")
     if verb == "probe" and not {word.partition("=")[0] for word in words} & {"--out", "--check", "--help", "-h"}:
         raise UsageError(
             f"probe would write its file on {host.address}, and submit sends the cluster files of this machine",
@@ -106,8 +106,9 @@ def main(words: Sequence[str]) -> int:
     code = _send_and_run(host, words) if sends else _run(host, words)
     if code == SSH_FAILED:
         raise ClusterError(
-            f"ssh to {host.address} failed" + (", so it is not known whether it was done" if verb == "submit" else ""),
-            hint=f"`ssh {host.address} true` has to work; then --host {host.address} status shows what is there",
+            f"ssh to {host.address} failed"
+            + (", so it is not known whether the command was executed" if verb == "submit" else ""),
+            hint=f"`ssh {host.address} true` must work; then --host {host.address} status shows what is there",
         )
     return code
 
@@ -127,15 +128,15 @@ def split_host(words: Sequence[str], default_folder: str) -> tuple[Host, list[st
         if name in OPTIONS:
             given[name] = value if equals else next(remaining, "")
             if not given[name]:
-                raise UsageError(f"the option {name} needs a value after it", hint="--host user@login status")
+                raise UsageError(f"the option {name} needs a value", hint="--host user@login status")
         else:
             rest.append(word)
     if "--host" not in given:
-        raise UsageError("--host-python goes with --host", hint="--host user@login --host-python PATH status")
+        raise UsageError("--host-python needs --host", hint="--host user@login --host-python PATH status")
     address, _, folder = given["--host"].partition(":")
     if not ADDRESS.fullmatch(address) or address.startswith("-"):
         raise UsageError(
-            f"--host {given['--host']!r} is no machine", hint="--host user@login, or a Host of ~/.ssh/config"
+            f"--host {given['--host']!r} is not a valid host", hint="--host user@login, or a Host of ~/.ssh/config"
         )
     host = Host(address, folder or default_folder, given.get("--host-python", "python"))
     return host, [*rest, *(["--", *program] if program is not None else [])]

@@ -51,30 +51,32 @@ def _parser(verb: str) -> Parser:
     )
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="also draw each chart into FOLDER as a PNG file")
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="also write each table into FOLDER as a CSV file")
-    parser.add_argument("--metric", metavar="NAME", help="of a sweep: compare the points by the best value of this")
-    parser.add_argument("--mode", choices=("min", "max"), help="of a sweep: which values of it are good")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="for a sweep: compare the points by the best value of this metric"
+    )
+    parser.add_argument("--mode", choices=("min", "max"), help="for a sweep: whether lower or higher values are better")
     parser.add_argument("--serve", action="store_true", help="show the page on this machine, refreshed, until Ctrl-C")
-    parser.add_argument("--port", type=int, metavar="PORT", help="with --serve (default: any that is free)")
+    parser.add_argument("--port", type=int, metavar="PORT", help="port for --serve (default: any free port)")
     parser.add_argument(
         "--every",
         type=float,
         metavar="SECONDS",
         default=EVERY_S,
-        help=f"with --serve: between two looks at the run (default: {EVERY_S:g})",
+        help=f"with --serve: seconds between refreshes (default: {EVERY_S:g})",
     )
-    parser.add_argument("--json", action="store_true", help="print what was written, and what the page says in short")
+    parser.add_argument("--json", action="store_true", help="print what was written, and a summary of the page")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.port is not None and not options.serve:
-        raise UsageError("--port goes with --serve", hint="add --serve, or leave it out")
+        raise UsageError("--port needs --serve", hint="add --serve, or leave it out")
     if options.port is not None and not 1024 <= options.port <= 65535:
-        raise UsageError(f"--port {options.port}: a port from 1024 to 65535 was expected")
+        raise UsageError(f"--port {options.port}: expected a port from 1024 to 65535")
     if not options.every >= 1:
-        raise UsageError(f"--every {options.every:g}: at least 1 second was expected")
+        raise UsageError(f"--every {options.every:g}: expected at least 1 second")
     if options.serve and (options.out or options.png or options.tables or options.json):
-        raise UsageError("--serve writes no files", hint="without it, --out, --png and --tables do")
+        raise UsageError("--serve does not write files", hint="without it, --out, --png and --tables do")
     if options.out == "-" and options.json:
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
 
@@ -147,7 +149,7 @@ def _write(page: Page, options: argparse.Namespace) -> int:
     if options.json:
         print_json(report_object(page, written))
     elif options.out != "-":
-        print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser, no network is needed")
+        print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser; it needs no network")
         if options.what == "last" and page.sweep:
             print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
         more = len(written) - 1

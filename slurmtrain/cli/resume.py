@@ -24,13 +24,13 @@ def main(verb: str, words: list[str]) -> int:
     overrides, words = split_overrides(words)
     parser = parser_of(verb)
     parser.add_argument("set", nargs="*", metavar="KEY=VALUE", help=CHANGES_HELP)
-    parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the code as it is now")
+    parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the current code")
     options = parser.parse_args(words)
     if options.set:
-        raise UsageError(f"{options.set[0]!r} is no KEY=VALUE", hint="such as optim.lr=1e-4")
+        raise UsageError(f"{options.set[0]!r} is not KEY=VALUE", hint="such as optim.lr=1e-4")
     run_dir = open_run(options.run)
     if options.json and run_dir.info()["backend"] == Backend.LOCAL:
-        raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
+        raise UsageError(f"--json: run {run_dir.id} would resume here, in the foreground, and print its output")
     said = _resume(run_dir, overrides, code=options.code)
     if isinstance(said, int):
         return said
@@ -113,7 +113,7 @@ def _resume_everywhere(run_dir: RunDir, overrides: Sequence[str], *, code: bool)
     from slurmtrain.launch.submit_first import submit_to_each
 
     if overrides or code:
-        raise UsageError(f"run {run_dir.id} has not started anywhere yet", hint="submit it anew, with the changes")
+        raise UsageError(f"run {run_dir.id} has not started anywhere yet", hint="submit it again, with the changes")
     choices.open_again(run_dir)
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event(Event.RESUME_ASKED)
@@ -142,7 +142,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     )
     if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(
-            f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: train.steps=+100",
+            f"run {run_dir.id} is finished, so it cannot be changed, except to train more steps: train.steps=+100",
             hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "
             f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
         )

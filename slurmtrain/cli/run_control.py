@@ -11,7 +11,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
 
-CHANGES_HELP = "continue with this value of a field of the config; train.steps=+N are N steps more"
+CHANGES_HELP = "continue with this value of a config field; train.steps=+N means N more steps"
 OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
 
 
@@ -36,7 +36,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for index, word in enumerate(words):
         if word == "--set":
             if index + 1 == len(words) or not OVERRIDE.match(words[index + 1]):
-                raise UsageError("--set needs a KEY=VALUE after it", hint="or leave it out: optim.lr=1e-4")
+                raise UsageError("--set needs a KEY=VALUE", hint="or leave it out: optim.lr=1e-4")
         elif word.startswith("--set="):
             overrides.append(word.removeprefix("--set="))
         else:

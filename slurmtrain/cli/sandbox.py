@@ -39,8 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
         sub.set_defaults(action=action)
-        sub.add_argument("--name", default="default", help="to have several side by side (default: %(default)s)")
-        sub.add_argument("--dir", type=Path, help="where it lives (default: in the system's temporary directory)")
+        sub.add_argument(
+            "--name", default="default", help="name, to run several at the same time (default: %(default)s)"
+        )
+        sub.add_argument(
+            "--dir", type=Path, help="directory of the sandbox (default: in the system's temporary directory)"
+        )
         if name == "status":
             sub.add_argument("--json", action="store_true", help="the same for a program: an object")
         if name == "up":
@@ -65,7 +69,7 @@ def _add_spec_options(parser: argparse.ArgumentParser, default: SandboxSpec) -> 
         "--preempt-mode",
         choices=list(PREEMPT_MODES),
         default=default.preempt_mode,
-        help="what becomes of a preempted job of partition low (default: %(default)s)",
+        help="what happens to a preempted job in partition low (default: %(default)s)",
     )
     parser.add_argument(
         "--slurm-prefix", type=Path, metavar="DIR", help="take SLURM from DIR/bin and DIR/sbin (default: from PATH)"

@@ -42,7 +42,7 @@ def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     options, cwd = arguments.options, current_folder()
     if "--strong" in options and "--weak" in options:
-        raise UsageError("--strong and --weak exclude one another", hint="give two commands")
+        raise UsageError("--strong and --weak exclude each other", hint="give two commands")
     _check_plot(options.get("--plot"), for_program="--json" in options)
     config, _ = compose_and_validate(arguments)
     strong, steps = "--strong" in options, _steps(options.get("--steps"))
@@ -70,7 +70,7 @@ def main(arguments: Arguments) -> int:
 def _check_plot(target: str | None, *, for_program: bool) -> None:
     """Refuse a picture that could not be drawn: it is drawn last, hours later."""
     if target == "-" and for_program:
-        raise UsageError("--plot - draws text for a person, and --json is for a program", hint="--plot FILE.png")
+        raise UsageError("--plot - prints text, which does not go with --json", hint="--plot FILE.png")
     if target not in (None, "-") and Path(str(target)).suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"cannot draw into {target!r}", hint="give a name that ends in .png or .svg, or - for text")
 
@@ -85,7 +85,7 @@ def _steps(text: str | None) -> int:
     if text is None:
         return STEPS
     if not text.isdigit() or int(text) < LEAST_STEPS:
-        raise UsageError(f"--steps {text}: at least {LEAST_STEPS} were expected", hint="the first steps take longer")
+        raise UsageError(f"--steps {text}: expected at least {LEAST_STEPS}", hint="the first steps take longer")
     return int(text)
 
 
@@ -93,9 +93,7 @@ def _submit(sweep_plan: SweepPlan, configs: Sequence[Config], arguments: Argumen
     """Submit the sizes that have not been submitted, and return their sweep."""
     at_once = arguments.options.get("--at-once")
     if at_once is not None and (not at_once.isdigit() or int(at_once) < 1):
-        raise UsageError(
-            f"--at-once {at_once}: a number of sizes was expected", hint="--at-once 1: one after the other"
-        )
+        raise UsageError(f"--at-once {at_once}: expected a number of sizes", hint="--at-once 1: one after the other")
     client = client_of(sweep_plan.first, sweep_plan.asking.values())
     sweep = None if "--again" in arguments.options else find_same(sweep_plan)
     if sweep is None:

@@ -36,14 +36,14 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     options, overrides = arguments.options, arguments.overrides
     if "--dry-run" in options:
         raise UsageError(
-            "--dry-run cannot show a search: its points are chosen by the results of earlier ones",
+            "--dry-run cannot show a search: its points depend on the results of earlier ones",
             hint="without the choices and -m it shows one point",
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), current_folder())
     validate(base)
     if base.eval.mode == EvalMode.JOB:
         raise UsageError(
-            "eval.mode=job in a search: when a point has finished, its evaluations may not have",
+            "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
             hint="eval.mode=inline",
         )
     after = awaited_runs(base, options)
@@ -57,7 +57,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         check_settings(sweeper, base)
     elif base.search.pruner != Pruner.NONE:
         raise UsageError(
-            f"search.pruner={base.search.pruner} works with Optuna alone, and hydra.sweeper is {sweeper['_target_']}",
+            f"search.pruner={base.search.pruner} works only with Optuna, but hydra.sweeper is {sweeper['_target_']}",
             hint="hydra/sweeper=optuna",
         )
     identity = identity_text(base, sweeper, choices)
@@ -71,9 +71,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         look=look,
     )
     say_unless_awaited(after, opened.sweep)
-    log.info(
-        "sweep %s: this shell waits for results; if it dies, the same command goes on where it was", opened.sweep.id
-    )
+    log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", opened.sweep.id)
     words = [*overrides, *seeds(sweeper, identity)]
     trials: list[Trial] | None = None
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
@@ -85,7 +83,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
             except RunFailedError as failure:
                 raise RunFailedError(
                     failure.message,
-                    hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
+                    hint=f"sweep retry {opened.sweep.id} retries failed points; then repeat the command; "
                     "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
                 ) from None
     if "--json" in options:
@@ -112,7 +110,7 @@ def _with_optuna(
         if not as_json:
             _print_trials(found.trials, searched)
         running = sum(trial.state == TrialState.RUNNING for trial in found.trials)
-        hint = f"sweep retry {name} tries again what failed, and the same command then goes on"
+        hint = f"sweep retry {name} retries failed points; then repeat the command"
         if running and opened.client is not None:
             hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
         raise RunFailedError(failure.message, hint=hint) from None

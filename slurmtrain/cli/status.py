@@ -52,7 +52,7 @@ def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
     parser = Parser.of(verb)
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--json", action="store_true", help="print an object, or a list of them, for a program")
+    parser.add_argument("--json", action="store_true", help="print an object, or a list of objects, for a program")
     add_watch_options(parser)
     options = parser.parse_args(words)
     check_watch_options(options)
@@ -110,7 +110,7 @@ def say_unreadable(root: Path) -> None:
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
         first = printable(str(closed[0]))
-        log.warning("%s left out, being somebody else's: %s cannot be read", what, first)
+        log.warning("%s not shown, because they belong to somebody else: %s cannot be read", what, first)
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:

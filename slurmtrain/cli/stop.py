@@ -19,7 +19,7 @@ def main(verb: str, words: list[str]) -> int:
         parser.add_argument("set", nargs="*", metavar="KEY=VALUE", help=CHANGES_HELP)
     options = parser.parse_args(words)
     if verb == "requeue" and options.set:
-        raise UsageError(f"{options.set[0]!r} is no KEY=VALUE", hint="such as optim.lr=1e-4")
+        raise UsageError(f"{options.set[0]!r} is not KEY=VALUE", hint="such as optim.lr=1e-4")
     run_dir = open_run(options.run)
     verbs: dict[str, Callable[[RunDir], str]] = {
         "cancel": stop.cancel,

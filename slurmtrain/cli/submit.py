@@ -82,12 +82,12 @@ def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experim
 
     for option in ("--config-name", "--config-path"):
         if option in arguments.options:
-            raise UsageError(f"--from brings a whole config, so there is nothing to compose from {option}")
+            raise UsageError(f"--from contains a whole config, so there is nothing to compose from {option}")
     bundle = unpacked.enter_context(unbundle.opened(Path(arguments.options["--from"]).expanduser()))
     config_dir = arguments.options.get("--config-dir")
     config, dims = unbundle.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
     if config.cluster.choices:
-        raise UsageError("--from is for one cluster, and cluster.choices names several", hint="+cluster=NAME")
+        raise UsageError("--from works with one cluster, but cluster.choices names several", hint="+cluster=NAME")
     source = unbundle.source_of(bundle)
     unbundle.tell_differences(bundle, config)
     overrides = [*bundle.manifest["overrides"], *arguments.overrides]
@@ -141,7 +141,7 @@ def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
     """Log a message if --after names other runs than those that an existing sweep already waits for."""
     if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        log.info("--after does not hold for %s, which is there already", sweep.id)
+        log.info("--after does not apply to %s, which already exists", sweep.id)
 
 
 def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
@@ -184,7 +184,9 @@ def _submit_to_choices(config: Config, arguments: Arguments) -> int:
     names = config.cluster.choices
     if arguments.verb == "render" or "--after" in arguments.options:
         what = "render" if arguments.verb == "render" else "--after"
-        raise UsageError(f"{what} is for one cluster, and cluster.choices has {len(names)}", hint=f"cluster={names[0]}")
+        raise UsageError(
+            f"{what} works with one cluster, but cluster.choices has {len(names)}", hint=f"cluster={names[0]}"
+        )
     others = [word for word in arguments.overrides if not _chooses_cluster(word)]
     dry, cwd = "--dry-run" in arguments.options, current_folder()
     for place, name in enumerate(names):
@@ -237,7 +239,7 @@ def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
 
 def _explain(config: Config, arguments: Arguments, target: str | None) -> int:
     if target is not None:
-        raise UsageError("--explain prints, and -o writes a script", hint="leave one of them out")
+        raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
     slurm = _slurm_here(config)
     version = parse_version(slurm.get("SLURM_VERSION", ""))
     lines = explained(config, current_folder(), version, order_of_ranks(slurm))
@@ -292,7 +294,7 @@ def _render(config: Config, arguments: Arguments) -> int:
     if "--explain" in arguments.options:
         return _explain(config, arguments, target)
     if "--json" in arguments.options:
-        raise UsageError("--json goes with --explain", hint="render --explain --json")
+        raise UsageError("--json needs --explain", hint="render --explain --json")
     if target is None:
         print(dry_run(config, current_folder()), end="")
         return 0

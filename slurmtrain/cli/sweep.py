@@ -52,7 +52,7 @@ def main(verb: str, words: list[str]) -> int:
     }.items():
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name != "list":
-            action.add_argument("sweep", metavar="SWEEP", help="its name, a part of it, a path, or last")
+            action.add_argument("sweep", metavar="SWEEP", help="the name of a sweep, a part of it, a path, or last")
         if name == "collect":
             add_collect_options(action)
         else:

@@ -21,8 +21,8 @@ def main(arguments: Arguments) -> int:
     if arguments.positionals:
         if len(arguments.positionals) > 1 or arguments.overrides:
             raise UsageError(
-                f"`train {arguments.positionals[0]}` takes its config from the run directory and nothing else",
-                hint="without a run directory, overrides are welcome: key=value train",
+                f"`train {arguments.positionals[0]}` takes its config only from the run directory",
+                hint="without a run directory, it accepts overrides: key=value train",
             )
         path = Path(arguments.positionals[0])
         run_dir = RunDir(located(path))

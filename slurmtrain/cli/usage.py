@@ -41,13 +41,13 @@ def main(verb: str, words: list[str]) -> int:
     parser = Parser.of(verb)
     parser.add_argument("name", nargs="?", metavar="RUN|SWEEP", help="a run or a sweep; default: all runs here")
     parser.add_argument(
-        "--since", metavar="TIME", help="count from then on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31"
+        "--since", metavar="TIME", help="count from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31"
     )
     parser.add_argument(
         "--by",
         choices=[*Grouping],
         type=str,
-        help="what a row is about; default: user, or run if a run or sweep is named",
+        help="one row per user, run or node; default: user, or run if you name a run or sweep",
     )
     parser.add_argument("--json", action="store_true", help="print an object for a program")
     options = parser.parse_args(words)
@@ -82,7 +82,7 @@ def moment_of(text: str, now: float) -> float:
         moment = LATEST
     if not 0 <= moment <= now:
         raise UsageError(
-            f"--since {one_line(text)[:40]} is no time in the past", hint="7d, 12h, 90m, 2w, or a day: 2026-01-31"
+            f"--since {one_line(text)[:40]} is not a time in the past", hint="7d, 12h, 90m, 2w, or a day: 2026-01-31"
         )
     return moment
 

@@ -39,71 +39,71 @@ VERBS: dict[str, Verb] = {
         "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]] [--json]"
         " [--from BUNDLE]"
         " [--array-parallelism N] [--again] [-- PROGRAM WORD ...]",
-        "submit a run, a sweep (-m) or a program of your own (--); cluster=local runs it here",
+        "submit a run, a sweep (-m) or your own program (--); cluster=local runs it here",
         "slurmtrain.cli.submit",
-        "Compose the config, check it, freeze it in a run directory and hand the script to sbatch; then return. With "
+        "Compose the config, check it, freeze it in a run directory and hand the script to sbatch, then return. With "
         "cluster=local the run trains here, in the foreground. With -m and choices (key=1,2) it is a sweep: all points go "
-        "into one array, and the same command again submits only what is missing. Words after -- are a program of your own, "
-        "which is run word for word.",
+        "into one array, and the same command again submits only what is missing. The words after -- are your own program, "
+        "run word for word.",
         composes=True,
         options=(
             Flag("--dry-run", "", "print exactly what sbatch would get, and submit nothing"),
             Flag(
                 "--follow",
                 "",
-                "stay, show the output of rank 0 until the run has ended, and exit with 0: finished, 75: stopped, `resume` "
-                "continues it, 78: config or environment wrong, or 1",
+                "show the output of rank 0 until the run has ended. Exit code 0: finished, 75: stopped, `resume` "
+                "continues it, 78: config or environment wrong, 1: otherwise",
             ),
             Flag("--after", "RUN[,RUN]", "start when these runs have finished"),
             Flag(
                 "--from",
                 "BUNDLE",
-                "run what `runs bundle` has packed, with its config and its code, and these key=value",
+                "run a file that `runs bundle` packed, with its config and code; key=value changes fields",
             ),
             Flag("--array-parallelism", "N", "with -m: train at most N points at a time"),
-            Flag("--again", "", "with -m: make another sweep of the same points"),
+            Flag("--again", "", "with -m: submit another sweep of the same points"),
             Flag("--json", "", "print the answer as JSON, for a program"),
         ),
         examples=(
             "+cluster=a100x4 cluster.nodes=4 submit --dry-run  # read the script first",
             "-m +cluster=a100x4 optim.lr=1e-4,3e-4 submit  # a sweep of two points",
             "+cluster=a100x4 submit -- python my_train.py --lr 1e-3  # your own program",
-            "+cluster=a100x4 submit --from my-run.tar.gz  # a run of somebody else, on this cluster",
+            "+cluster=a100x4 submit --from my-run.tar.gz  # somebody else's run, on this cluster",
             "+cluster=a100x4 job.launcher=torchrun submit -- my_train.py  # with torchrun on each node",
         ),
         topic="quickstart",
     ),
     "render": Verb(
         "[+cluster=NAME] [key=value ...] render [--explain [--json]] [-o FILE]",
-        "print the sbatch script, to read, edit and submit by hand; --explain says why each line is there",
+        "print the sbatch script, to read, edit and submit by hand; --explain explains each line",
         "slurmtrain.cli.submit",
-        "Print the script that `submit` would hand to sbatch. With -o it prepares a run directory, too, and writes the script "
+        "Print the script that `submit` would hand to sbatch. With -o, also prepare a run directory and write the script "
         "to FILE: edit it and give it to sbatch yourself.",
         composes=True,
         options=(
-            Flag("--explain", "", "say beside each line why it is there: the field of the config, or what SLURM needs"),
+            Flag("--explain", "", "explain each line: the config field or SLURM requirement that it comes from"),
             Flag("--json", "", "with --explain: print a list of {line, why}, for a program"),
             Flag("-o", "FILE", "write the script to FILE and prepare a run for it"),
             Flag("--output", "FILE", "the same"),
         ),
         examples=(
             "+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch",
-            "+cluster=a100x4 render --explain  # why is each line there?",
+            "+cluster=a100x4 render --explain  # explain each line",
         ),
         topic="quickstart",
     ),
     "train": Verb(
         "[key=value ...] train [RUN_DIRECTORY [--standby]]",
-        "train on this rank: what srun, torchrun or you by hand start",
+        "train on this rank; started by srun, torchrun, or by hand",
         "slurmtrain.cli.train",
-        "Train on this rank. The batch script starts it on every rank with a run directory; by hand, python, srun or torchrun "
-        "start it with overrides, without a batch job.",
+        "Train on this rank. The batch script starts this verb on every rank, with a run directory. You can also start it with "
+        "python, srun or torchrun, with overrides and without a batch job.",
         composes=True,
         options=(
             Flag(
                 "--standby",
                 "",
-                "load PyTorch, and read the number of the attempt on standard input; for the batch script",
+                "for the batch script: load PyTorch, then wait for the number of the attempt on standard input",
             ),
         ),
         examples=(
@@ -129,10 +129,10 @@ VERBS: dict[str, Verb] = {
         "usage [RUN|SWEEP] [--since TIME] [--by user|run|node] [--json]",
         "show where the GPU hours went: productive, start-up, redone, hung, lost and why",
         "slurmtrain.cli.usage",
-        "Show what the time of runs went into, over all their attempts, and the GPU hours that were lost, by cause. Without a "
-        "name: of all runs, a row for each person. It reads run directories, and SLURM's accounting where there is one.",
+        "Show how runs spent their time, over all attempts, and the GPU hours that were lost, by cause. Without a "
+        "name, show all runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
         examples=(
-            "usage  # everybody's runs here, a row for each person",
+            "usage  # everybody's runs here, one row per person",
             "usage last  # your newest run",
             "usage --since 7d --by run  # the last seven days, run by run",
             "usage --by node  # which nodes cost most",
@@ -160,9 +160,9 @@ VERBS: dict[str, Verb] = {
     ),
     "preempt": Verb(
         "preempt RUN [--json]",
-        "send a run the signal of a preemption, to try what happens",
+        "send a run the signal of a preemption, to test what happens",
         "slurmtrain.cli.stop",
-        "Send a run the signal of a preemption. It saves, leaves, is requeued and resumes; the answer says how long that took.",
+        "Send a run the signal of a preemption. It saves, exits, is requeued and resumes; the output says how long that took.",
         examples=("preempt last",),
         topic="clusters",
     ),
@@ -170,7 +170,7 @@ VERBS: dict[str, Verb] = {
         "requeue RUN [KEY=VALUE ...] [--json]",
         "save and start again; start a waiting job now",
         "slurmtrain.cli.stop",
-        "Let a run save and start again. A job that waits or is held starts now. KEY=VALUE changes a field of the config for "
+        "Make a run save and start again. A waiting or held job starts now. KEY=VALUE changes a field of the config for "
         "the next attempt.",
         examples=("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
         topic="requeue",
@@ -178,31 +178,32 @@ VERBS: dict[str, Verb] = {
     "drill": Verb(
         "[+cluster=NAME] [key=value ...] drill [RUN] [--ways WAY,...] [--leaving SECONDS] [--steps N] [--stop-at N]"
         " [--stop-after SECONDS] [--tolerance X] [--within MIN] [--keep] [--json] [-- PROGRAM WORD ...]",
-        "interrupt tiny jobs, or a run of yours, in every way there is: do they resume with the same bits?",
+        "interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits",
         "slurmtrain.cli.drill",
-        "Without RUN and with words of cluster and requeue only: drill the site. Submit a tiny job for each way at once, let "
-        "it be warned, requeued, killed and preempted, and say of each whether it was told, saved, came back and ended with "
-        "the bits of an undisturbed one; if not, what to set. With RUN, other words of a config, or a program after --: train "
-        "it twice for a few steps in scratch directories, once stopped and resumed, and say whether both are the same. All its "
-        "jobs end with it. Exit code 0: all that could be tried has passed, 1: something has failed, 75: nothing was judged.",
+        "Without RUN, and with words of cluster and requeue only, test the site: submit a tiny job for each way at once, let "
+        "them be warned, requeued, killed and preempted, and report for each whether it was told, saved, came back and ended "
+        "with the bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a program after "
+        "--, train it twice for a few steps in scratch directories, once stopped and resumed, and compare the two. All its "
+        "jobs end with it. Exit code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was "
+        "judged.",
         composes=True,
         options=(
             Flag("--ways", "WAY,...", "of early_signal, requeue, crash, in_place and preemption; default: all"),
-            Flag("--leaving", "SECONDS", "the tiny jobs take so long to save, as yours would"),
-            Flag("--steps", "N", "of your own run: train so many steps; default: 20"),
-            Flag("--stop-at", "N", "of your own run: stop after this step; default: half of --steps"),
+            Flag("--leaving", "SECONDS", "let the tiny jobs take this long to save, as yours might"),
+            Flag("--steps", "N", "for your own run: number of steps to train; default: 20"),
+            Flag("--stop-at", "N", "for your own run: stop after this step; default: half of --steps"),
             Flag(
                 "--stop-after",
                 "SECONDS",
-                "a program that shows no steps is stopped so long after it has begun; default: 30",
+                "stop a program that reports no steps this long after its start; default: 30",
             ),
             Flag("--tolerance", "X", "relative difference up to which values count as equal; default: 1e-6"),
             Flag(
                 "--within",
                 "MIN",
-                "minutes, with the time in the queue, after which all is ended and judged; default: 30",
+                "minutes, including the time in the queue, after which to end everything; default: 30",
             ),
-            Flag("--keep", "", "keep the folder of its runs, also when all has passed"),
+            Flag("--keep", "", "keep the folder of its runs even if everything has passed"),
             Flag("--json", "", "print the answer as JSON, for a program"),
         ),
         examples=(
@@ -217,26 +218,26 @@ VERBS: dict[str, Verb] = {
         "resume RUN [KEY=VALUE ...] [--code] [--json]",
         "continue a run that has ended",
         "slurmtrain.cli.resume",
-        "Continue a run that has ended, from its newest checkpoint, with the config and the code that it was submitted with. "
-        "KEY=VALUE changes a field of the config, unless that would change what its checkpoints mean.",
+        "Continue a run that has ended, from its newest checkpoint, with the config and code that it was submitted with. "
+        "KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
         examples=(
             "resume last",
             "resume last cluster.nodes=2 train.steps=+100  # on two nodes, and for 100 more steps",
-            "resume last optim.lr=1e-4 --code  # another value, and the code as it is now",
+            "resume last optim.lr=1e-4 --code  # another value, and the current code",
         ),
         topic="requeue",
     ),
     "runs": Verb(
         "runs list | compare A B | bundle RUN [FILE] | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
-        "list runs, compare two, pack one for elsewhere, remove those that have ended",
+        "list runs, compare two, pack one to run elsewhere, remove ended ones",
         "slurmtrain.cli.runs.main",
-        "List runs; show what differs between two of them, and from which step on; pack one into a file that runs elsewhere; "
+        "List runs; show what differs between two of them, and from which step on; pack one into a file to run it elsewhere; "
         "remove those that have ended.",
         examples=(
             "runs list --size",
             "runs compare A B",
             "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
-            "runs prune --older-than 30 --dry-run  # say what would go",
+            "runs prune --older-than 30 --dry-run  # show what it would remove",
         ),
         topic="runs",
     ),
@@ -245,12 +246,12 @@ VERBS: dict[str, Verb] = {
         "show a run or a sweep as one HTML page: curves, attempts, goodput, config",
         "slurmtrain.cli.report",
         "Write one HTML page that needs no network: loss and evaluation curves, throughput, the phases of a step, the timeline "
-        "of attempts, what the time went into, nodes that stand out, config and environment; of a sweep its points, parallel "
-        "coordinates and curves. With --serve show it on this machine, refreshed while the run goes on.",
+        "of attempts, goodput, conspicuous nodes, config and environment; for a sweep, its points, parallel "
+        "coordinates and curves. With --serve, show it on this machine, refreshed while the run continues.",
         examples=(
-            "report last  # report-RUN.html, to open in a browser or to send to somebody",
+            "report last  # report-RUN.html, to open in a browser or send to somebody",
             "report last --png pictures --tables tables",
-            "report last --serve  # live, at an address that is printed",
+            "report last --serve  # live; prints its URL",
         ),
         topic="runs",
     ),
@@ -258,11 +259,11 @@ VERBS: dict[str, Verb] = {
         "sweep list | status SWEEP [-w] | collect SWEEP [-o FILE] [--plot FILE] | retry SWEEP | cancel SWEEP [--json]",
         "show the points of a sweep, collect their metrics, retry or cancel them",
         "slurmtrain.cli.sweep",
-        "Show the points of a sweep, collect their metrics as a table or a picture, submit again what failed, or cancel all.",
+        "Show the points of a sweep, collect their metrics as a table or picture, submit failed points again, or cancel all.",
         examples=(
             "sweep status last --watch",
             "sweep collect last -o table.csv",
-            "sweep retry last  # what failed, once more",
+            "sweep retry last  # submit failed points again",
         ),
         topic="sweeps",
     ),
@@ -270,9 +271,9 @@ VERBS: dict[str, Verb] = {
         "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ... | import SOURCE]",
         "list, verify, prune or export the checkpoints of a run; import weights",
         "slurmtrain.cli.checkpoints.main",
-        "List what a run can be resumed from, compare every file with its digest, remove what need not be kept, export the "
-        "weights, or import those of another program. RUN may also be a directory of checkpoints, or one checkpoint; for "
-        "import, a folder that is made.",
+        "List the checkpoints of a run, compare every file with its digest, remove checkpoints that need not be kept, export "
+        "the weights, or import weights from another program. RUN may also be a directory of checkpoints, or one checkpoint; "
+        "for import, it is the folder to create.",
         examples=(
             "checkpoints last",
             "checkpoints last verify",
@@ -284,22 +285,26 @@ VERBS: dict[str, Verb] = {
     ),
     "evaluate": Verb(
         "evaluate RUN [--step N] [key=value ...] [--submit] [--again] [--json]",
-        "measure a checkpoint of a run on its evaluation sets",
+        "evaluate a checkpoint of a run on its evaluation sets",
         "slurmtrain.cli.evaluate",
-        "Measure a checkpoint of a run on its evaluation sets, here or, with --submit, in a job. key=value changes fields of "
-        "eval, cluster and parallel. The same command again shows the result that it has.",
+        "Evaluate a checkpoint of a run on its evaluation sets, here or, with --submit, in a job. key=value changes fields of "
+        "eval, cluster and parallel. Repeating the command shows the existing result.",
         examples=("evaluate last --step 1000", "evaluate last --submit eval.cluster.time_limit_min=30  # as a job"),
         topic="evaluation",
     ),
     "layout": Verb(
         "[+cluster=NAME] [key=value ...] layout [--memory] [--json]",
-        "show which rank stands where under parallel=..., and what memory it needs",
+        "show the position of every rank under parallel=..., and how much memory it needs",
         "slurmtrain.cli.layout",
-        "Show which rank stands where under parallel=...: its node, its place on every axis, and the ranks that it shares an "
-        "axis with.",
+        "Show the position of every rank under parallel=...: its node, its index on every axis, and the ranks that it shares "
+        "an axis with.",
         composes=True,
         options=(
-            Flag("--memory", "", "lay the model out, without GPUs, and count the bytes on each pipeline stage's ranks"),
+            Flag(
+                "--memory",
+                "",
+                "build the sharded model without GPUs, and count the bytes on the ranks of each pipeline stage",
+            ),
             Flag("--json", "", "print the answer as JSON, for a program"),
         ),
         examples=(
@@ -310,15 +315,15 @@ VERBS: dict[str, Verb] = {
     ),
     "plan": Verb(
         "[+cluster=NAME] [key=value ...] plan [--search] [--tokens N] [--from RUN] [--json]",
-        "memory, time, checkpoints and cost of a run by arithmetic; whether more nodes help",
+        "compute memory, time, checkpoints and cost of a run; say whether more nodes help",
         "slurmtrain.cli.plan",
-        "Compute before anything is submitted, without GPUs: bytes on a GPU, what each axis sends in a step, time of a step, "
-        "MFU, how often to save, goodput, GPU hours, and up to how many nodes more of them are worth it.",
+        "Compute, without GPUs and before anything is submitted: bytes per GPU, communication per axis and step, time per "
+        "step, MFU, how often to save, goodput, GPU hours, and how many nodes are worth using.",
         composes=True,
         options=(
             Flag("--search", "", "rank the layouts that fit, the fastest first"),
-            Flag("--tokens", "N", "the cost of training on N tokens (15T, 300B, 1.5e12) instead of train.steps"),
-            Flag("--from", "RUN", "take the rates that a run on this cluster has measured, instead of data sheets"),
+            Flag("--tokens", "N", "compute the cost of N tokens (15T, 300B, 1.5e12) instead of train.steps"),
+            Flag("--from", "RUN", "use rates measured by a run on this cluster instead of data sheets"),
             Flag("--json", "", "print the answer as JSON, for a program"),
         ),
         examples=(
@@ -330,19 +335,19 @@ VERBS: dict[str, Verb] = {
     ),
     "scale": Verb(
         "[+cluster=NAME] [key=value ...] scale [--nodes 1,2,4] [--strong] [--steps N] [--plot FILE] [--no-wait] [--json]",
-        "train a few steps on 1, 2, 4, ... nodes: efficiency at each doubling, and what holds it up",
+        "train a few steps on 1, 2, 4, ... nodes: efficiency of each doubling, and the bottleneck",
         "slurmtrain.cli.scale",
-        "Submit the same training on 1, 2, 4, ... nodes up to cluster.nodes for a few steps each, wait, and say how efficient "
-        "each doubling is, against the line of 80 %, what the first bottleneck is, and what plan says. The same command "
-        "again submits only what is missing, and shows what was measured.",
+        "Submit the same training on 1, 2, 4, ... nodes up to cluster.nodes for a few steps each, wait, and report how "
+        "efficient each doubling is (80 % is the threshold), what the main bottleneck is, and what plan predicts. Repeating "
+        "the command submits only what is missing, and shows the results.",
         composes=True,
         options=(
-            Flag("--nodes", "1,2,4", "the sizes, instead of 1, 2, 4, ... up to cluster.nodes"),
+            Flag("--nodes", "1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
             Flag("--weak", "", "the global batch grows with the nodes; the default"),
             Flag("--strong", "", "the same global batch at all sizes"),
-            Flag("--steps", "N", "steps of each size; default: 50"),
-            Flag("--at-once", "N", "let at most N sizes run at a time"),
-            Flag("--plot", "FILE", "draw it into a .png or .svg; - draws with text"),
+            Flag("--steps", "N", "steps per size; default: 50"),
+            Flag("--at-once", "N", "run at most N sizes at a time"),
+            Flag("--plot", "FILE", "draw the result into a .png or .svg; - draws it as text"),
             Flag("--no-wait", "", "submit, and return at once"),
             Flag("--again", "", "measure all sizes again"),
             Flag("--json", "", "print the answer as JSON, for a program"),
@@ -355,14 +360,14 @@ VERBS: dict[str, Verb] = {
     ),
     "preflight": Verb(
         "[+cluster=NAME] [key=value ...] preflight [--full] [--no-wait] [--json]",
-        "check the nodes of an allocation like the config's, and train nothing",
+        "check the nodes of an allocation like the config's, without training",
         "slurmtrain.cli.preflight",
-        "Start a job with the config's nodes, ranks, environment and data that only compares them: versions, packages, code, "
-        "data, clocks, disks, GPUs, network, shared folder. With --full it measures GPUs and the network, too, and names the "
-        "nodes and pairs of nodes that are slow. Every training does the quick part by itself (preflight=off|quick|full).",
+        "Start a job with the config's nodes, ranks, environment and data that only compares the nodes: versions, packages, "
+        "code, data, clocks, disks, GPUs, network, shared folder. With --full, it also measures GPUs and the network, and "
+        "names slow nodes and pairs of nodes. Every training does the quick part by itself (preflight=off|quick|full).",
         composes=True,
         options=(
-            Flag("--full", "", "measure GPUs, collectives and pairs of nodes, too; about a minute"),
+            Flag("--full", "", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
             Flag("--no-wait", "", "submit, and return at once"),
             Flag("--json", "", "print the answer as JSON, for a program"),
         ),
@@ -378,7 +383,7 @@ VERBS: dict[str, Verb] = {
         "turn raw text into tokenised shards; verify them",
         "slurmtrain.cli.prepare",
         "Turn raw text (jsonl, parquet, text, a saved Hugging Face data set; also .gz and .zst) into tokenised shards, on all "
-        "CPUs of this machine. When it was stopped, the same command goes on. As a job: job=prepare ... submit. verify "
+        "CPUs of this machine. If it was stopped, the same command continues. As a job: job=prepare ... submit. verify "
         "compares every byte with its digest.",
         composes=True,
         examples=(
@@ -391,19 +396,19 @@ VERBS: dict[str, Verb] = {
     ),
     "progress": Verb(
         "progress STEP [--of STEPS]",
-        "say how far a program of your own has got, from inside of its run",
+        "report the progress of your own program, from inside its run",
         "slurmtrain.cli.progress",
-        "Say, from inside of a run, that your own program has got to STEP. status shows it, and a run that gets on is not "
-        "given up.",
+        "Report, from inside a run, that your own program has reached STEP. status shows it, and a run that makes progress "
+        "is not given up.",
         examples=("progress 500 --of 10000",),
         topic="own-scripts",
     ),
     "nodes": Verb(
         "nodes list | blame NODE [--reason TEXT] | forgive NODE|--all [--cluster NAME] [--json]",
-        "show which nodes your runs leave out, and why; blame or forgive one",
+        "show which nodes your runs exclude, and why; blame or forgive one",
         "slurmtrain.cli.nodes",
-        "Show what has gone wrong on which node, by the ledger that your jobs on this cluster keep, and which nodes your next "
-        "starts leave out. Blame a node, or forgive it, by hand.",
+        "Show what went wrong on which node, from the ledger that your jobs on this cluster keep, and which nodes your next "
+        "starts exclude. Blame or forgive a node by hand.",
         examples=(
             "nodes list",
             "nodes blame n3 --reason 'its disk is full'",
@@ -413,12 +418,12 @@ VERBS: dict[str, Verb] = {
     ),
     "probe": Verb(
         "probe [--partition NAME] [--out FILE] [--check FILE|NAME] [--account NAME] [--qos NAME] [--json] ...",
-        "find out what this cluster is, and write conf/cluster/NAME.yaml for it; --check: has it changed since?",
+        "write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since?",
         "slurmtrain.cli.probe",
         "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
-        "file systems, and write a commented conf/cluster/NAME.yaml for one partition. What SLURM does not say stands in it "
-        "as a question. --check compares a file with the cluster and exits with 0: it suits, 1: something has changed, or "
-        "78: its jobs cannot run.",
+        "file systems, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
+        "value that SLURM does not report. --check compares a file with the cluster and exits with 0: it fits, 1: something "
+        "has changed, or 78: its jobs cannot run.",
         examples=(
             "probe  # writes conf/cluster/NAME.yaml for the default partition",
             "probe --partition gpu --out -  # only print it",
@@ -430,7 +435,7 @@ VERBS: dict[str, Verb] = {
         "sandbox up|down|status|env [--nodes N] ...",
         "start a real, throwaway SLURM on this machine, without root",
         "slurmtrain.cli.sandbox",
-        "Start a real, throwaway SLURM on this machine, ask for its state, or end it. It needs no root.",
+        "Start a real, throwaway SLURM on this machine, show its state, or stop it. It does not need root.",
         examples=(
             "sandbox up --nodes 4 --cpus 4",
             "+cluster=sandbox submit --follow",
@@ -447,25 +452,25 @@ VERBS: dict[str, Verb] = {
     ),
     "finish-attempt": Verb(
         "finish-attempt RUN_DIRECTORY ...",
-        "for the batch script: record how an attempt has ended, and say what comes next",
+        "for the batch script: record how an attempt ended, and say what comes next",
         "slurmtrain.cli.batch.finish_attempt",
         hidden=True,
     ),
     "hook": Verb(
         "hook RUN_DIRECTORY ...",
-        "for the batch script: tell the person's command how an attempt has ended",
+        "for the batch script: run the user's hook after an attempt",
         "slurmtrain.cli.batch.hook",
         hidden=True,
     ),
     "begin-attempt": Verb(
         "begin-attempt RUN_DIRECTORY",
-        "for the batch script: is there anything left to do",
+        "for the batch script: check whether anything is left to do",
         "slurmtrain.cli.batch.begin_attempt",
         hidden=True,
     ),
     "take-run": Verb(
         "take-run RUN_DIRECTORY CHOICE",
-        "for the batch script: is this the first job of cluster.choices that starts",
+        "for the batch script: check whether this is the first job of cluster.choices to start",
         "slurmtrain.cli.batch.take_run",
         hidden=True,
     ),

@@ -42,10 +42,14 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
         "-w",
         "--watch",
         action="store_true",
-        help="redraw the table in place until everything has ended; Ctrl-C stops that",
+        help="redraw the table in place until everything has ended; Ctrl-C stops",
     )
     parser.add_argument(
-        "--every", type=float, default=EVERY_S, metavar="SECONDS", help=f"between two looks (default: {EVERY_S:g})"
+        "--every",
+        type=float,
+        default=EVERY_S,
+        metavar="SECONDS",
+        help=f"seconds between updates (default: {EVERY_S:g})",
     )
 
 
@@ -56,11 +60,11 @@ def check_watch_options(options: argparse.Namespace) -> None:
         UsageError: they are not possible.
     """
     if not options.every >= 1:
-        raise UsageError(f"--every {options.every:g}: at least 1 second was expected")
+        raise UsageError(f"--every {options.every:g}: expected at least 1 second")
     if options.watch and options.json:
-        raise UsageError("--watch is for a person, and --json for a program", hint="a program asks again by itself")
+        raise UsageError("--watch and --json exclude each other", hint="a program can call status repeatedly")
     if options.watch and not sys.stdout.isatty():
-        raise UsageError("--watch draws on a terminal, and this is none", hint="leave it out, or use --json")
+        raise UsageError("--watch needs a terminal", hint="leave it out, or use --json")
 
 
 def watch(

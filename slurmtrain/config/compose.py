@@ -229,7 +229,7 @@ def from_program(values: Any) -> Config:
         unknown = unknown_field(key.group(1), "") if key else None
         raise unknown or ConfigError(f"{key.group(1) + ': ' if key else ''}{first_line(error)}") from None
     except TypeError as error:  # what JSON has no word for
-        raise ConfigError(f"a value of the config is of no plain type: {error}") from None
+        raise ConfigError(f"a config value does not have a plain type: {error}") from None
 
 
 def _checked(config: Config, overrides: Sequence[str]) -> Config:
@@ -327,12 +327,12 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
     except ValueError as error:
         raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
+        raise ConfigError(f"{path} contains no config", hint="it was written at submit; has it been edited?")
     left_out = migrate(values, version_of(data.decode()))
     if left_out:
         import logging  # here, since --help loads this module and needs none
 
-        logging.getLogger(__name__).warning("not known any more, and left out: %s of %s", ", ".join(left_out), path)
+        logging.getLogger(__name__).warning("unknown fields ignored: %s of %s", ", ".join(left_out), path)
     try:
         if with_secrets:
             values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
@@ -384,7 +384,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
             kept = SECRET_REFERENCE.sub(lambda match: "\\" + match.group(), text)
             if "${oc.env:" in re.sub(r"\\\$", "", kept):
                 raise ConfigError(
-                    f"{raw._get_full_key(None)} is {text!r}: a secret is taken from the environment without a default",
+                    f"{raw._get_full_key(None)} is {text!r}: a secret must be taken from the environment without a default",
                     hint="write ${oc.env:NAME}",
                 )
             raw._set_value(kept)
@@ -451,7 +451,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
     if several is not None:
         key = several.group(1).partition("=")[0].lstrip("+")
         return UsageError(
-            f"{shown(several.group(1))} gives several values, and one run takes one",
+            f"{shown(several.group(1))} gives several values, but a run accepts only one",
             hint=f"a sweep over them: -m {several.group(1)} submit; a list: {key}=[...]; a text with commas: {key}='\"a,b\"'",
         )
     groups = config_groups(primary.folders)
@@ -475,9 +475,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
             return unknown
         hint = fields_instead(key, value) if value and not value.startswith(("{", "$")) else None
         if hint is not None:
-            return UsageError(
-                f"{key} is a group of fields and has no value of its own (in {shown(override)!r})", hint=hint
-            )
+            return UsageError(f"{key} is a group of fields and cannot have a value (in {shown(override)!r})", hint=hint)
     cause: BaseException = error
     while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
         cause = cause.__cause__
@@ -485,7 +483,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
     if bare is not None:
         name = bare.group(1)
         return UsageError(
-            f"${{{name}}} stands for another key of the config, and there is none called {name!r}",
+            f"${{{name}}} refers to another config key, but there is no key called {name!r}",
             hint=f"for bash write ${name} or \\${{{name}}}; the value that the variable has now: ${{oc.env:{name}}}",
         )
     full_key = re.search(r"full_key: (\S+)", str(cause))
@@ -493,7 +491,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
         key = full_key.group(1)
         if key.startswith("hydra."):
             return UsageError(
-                f"{key}: {first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all of Hydra's"
+                f"{key}: {first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all Hydra fields"
             )
         return unknown_field(key, "") or ConfigError(  # a key in a yaml file
             f"{key}: {first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
@@ -506,7 +504,7 @@ def _shipped_configs() -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"there are no configs in {folder}: the slurmtrain of the current folder runs, which is the snapshot of a run",
-            hint="go to another folder; `resume` and the other verbs find a run from anywhere",
+            hint="change to another folder; `resume` and the other verbs find a run from anywhere",
         )
     return folder
 

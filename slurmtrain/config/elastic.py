@@ -84,7 +84,7 @@ def on_given_nodes(config: Config, given: int) -> Config:
     sizes = usable_sizes(config)
     if given not in sizes:
         raise EnvironmentMismatchError(
-            f"ranks were started on {given} nodes, and cluster.nodes={config.cluster.nodes} can use "
+            f"ranks were started on {given} nodes, but cluster.nodes={config.cluster.nodes} can use "
             f"{', '.join(map(str, sizes))}",
             hint=f"start them with --nodes={nodes_to_use(sizes, given) or sizes[0]}",
         )

@@ -59,7 +59,7 @@ def _checked(values: dict[str, Any]) -> Config:
         return to_config(values)
     except OmegaConfBaseException as error:
         raise ConfigError(
-            f"the config of an evaluation cannot be: {first_line(error)}",
+            f"the config of an evaluation is invalid: {first_line(error)}",
             hint="eval.cluster and eval.parallel have the fields of cluster and parallel",
         ) from None
 

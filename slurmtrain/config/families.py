@@ -137,12 +137,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"model.path={folder} has no {CONFIG}"
             if folder.is_dir()
             else f"model.path={folder}: there is no such folder",
-            hint="name a folder as save_pretrained writes it, or a snapshot from the hub, that is visible here, too",
+            hint="name a folder written by save_pretrained, or a snapshot from the Hub, that is also visible here",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path} cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"model.path: {path} holds no object", hint="name a folder as save_pretrained writes it")
+        raise ConfigError(f"model.path: {path} holds no object", hint="name a folder written by save_pretrained")
     return values
 
 
@@ -164,7 +164,7 @@ def with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model.max_seq_len={longest}, but the layers of model.path={path} attend to the last {window} tokens only, and "
             "our decoder's to all",
-            hint=f"model.max_seq_len={window} at most, within which that is the same",
+            hint=f"model.max_seq_len={window} at most: up to that length, both are the same",
         )
     return {**fields, **given}
 
@@ -207,7 +207,7 @@ def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             if isinstance(found, Mapping):
                 raise ConfigError(
                     f"model.path={where}: its {name} is set: quantised weights cannot be read",
-                    hint="name a folder of the weights before that, in bfloat16 or the like",
+                    hint="name a folder with the unquantised weights, for example in bfloat16",
                 )
             raise _refusal(where, f"its {name} is {found}", f"{name}={json.dumps(wanted)}")
     try:
@@ -229,9 +229,9 @@ def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
         }
     except KeyError as error:
-        raise ConfigError(f"model.path={where}: its {CONFIG} does not say {error.args[0]}") from None
+        raise ConfigError(f"model.path={where}: its {CONFIG} lacks {error.args[0]}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"model.path={where}: its {CONFIG} has a value that is no number: {error}") from None
+        raise ConfigError(f"model.path={where}: its {CONFIG} has a value that is not a number: {error}") from None
     return fields
 
 
@@ -300,7 +300,7 @@ def config_json(
     bias, norm = "blocks.0.attention.query.bias" in shapes, "blocks.0.attention.query_norm.weight" in shapes
     if bias and norm:
         raise ConfigError(
-            "model.qkv_bias=true with model.qk_norm=true: no family of Hugging Face's models has both",
+            "model.qkv_bias=true with model.qk_norm=true: no Hugging Face model family has both",
             hint="export to a file: --format safetensors",
         )
     kind = "qwen3" if norm else "qwen2" if bias else "llama"

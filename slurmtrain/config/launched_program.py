@@ -187,14 +187,14 @@ def check_launched(config: Config) -> None:
     command = config.job.command or ""
     program = launched_program(launcher, command)
     if not program.words or program.words == ("-m",):
-        raise ConfigError(f"job.command={command!r} names no program", hint="submit -- train.py --lr 1e-3")
+        raise ConfigError(f"job.command={command!r} contains no program", hint="submit -- train.py --lr 1e-3")
     for word in program.words:
         if os.path.basename(word) in SHELLS:
             return
         found = OF_ONE_PROCESS.search(word)
         if found is not None:
             raise ConfigError(
-                f"job.command: {found.group()} cannot be filled in with job.launcher={launcher}, which starts a process for "
+                f"job.command: {found.group()} cannot be replaced with job.launcher={launcher}, which starts a process for "
                 "each rank later",
-                hint="the program finds it in its environment",
+                hint="read it from the environment in the program",
             )

@@ -30,7 +30,7 @@ class NodeRange:
         match = NODES.fullmatch(value)
         if match is None:
             raise ConfigError(
-                f"cluster.nodes={value!r} is no number of nodes, and no range of them",
+                f"cluster.nodes={value!r} is neither a number of nodes nor a range",
                 hint="cluster.nodes=4, or cluster.nodes=2-4 for as many of them as SLURM can give",
             )
         least, most = int(match.group(1)), int(match.group(2) or match.group(1))

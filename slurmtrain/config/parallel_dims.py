@@ -137,11 +137,11 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     if len(open_axes) > 1:
         raise ConfigError(
             f"{' and '.join(f'parallel.{axis}' for axis in open_axes)} are both -1",
-            hint="one axis takes what the others leave: give the other a size, as parallel=fsdp does",
+            hint="only one axis can take the remaining ranks: give the other one a size, as parallel=fsdp does",
         )
     wrong = [f"parallel.{axis}={size}" for axis, size in wanted.items() if size < 1 and size != -1]
     if wrong:
-        raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1: what the other axes leave")
+        raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1, for the ranks that the other axes leave")
     sizes = _filled(wanted, config.world_size)
     if sizes is None:
         raise ConfigError(_product_problem(wanted, config), hint=_nearest(config))

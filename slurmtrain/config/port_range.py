@@ -29,7 +29,7 @@ class PortRange:
         match = PORTS.fullmatch(str(value))
         if match is None:
             raise ConfigError(
-                f"cluster.port_range={value!r} is no range of ports", hint="cluster.port_range=29000-29100"
+                f"cluster.port_range={value!r} is not a range of ports", hint="cluster.port_range=29000-29100"
             )
         first, last = int(match.group(1)), int(match.group(2) or match.group(1))
         if last < first:
@@ -38,7 +38,7 @@ class PortRange:
             )
         if first < UNPRIVILEGED or last > HIGHEST:
             raise ConfigError(
-                f"cluster.port_range={value} goes beyond the ports from {UNPRIVILEGED} to {HIGHEST}, which a program may use",
+                f"cluster.port_range={value} is outside of the ports from {UNPRIVILEGED} to {HIGHEST}, which a program may use",
                 hint="cluster.port_range=29000-29100, or the ports that your site has opened between its nodes",
             )
         return cls(first, last)

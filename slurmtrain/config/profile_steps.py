@@ -24,7 +24,7 @@ def first_and_last(value: str) -> tuple[int, int]:
     first, last = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (0, 0)
     if first < 1 or last < first or last - first >= MOST_STEPS:
         raise ConfigError(
-            f"observe.profile_steps={value!r} is no range of 1 to {MOST_STEPS} steps",
+            f"observe.profile_steps={value!r} is not a range of 1 to {MOST_STEPS} steps",
             hint="observe.profile_steps=100-102 profiles three steps",
         )
     return first, last
@@ -105,6 +105,6 @@ def check_planned(ranks: list[int], size: int) -> None:
         if not 0 <= rank < size or ranks.count(rank) > 1:
             raise ConfigError(
                 f"observe.profile_ranks={ranks}: {rank} "
-                + ("is named twice" if 0 <= rank < size else f"is none of the ranks 0 to {size - 1}"),
+                + ("is named twice" if 0 <= rank < size else f"is not one of the ranks 0 to {size - 1}"),
                 hint="observe.profile_ranks=[0]; [] profiles all ranks",
             )

@@ -1,4 +1,4 @@
-"""The page `config` of the manual, made from the schema: every field with its type, unit, default and comment.
+"""The page `config` of the manual, generated from the schema: every field with its type, unit, default and comment.
 
 python -m slurmtrain.config.reference > slurmtrain/docs/config.md
 """
@@ -36,17 +36,17 @@ HEAD = """\
     python -m slurmtrain --cfg job +cluster=a100x4 train.steps=1000
     python -m slurmtrain +cluster=a100x4 train.steps=1000 submit # set a field: group.field=value
 
-This page is made from `slurmtrain/config/schema.py`, which is the only list of fields that there is. The defaults are
-those of a command without overrides; for `cluster` they are those that a cluster's file begins with. `model` and `data`
-are open: they hold whatever their `_target_` takes. An unknown field is refused with exit code 2, before anything is
-submitted; a value of another type, and values that cannot work together, with 78.
+This page is generated from `slurmtrain/config/schema.py`, which is the only list of fields. It shows the defaults of a
+command without overrides; for `cluster`, it shows the defaults that a cluster file starts from. `model` and `data` are
+open: they hold whatever their `_target_` accepts. An unknown field is refused with exit code 2 before anything is
+submitted. A value of the wrong type, or a combination of values that cannot work, is refused with exit code 78.
 """
 
 TAIL = """\
 ## Limits
 
-Fields that only a cluster, a model or a data set can judge (a partition, say) are checked where they are used: `submit`
-repeats what sbatch says.
+Fields that only a cluster, a model or a data set can check (a partition, for example) are checked where they are used:
+`submit` shows the error message of sbatch.
 """
 
 

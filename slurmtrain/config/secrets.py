@@ -75,7 +75,7 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
         for where, text in places:
             if len(value) >= SHORTEST and value in text:
                 raise ConfigError(
-                    f"{where} holds the value of the secret {name}, which would lie on disk in clear text",
+                    f"{where} holds the value of the secret {name}, which would be stored on disk in clear text",
                     hint=f"every rank has it in its environment as {name}; in a config, write ${{oc.env:{name}}}",
                 )
 
@@ -89,14 +89,16 @@ def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None
     for name, value in values.items():
         if len(value) >= SHORTEST and bytes_of(value) in pickled:
             raise ConfigError(
-                f"{what} holds the value of the secret {name}, which would lie on disk in clear text",
+                f"{what} holds the value of the secret {name}, which would be stored on disk in clear text",
                 hint=f"every rank has it in its environment as {name}; read it there, inside the function",
             )
 
 
 def _read(name: str, source: str) -> str:
     if not NAME.fullmatch(name):
-        raise ConfigError(f"secrets has {name!r}, which is no name of an environment variable", hint="e.g. HF_TOKEN")
+        raise ConfigError(
+            f"secrets has {name!r}, which is not a valid name of an environment variable", hint="e.g. HF_TOKEN"
+        )
     path = path_of(source)
     if path is not None:
         value = _read_file(name, path)
@@ -109,10 +111,10 @@ def _read(name: str, source: str) -> str:
         value = os.environ[name]
     else:  # the source may be the secret itself
         raise ConfigError(
-            f"secrets.{name} is neither env nor file:PATH", hint="it says where the value is, not what it is"
+            f"secrets.{name} is neither env nor file:PATH", hint="it must say where the value is, not what it is"
         )
     if not value or "\0" in value:
-        raise ConfigError(f"secrets.{name}={source} has no value that an environment variable can hold")
+        raise ConfigError(f"secrets.{name}={source} does not contain a valid value of an environment variable")
     return value
 
 
@@ -128,7 +130,7 @@ def _read_file(name: str, path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{what}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}",
-            hint="it holds nothing but the value",
+            hint="the file must contain only the value",
         ) from None
 
 

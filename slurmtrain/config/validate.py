@@ -144,8 +144,8 @@ def _check_adapted_layers(config: Config) -> None:
         known = is_our_decoder(config.model) or config.model.get("_target_") == HUGGING_FACE
         if known and layer in EMBEDDINGS:
             raise ConfigError(
-                f"lora.target_modules names {target!r}, which is an embedding: adapters are put beside linear layers",
-                hint="leave it out; lora.target_modules=[] puts adapters beside all linear layers but the last",
+                f"lora.target_modules names {target!r}, which is an embedding: adapters are added to linear layers",
+                hint="leave it out; lora.target_modules=[] adds adapters to all linear layers but the last",
             )
         if layer in OUTPUTS and ties_embeddings(config.model):
             raise ConfigError(
@@ -159,14 +159,14 @@ def _check_observe(observe: ObserveConfig, kind: JobKind) -> None:
     for name, values in observe.loggers.items():
         if not SET_NAME.fullmatch(name) or name in ("wandb", "mlflow"):
             raise ConfigError(
-                f"observe.loggers has {name!r}, which is no name for a logger of yours",
+                f"observe.loggers has {name!r}, which is not a valid name of a logger",
                 hint="letters, digits and _; observe.wandb.enabled=true and observe.mlflow.enabled=true are the built-in ones",
             )
         _check_target(f"observe.loggers.{name}", values)
     if observe.loggers and kind == JobKind.COMMAND:
         raise ConfigError(
-            f"observe.loggers.{next(iter(observe.loggers))} is for our own trainer, and job.kind is {kind!r}",
-            hint="a program of your own calls its loggers itself",
+            f"observe.loggers.{next(iter(observe.loggers))} works only with the built-in trainer, but job.kind is {kind!r}",
+            hint="your own program has to call its loggers itself",
         )
     for name, value in (("wandb.project", observe.wandb.project), ("mlflow.experiment", observe.mlflow.experiment)):
         if value is not None and (not value.strip() or re.search(r"[\x00-\x1f\x7f]", value)):
@@ -178,7 +178,7 @@ def _check_observe(observe: ObserveConfig, kind: JobKind) -> None:
         )
     if observe.textfile_dir is not None and not PurePosixPath(observe.textfile_dir).is_absolute():
         raise ConfigError(
-            f"observe.textfile_dir={observe.textfile_dir} is no absolute path",
+            f"observe.textfile_dir={observe.textfile_dir} is not an absolute path",
             hint="name the folder that the node exporter of each node reads, such as /var/lib/node_exporter",
         )
 
@@ -188,8 +188,8 @@ def _check_evaluation(config: Config) -> None:
     for name, values in wanted.sets.items():
         if not SET_NAME.fullmatch(name) or name == "valid":
             raise ConfigError(
-                f"eval.sets has {name!r}, which is no name for a set",
-                hint="letters, digits and _; `valid` is that of the data source",
+                f"eval.sets has {name!r}, which is not a valid name of a set",
+                hint="letters, digits and _; `valid` is the set of the data source",
             )
         _check_target(f"eval.sets.{name}", values)
     for name, value in wanted.metrics.items():
@@ -200,7 +200,7 @@ def _check_evaluation(config: Config) -> None:
     if wanted.mode == EvalMode.INLINE or config.job.kind != JobKind.TRAIN:
         return
     if config.cluster.backend == Backend.LOCAL:
-        raise ConfigError("eval.mode=job, but cluster.backend=local has no queue for jobs", hint="eval.mode=inline")
+        raise ConfigError("eval.mode=job, but cluster.backend=local has no job queue", hint="eval.mode=inline")
     if config.checkpoint.keep_best:
         raise ConfigError(
             f"checkpoint.keep_best={config.checkpoint.keep_best} with eval.mode=job: when a checkpoint is removed, its "
@@ -211,7 +211,7 @@ def _check_evaluation(config: Config) -> None:
         validate(evaluation_config(config, "checkpoint"))
     except ConfigError as error:
         raise ConfigError(
-            f"the job of an evaluation (eval.mode=job) cannot be: {error.message}",
+            f"the evaluation job (eval.mode=job) is invalid: {error.message}",
             hint=f"eval.cluster and eval.parallel change it; {error.hint or 'by default it is one copy of the model'}",
         ) from None
 
@@ -245,8 +245,8 @@ def _check_target(where: str, values: object, hint: str | None = None) -> None:
 def _check_job(job: JobConfig) -> None:
     if not NAME.fullmatch(job.name):
         raise ConfigError(
-            f"job.name is {job.name!r}: letters, digits and . _ + - are allowed, 64 at most, the first a letter or digit",
-            hint="the name becomes a folder and is shown by squeue",
+            f"job.name is {job.name!r}: use at most 64 letters, digits and . _ + -, starting with a letter or digit",
+            hint="the name is used for a folder and in squeue",
         )
     if job.kind in (JobKind.EVALUATE, JobKind.PREFLIGHT):
         raise ConfigError(f"job.kind={job.kind} is not known", hint=f"one of: {', '.join(words_of(JobKind))}")
@@ -261,7 +261,7 @@ def _check_job(job: JobConfig) -> None:
             _check_finished_when(job.finished_when)
     elif job.command:
         raise ConfigError(
-            f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
+            f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which does not run a command",
             hint="write job=command",
         )
     unused = {
@@ -272,14 +272,14 @@ def _check_job(job: JobConfig) -> None:
     for name, value in unused.items():
         if job.kind != JobKind.COMMAND and getattr(job, name) != value:
             raise ConfigError(
-                f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
+                f"job.{name} works only with a job.command, but job.kind is {job.kind!r}", hint=f"leave job.{name} out"
             )
     for name in ("checkpoints", "checkpoint_complete"):
         if getattr(job, name) is not None and not getattr(job, name).strip(", "):
             raise ConfigError(f"job.{name} is empty", hint="job.checkpoints='out/checkpoint-*', or null")
     if job.checkpoint_complete is not None and job.checkpoints is None:
         raise ConfigError(
-            f"job.checkpoint_complete={job.checkpoint_complete} says what a checkpoint has inside, but not where they are",
+            f"job.checkpoint_complete={job.checkpoint_complete} does not say where the checkpoints are",
             hint="job.checkpoints='out/checkpoint-*'",
         )
     if job.stop_grace_s is not None:
@@ -293,7 +293,7 @@ def _check_finished_when(text: str) -> None:
         raise ConfigError(
             f"job.finished_when={text}: an exit code from 0 to 255 was expected, other than {EXIT_REQUEUE} (start me again) "
             f"and {EXIT_CONFIG} (the config is wrong)",
-            hint="job.finished_when=0, or a file that the program makes at its end",
+            hint="job.finished_when=0, or a file that the program creates at its end",
         )
 
 
@@ -324,7 +324,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
     given = [f"cluster.{name}={value}" for name, value in memory.items() if value is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude one another", hint="keep one and set the others to null")
+        raise ConfigError(f"{' and '.join(given)} exclude each other", hint="keep one and set the others to null")
     for name, value in memory.items():
         if value is not None:
             _at_least(f"cluster.{name}", value, 0 if name == "mem_per_node_gb" else 1)
@@ -343,7 +343,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     ):
         value = getattr(cluster, name)
         if value is not None and not (0 < value < math.inf):
-            raise ConfigError(f"cluster.{name}={value:g} is no rate", hint="a number above 0")
+            raise ConfigError(f"cluster.{name}={value:g} is not a valid rate", hint="a number above 0")
     for name, value in (("gpu_type", cluster.gpu_type), ("gpu_memory_gb", cluster.gpu_memory_gb)):
         if value and not cluster.gpus_per_node:
             raise ConfigError(
@@ -358,27 +358,27 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         )
     if cluster.spare_nodes and cluster.backend == Backend.LOCAL:
         raise ConfigError(
-            f"cluster.spare_nodes={cluster.spare_nodes}, but cluster.backend=local has this machine only",
+            f"cluster.spare_nodes={cluster.spare_nodes}, but cluster.backend=local has only this machine",
             hint="cluster.spare_nodes=0",
         )
     if cluster.backend == Backend.LOCAL and cluster.nodes != 1:
         raise ConfigError(
-            f"cluster.nodes={cluster.nodes}, but cluster.backend=local has this machine only",
+            f"cluster.nodes={cluster.nodes}, but cluster.backend=local has only this machine",
             hint="use cluster.tasks_per_node for more ranks, or a SLURM cluster: +cluster=sandbox tries it here",
         )
     if cluster.venv and cluster.conda_env:
         raise ConfigError(
-            f"cluster.venv={cluster.venv!r} and cluster.conda_env={cluster.conda_env!r} exclude one another",
+            f"cluster.venv={cluster.venv!r} and cluster.conda_env={cluster.conda_env!r} exclude each other",
             hint="set one of them to null",
         )
     if bool(cluster.container.kind) != bool(cluster.container.image):
         raise ConfigError(
             f"cluster.container.kind={cluster.container.kind} with cluster.container.image={cluster.container.image}",
-            hint="a container needs both",
+            hint="set both or neither",
         )
     if cluster.slurm_conf and cluster.sandbox:
         raise ConfigError(
-            f"cluster.slurm_conf={cluster.slurm_conf!r} and cluster.sandbox={cluster.sandbox!r} exclude one another",
+            f"cluster.slurm_conf={cluster.slurm_conf!r} and cluster.sandbox={cluster.sandbox!r} exclude each other",
             hint="a sandbox has its own slurm.conf",
         )
     latest = cluster.time_limit_min * 60 - SLURM_EARLY_S
@@ -394,7 +394,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     dependency = str(cluster.sbatch.get("dependency") or "")
     if singleton and "?" in dependency:
         raise ConfigError(
-            f"job.singleton=true with cluster.sbatch.dependency={dependency!r}: SLURM cannot combine `?` with others",
+            f"job.singleton=true with cluster.sbatch.dependency={dependency!r}: SLURM cannot combine `?` with other conditions",
             hint="join the conditions with commas, or set job.singleton=false",
         )
 
@@ -406,12 +406,13 @@ def _check_placement(cluster: ClusterConfig) -> None:
             _at_least(f"cluster.{name}", value, 1)
         if value is not None and name in cluster.sbatch:
             raise ConfigError(
-                f"cluster.{name}={value} and cluster.sbatch.{name}={cluster.sbatch[name]} are the same option of sbatch",
+                f"cluster.{name}={value} and cluster.sbatch.{name}={cluster.sbatch[name]} set the same option of sbatch",
                 hint="leave one of them out",
             )
     if cluster.switches_wait_min is not None and cluster.switches is None:
         raise ConfigError(
-            f"cluster.switches_wait_min={cluster.switches_wait_min} waits for nothing", hint="set cluster.switches, too"
+            f"cluster.switches_wait_min={cluster.switches_wait_min} has nothing to wait for",
+            hint="set cluster.switches, too",
         )
     nodes = cluster.node_range
     for count in (nodes.least + cluster.spare_nodes, nodes.most + cluster.spare_nodes):
@@ -419,7 +420,7 @@ def _check_placement(cluster: ClusterConfig) -> None:
             spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
             raise ConfigError(
                 f"cluster.segment={cluster.segment} does not divide the {count} nodes of cluster.nodes={cluster.nodes}{spare}",
-                hint="SLURM gives whole segments only",
+                hint="SLURM allocates whole segments only",
             )
 
 
@@ -428,7 +429,7 @@ def _check_stage(config: Config) -> None:
     stage, cluster = config.cluster.stage, config.cluster
     if stage.dir is not None and not STAGE_DIR.fullmatch(stage.dir):
         raise ConfigError(
-            f"cluster.stage.dir={stage.dir!r} is no folder of a node",
+            f"cluster.stage.dir={stage.dir!r} is not a folder on a node",
             hint="an absolute path such as /local/scratch, or a variable of the job such as $SLURM_TMPDIR",
         )
     names = [PurePosixPath(path).name for path in stage.data]
@@ -437,23 +438,24 @@ def _check_stage(config: Config) -> None:
             why = "is a second of that name" if names.count(name) > 1 else "is no file or folder with a name"
             raise ConfigError(
                 f"cluster.stage.data={','.join(stage.data)}: {name or 'an empty path'} {why}",
-                hint="copies lie side by side under the last parts of their paths, which have to differ",
+                hint="copies are named after the last part of their path, so these parts must differ",
             )
+    _at_least("cluster.stage.limit_min", stage.limit_min, 1)
     if not stage.wanted:
         return
     if cluster.backend == Backend.LOCAL:
         raise ConfigError(
-            "cluster.stage copies to the nodes of a SLURM job, and cluster.backend=local has this machine only",
+            "cluster.stage copies to the nodes of a SLURM job, and cluster.backend=local has only this machine",
             hint="leave cluster.stage out",
         )
     if cluster.container.kind:
         raise ConfigError(
             f"cluster.stage with cluster.container.kind={cluster.container.kind}: the ranks would not see the copies",
-            hint="an image is one file, which its runtime reads by itself; leave cluster.stage out",
+            hint="an image is a single file that its runtime reads by itself; leave cluster.stage out",
         )
     if config.sweep.pack > 1:
         raise ConfigError(
-            f"cluster.stage with sweep.pack={config.sweep.pack}: the runs of a pack would each copy for themselves",
+            f"cluster.stage with sweep.pack={config.sweep.pack}: each run of a pack would make its own copies",
             hint="sweep.pack=1, or leave cluster.stage out",
         )
     if stage.code and config.job.snapshot == SnapshotMode.NONE:
@@ -466,8 +468,8 @@ def _check_stage(config: Config) -> None:
 def _check_sbatch_option(option: str, value: object) -> None:
     if not SBATCH_OPTION.fullmatch(option):
         raise ConfigError(
-            f"cluster.sbatch has {option!r}, which is no long option of sbatch",
-            hint="as `man sbatch` writes it, without the dashes before it: +cluster.sbatch.mail-type=END",
+            f"cluster.sbatch has {option!r}, which is not a long option of sbatch",
+            hint="use the name from `man sbatch`, without the leading dashes: +cluster.sbatch.mail-type=END",
         )
     # sbatch takes the beginning of an option for the option.
     owned = next(
@@ -480,8 +482,8 @@ def _check_sbatch_option(option: str, value: object) -> None:
     for part in parts:
         if not isinstance(part, allowed) or (isinstance(value, list) and isinstance(part, bool)):
             raise ConfigError(
-                f"cluster.sbatch.{option}={value!r} cannot be written as an option of sbatch",
-                hint="give text, a number, true for a bare flag, or a list of texts, which is joined with commas",
+                f"cluster.sbatch.{option}={value!r} cannot be passed to sbatch",
+                hint="give text, a number, true for a bare flag, or a list of texts, which are joined with commas",
             )
 
 
@@ -510,19 +512,20 @@ def _check_strings(cluster: ClusterConfig) -> None:
     for name, value in cluster.env.items():
         if SECRET_VARIABLE.search(name) and value and not SECRET_REFERENCE.fullmatch(value):
             raise ConfigError(
-                f"cluster.env.{name} looks like a secret and is written out, so it would lie on disk in clear text",
+                f"cluster.env.{name} looks like a secret and is written out, so it would be stored on disk in clear text",
                 hint=f"export it in your shell and write cluster.env.{name}='${{oc.env:{name}}}'",
             )
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                f"cluster.env has {name!r}, which is no name of an environment variable", hint="e.g. NCCL_DEBUG"
+                f"cluster.env has {name!r}, which is not a valid name of an environment variable",
+                hint="e.g. NCCL_DEBUG",
             )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
     if parallel.compile and parallel.pp_schedule == PpSchedule.ZERO_BUBBLE and parallel.pp != 1:
         raise ConfigError(
-            "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be done in two parts",
+            "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be split in two",
             hint="parallel.pp_schedule=interleaved_1f1b, or parallel.compile=false",
         )
 
@@ -534,8 +537,8 @@ def _check_compression(parallel: ParallelConfig, dims: ParallelDims) -> None:
             str(dims) if not dims.replicas_only else "parallel.param_dtype or parallel.reduce_dtype, which need FSDP2"
         )
         raise ConfigError(
-            f"{how} is for whole replicas in float32 (DDP), and does not go with {what}",
-            hint="parallel.reduce_dtype=bfloat16 halves what is sent there",
+            f"{how} works only with whole replicas in float32 (DDP), not with {what}",
+            hint="parallel.reduce_dtype=bfloat16 halves the communication there",
         )
     _at_least("parallel.powersgd_rank", parallel.powersgd_rank, 1)
     _at_least(
@@ -588,12 +591,12 @@ def _check_ranges(config: Config) -> None:
         )
     if config.checkpoint.local is not None and not PurePosixPath(config.checkpoint.local).is_absolute():
         raise ConfigError(
-            f"checkpoint.local={config.checkpoint.local} is no absolute path",
-            hint="name a folder that each node has for itself, as in checkpoint.local=/dev/shm",
+            f"checkpoint.local={config.checkpoint.local} is not an absolute path",
+            hint="choose a node-local folder, as in checkpoint.local=/dev/shm",
         )
     if config.checkpoint.local_every_steps and config.checkpoint.local is None:
         raise ConfigError(
-            f"checkpoint.local_every_steps={config.checkpoint.local_every_steps} without a folder on the nodes to copy to",
+            f"checkpoint.local_every_steps={config.checkpoint.local_every_steps} needs a folder on the nodes to copy to",
             hint="checkpoint.local=/dev/shm, or a local disk's folder",
         )
     if config.checkpoint.restore_only is not None and config.checkpoint.restore_from is None:
@@ -603,11 +606,11 @@ def _check_ranges(config: Config) -> None:
         )
     if not math.isfinite(config.checkpoint.every_minutes):
         raise ConfigError(
-            f"checkpoint.every_minutes={config.checkpoint.every_minutes} is no time", hint="0 means: not by time"
+            f"checkpoint.every_minutes={config.checkpoint.every_minutes} is not a valid time", hint="0: not by time"
         )
     if config.checkpoint.mtbf_hours is not None and not config.checkpoint.mtbf_hours > 0:
         raise ConfigError(
-            f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
+            f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is not a valid time between failures",
             hint="give hours above 0, or null to go by the number of nodes",
         )
     if config.cluster.spare_nodes and not config.requeue.starts_in_place:
@@ -625,7 +628,7 @@ def _check_ranges(config: Config) -> None:
     if config.requeue.standby_ranks and (why := _no_standby_ranks(config)) is not None:
         raise ConfigError(
             f"requeue.standby_ranks=true, but {why}",
-            hint="requeue.standby_ranks=false: the ranks load PyTorch when they start",
+            hint="requeue.standby_ranks=false: ranks then load PyTorch when they start",
         )
     if config.requeue.mode == RequeueMode.CHAIN:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
@@ -636,7 +639,7 @@ def _check_ranges(config: Config) -> None:
     _at_least("requeue.blame_threshold", config.requeue.blame_threshold, 0)
     if not 0 < config.requeue.blame_expiry_h < math.inf:
         raise ConfigError(
-            f"requeue.blame_expiry_h={config.requeue.blame_expiry_h} is no time after which to forget",
+            f"requeue.blame_expiry_h={config.requeue.blame_expiry_h} is not a valid expiry time",
             hint="give hours above 0, for example 24; requeue.blame_threshold=0 keeps no ledger of nodes",
         )
     _at_least("sweep.pack", config.sweep.pack, 1)
@@ -656,7 +659,9 @@ def _check_prepare(prepare: PrepareConfig) -> None:
     if not prepare.inputs:
         raise ConfigError("prepare.inputs is empty", hint="prepare.inputs='[/data/raw/*.jsonl]'")
     if not prepare.output:
-        raise ConfigError("prepare.output is not set", hint="prepare.output=/data/tokens, a folder that is made")
+        raise ConfigError(
+            "prepare.output is not set", hint="prepare.output=/data/tokens, a folder that will be created"
+        )
     if not 0 < prepare.unit_mb < math.inf:
         raise ConfigError(f"prepare.unit_mb={prepare.unit_mb} must be above 0", hint="in MB, for example 128")
     if not 0 <= prepare.valid_fraction < 1:
@@ -678,7 +683,7 @@ def _check_watchdog(config: Config) -> None:
         _at_least(f"watchdog.{name}", getattr(limits, name), 1, why="watchdog.enabled=false watches nothing")
     if limits.heartbeat_file is not None and config.job.kind != JobKind.COMMAND:
         raise ConfigError(
-            f"watchdog.heartbeat_file={limits.heartbeat_file!r} is for job=command; the trainer's steps are seen without",
+            f"watchdog.heartbeat_file={limits.heartbeat_file!r} is for job=command; the trainer's steps are visible without it",
             hint="watchdog.heartbeat_file=null",
         )
 
@@ -687,7 +692,7 @@ def _check_preflight(preflight: PreflightConfig) -> None:
     if not preflight.clock_offset_s > 0:
         raise ConfigError(
             f"preflight.clock_offset_s={preflight.clock_offset_s} must be above 0",
-            hint="in seconds, such as 5; preflight.ignore=[clock] does not look at clocks",
+            hint="in seconds, such as 5; preflight.ignore=[clock] ignores clocks",
         )
     _at_least("preflight.min_free_gb", preflight.min_free_gb, 0)
     if not 0 < preflight.slow_share < 1:
@@ -697,7 +702,7 @@ def _check_preflight(preflight: PreflightConfig) -> None:
         )
     if preflight.exclude_slow and preflight.mode != PreflightMode.FULL:
         raise ConfigError(
-            f"preflight.exclude_slow=true, but preflight.mode={preflight.mode} does not measure what is slow",
+            f"preflight.exclude_slow=true, but preflight.mode={preflight.mode} does not measure speed",
             hint="preflight=full, or preflight.exclude_slow=false",
         )
 
@@ -709,21 +714,21 @@ def _check_numbers(config: Config) -> None:
     if 0 < observe.straggler_every < STRAGGLER_STEPS:
         raise ConfigError(
             f"observe.straggler_every={observe.straggler_every}: the median of so few steps is mostly noise",
-            hint=f"{STRAGGLER_STEPS} or more steps; 0 looks for no slow ranks",
+            hint=f"{STRAGGLER_STEPS} or more steps; 0 turns the search for slow ranks off",
         )
     if observe.blame_stragglers and not (observe.phases and observe.straggler_every):
         missing = "observe.straggler_every=0" if observe.phases else "observe.phases=false"
         raise ConfigError(
-            f"observe.blame_stragglers=true, but {missing} finds no slow ranks",
-            hint="leave observe.phases and observe.straggler_every as they are by default",
+            f"observe.blame_stragglers=true, but {missing} cannot find slow ranks",
+            hint="keep the defaults of observe.phases and observe.straggler_every",
         )
     check_planned(observe.profile_ranks, config.world_size)
     if observe.profile_steps is not None:
         first, _ = first_and_last(observe.profile_steps)
         if config.job.kind != JobKind.TRAIN:
             raise ConfigError(
-                f"observe.profile_steps={observe.profile_steps!r} is for our own trainer, and job.kind is {config.job.kind!r}",
-                hint="of a program that calls slurmtrain.should_stop() once a step: touch RUN/profile",
+                f"observe.profile_steps={observe.profile_steps!r} needs the trainer, but job.kind is {config.job.kind!r}",
+                hint="for a program that calls slurmtrain.should_stop() once per step: touch RUN/profile",
             )
         if first > config.train.steps:
             raise ConfigError(
@@ -732,7 +737,7 @@ def _check_numbers(config: Config) -> None:
     if peak is not None and not 0 < peak < math.inf:
         raise ConfigError(
             f"cluster.peak_tflops={peak} must be above 0",
-            hint="dense teraflops per second of one GPU, such as 989.4; null: the GPU's data sheet says it",
+            hint="dense teraflops per second of one GPU, such as 989.4; null: the value in the GPU's data sheet",
         )
 
 
@@ -743,12 +748,12 @@ def _check_hooks(hooks: HooksConfig) -> None:
         if command is None:
             continue
         if not command.strip() or "\0" in command:
-            raise ConfigError(f"hooks.{name} is {command!r}, which is no command", hint="null runs none")
+            raise ConfigError(f"hooks.{name} is {command!r}, which is not a command", hint="null runs none")
         secret = SECRET_REFERENCE.search(command)
         if secret is not None:
             raise ConfigError(
-                f"hooks.{name} holds the secret {secret.group()!r}, which would show in every list of processes",
-                hint=f"write +secrets.{secret.group(1)}=env; the hook has it in its environment, as ${secret.group(1)}",
+                f"hooks.{name} holds the secret {secret.group()!r}, which would be visible in every process list",
+                hint=f"write +secrets.{secret.group(1)}=env; the hook can read it from its environment, as ${secret.group(1)}",
             )
 
 

@@ -28,7 +28,7 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
     def busy(owner: Owner) -> None:
         who = f"process {owner['pid']} on {owner['host']}"
         if run_dir.info()["backend"] == Backend.LOCAL:  # it is at it until the run has ended
-            raise ClusterError(f"{who} is running {run_dir.id} already", hint=f"status {run_dir.id}")
+            raise ClusterError(f"{who} is already running {run_dir.id}", hint=f"status {run_dir.id}")
         log.info("%s is resuming it; waiting for that", who)
 
     with claimed(claim_folder(run_dir), busy):

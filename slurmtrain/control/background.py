@@ -42,6 +42,6 @@ def start(words: list[str], folder: Path, has_begun: Callable[[], bool]) -> subp
     while not has_begun():
         if process.returncode is not None and not has_begun():
             said = read_tail(log, SHOWN_BYTES).decode(errors="replace").strip()
-            raise ClusterError(f"the launcher of {folder} ended at once: {printable(said) or process.returncode}")
+            raise ClusterError(f"the launcher of {folder} exited immediately: {printable(said) or process.returncode}")
         time.sleep(POLL_S)
     return process

@@ -93,7 +93,7 @@ class MapTask:
         if left is None or "value" in left:
             refuse_unfinished(self._run_dir, now)
             raise RunFailedError(
-                f"run {self._run_dir.id} has finished, and its result is gone", hint=str(self._run_dir.path)
+                f"run {self._run_dir.id} has finished, but its result is gone", hint=str(self._run_dir.path)
             )
         error: object = None
         with contextlib.suppress(UsageError):
@@ -201,7 +201,7 @@ class MapRun(Sequence[MapTask]):
                 raise
             except ClusterError as error:  # no answer; or somebody cancels the map at this moment, which is seen next
                 self._tried = time.monotonic()
-                log.warning("calls that wait are not submitted yet, and will be tried again: %s", error.message)
+                log.warning("waiting calls could not be submitted, and will be retried: %s", error.message)
         return True
 
     def _submit(self) -> None:
@@ -211,7 +211,7 @@ class MapRun(Sequence[MapTask]):
         self._tried = time.monotonic()
         if submission.limit is not None:
             log.warning(
-                "%d of %d calls wait for the limit on jobs (%s); they are submitted while somebody waits for results",
+                "%d of %d calls exceed the limit on jobs (%s); they are submitted while somebody waits for results",
                 submission.waiting,
                 len(self),
                 submission.limit.message,
@@ -252,12 +252,12 @@ def map(
     cwd = folder_of(project)
     if not callable(function):
         raise UsageError(
-            f"slurmtrain.map was given {_shown((function,))}, which cannot be called, where a function was expected",
+            f"slurmtrain.map was given {_shown((function,))}, which is not callable; expected a function",
             hint="slurmtrain.map(function, items)",
         )
     calls = _calls_of(iterables)
     if max_parallel is not None and max_parallel < 1:
-        raise UsageError(f"max_parallel={max_parallel}: a number of calls, at least 1, was expected")
+        raise UsageError(f"max_parallel={max_parallel}: expected a number of calls, at least 1")
     with submitting:
         config = _config_of_calls(cwd, cluster, overrides, name, config_dir)
         payload = _pickled_calls(function, calls, cwd, config)
@@ -297,7 +297,8 @@ def open_map(path: str | os.PathLike[str], *, project: str | os.PathLike[str] = 
     sweep = sweeps.find(str(inside) if lookup.is_sweep(inside) else os.fspath(path), runs_of(project))
     if not function_file(sweep).exists():
         raise UsageError(
-            f"{sweep.path} is not made by slurmtrain.map: it has no {function_file(sweep).name}", hint="open_run(RUN)"
+            f"{sweep.path} was not created by slurmtrain.map: it has no {function_file(sweep).name}",
+            hint="open_run(RUN)",
         )
     return MapRun(sweep.path)
 
@@ -308,7 +309,7 @@ def _calls_of(iterables: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     for each in iterables:
         if not isinstance(each, Iterable):
             raise UsageError(
-                f"the items are {_shown((each,))}, and a list or another iterable was expected",
+                f"the items are {_shown((each,))}, expected a list or another iterable",
                 hint="slurmtrain.map(function, items)",
             )
     lists = [list(each) for each in iterables]
@@ -334,7 +335,7 @@ def _config_of_calls(
     config_dir: str | os.PathLike[str] | None,
 ) -> Config:
     if isinstance(overrides, str):
-        raise UsageError(f"overrides={overrides!r} is one text, and a list was expected", hint=f"[{overrides!r}]")
+        raise UsageError(f"overrides={overrides!r} is a string; expected a list", hint=f"[{overrides!r}]")
     first = [] if cluster is None else [f"cluster={cluster}"]
     own = [f"job.name={name}", "cluster.nodes=1", "cluster.tasks_per_node=1", f"job.finished_when={RESULT}"]
     config, _, _ = config_of([*first, *own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
@@ -377,7 +378,7 @@ def _pickled(value: Any, what: str) -> bytes:
     except Exception as problem:
         raise UsageError(
             f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
-            hint="jobs get it as a pickle: make locks, open files and connections inside of the function",
+            hint="jobs get it as a pickle: create locks, open files and connections inside the function",
         ) from None
     return pickled
 
@@ -393,7 +394,7 @@ def _write(sweep: Sweep, function: bytes, arguments: Sequence[bytes]) -> None:
 def _require_own(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise UsageError(
-            f"{path} belongs to user {found.st_uid}: a result is a pickle, which could run anything as you",
+            f"{path} belongs to user {found.st_uid}: a result is a pickle, which could execute any code as you",
             hint="`status` and `logs` show the run; its owner can write the result in another format",
         )
 
@@ -426,5 +427,5 @@ def _unpickled(pickled: bytes, what: str) -> Any:
     except Exception as problem:
         raise UsageError(
             f"{what} cannot be read here: {type(problem).__name__}: {problem}",
-            hint="are the modules of its class importable in this process, too?",
+            hint="can this process import the modules of its class?",
         ) from None

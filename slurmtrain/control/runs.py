@@ -282,19 +282,19 @@ def config_of(
         UsageError, ConfigError: as `submit`.
     """
     if isinstance(given, str):
-        raise UsageError(f"{given!r} is one text, and a list of overrides was expected", hint=f"write [{given!r}]")
+        raise UsageError(f"{given!r} is a string; expected a list of overrides", hint=f"write [{given!r}]")
     if not isinstance(given, Sequence):
         if command is not None or config_dir is not None:
-            raise UsageError("command and config_dir go with overrides, and this is a config", hint="set job.command")
+            raise UsageError("command and config_dir work with overrides, but this is a config", hint="set job.command")
         config = with_absolute_paths(from_program(given), cwd)
         return config, validate(config), []
     for each in given:
         if not isinstance(each, str):
-            raise UsageError(f"{each!r} is no override", hint='texts such as "optim.lr=3e-4" were expected')
+            raise UsageError(f"{each!r} is no override", hint='expected strings such as "optim.lr=3e-4"')
     overrides = [normalise(each) for each in given]
     if command is not None:
         if isinstance(command, str) or not command:
-            raise UsageError(f"command={command!r}: a list of words was expected", hint='["python", "my_train.py"]')
+            raise UsageError(f"command={command!r}: expected a list of words", hint='["python", "my_train.py"]')
         kind = [] if "job=command" in overrides else ["job=command"]
         overrides += [*kind, program_override(command)]
     with apart():

@@ -61,7 +61,7 @@ def _cancel_everywhere(run_dir: RunDir) -> str:
     if left:
         raise ClusterError(
             f"run {run_dir.id} is cancelled, but {'; '.join(left)}",
-            hint="its job leaves as soon as it starts; or try again later",
+            hint="its job exits as soon as it starts; or try again later",
         )
     return f"run {run_dir.id} is told to end, in all its queues"
 
@@ -220,7 +220,7 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
             hint=f"`cancel {run_dir.id}` ends it",
         )
     if now.status == RunStatus.STOPPING:
-        raise ClusterError(f"run {run_dir.id} is leaving already: {now.explanation}", hint=f"status {run_dir.id}")
+        raise ClusterError(f"run {run_dir.id} is already stopping: {now.explanation}", hint=f"status {run_dir.id}")
     next_step, asked = _next_step(run_dir, now, changed=changed), time.time()
     if has_no_job(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
@@ -290,8 +290,8 @@ def _refuse_in_several_queues(run_dir: RunDir) -> None:
     """Raise ClusterError for a run that waits in the queues of cluster.choices."""
     if choices.is_open(run_dir):
         raise ClusterError(
-            f"run {run_dir.id} waits in several queues, and has not started in any",
-            hint=f"`cancel {run_dir.id}` takes it out of all of them; then submit it as it is to be",
+            f"run {run_dir.id} waits in several queues, and has not started in any of them",
+            hint=f"`cancel {run_dir.id}` takes it out of all of them; then submit it again",
         )
 
 
@@ -299,7 +299,7 @@ def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
     """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
     if now.status == RunStatus.STARTING:
         raise ClusterError(
-            f"run {run_dir.id} is still setting up: {now.explanation}",
+            f"run {run_dir.id} is still starting: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
         )
 
@@ -374,7 +374,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
     last = now.attempts[-1] if now.attempts else None
     if last is None or last.pid is None or last.ended is not None:
         raise ClusterError(
-            f"run {run_dir.id} is still setting up: {now.explanation}",
+            f"run {run_dir.id} is still starting: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
         )
     if not process_lives(last):
@@ -382,7 +382,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
             raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
         # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
         raise ClusterError(
-            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may do other things, on {last.host}",
+            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may also do other things, on {last.host}",
             hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
             f"`scancel --signal=TERM {now.job_id}.STEP`",
         )

@@ -152,7 +152,7 @@ def starting_after(config: Config, runs: str) -> Config:
 
     if config.cluster.backend == Backend.LOCAL:
         raise UsageError(
-            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
+            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
         )
     return dependencies.starting_after(config, runs, lookup.runs_root())
 

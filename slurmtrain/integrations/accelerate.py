@@ -51,7 +51,7 @@ class AcceleratorCheckpointer:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
                 f"AcceleratorCheckpointer cannot save what {accelerator.distributed_type.value} holds",
-                hint="save it by accelerator.save_state(), when slurmtrain.should_stop() says so",
+                hint="save it with accelerator.save_state() when slurmtrain.should_stop() returns true",
             )
         if session.distributed is None:
             init(device="cpu" if accelerator.device.type == "cpu" else "auto")
@@ -59,7 +59,7 @@ class AcceleratorCheckpointer:
         if accelerator.num_processes != ranks:
             raise EnvironmentMismatchError(
                 f"Accelerator has {accelerator.num_processes} of the {ranks} ranks of this job",
-                hint="on CPUs, Accelerator(cpu=True) lets them train together",
+                hint="on CPUs, Accelerator(cpu=True) makes them train together",
             )
         self._accelerator = accelerator
         self._checkpointer = Checkpointer(directory, **options)
@@ -74,7 +74,7 @@ class AcceleratorCheckpointer:
         self._random_state = RANDOM_STATE.state_dict()
         if any(_draws_another_order(loader) for loader in self._accelerator._dataloaders):
             log.warning(
-                "the order of samples within an epoch is drawn anew after a restart: "
+                "the order of samples within an epoch is reshuffled after a restart: "
                 "Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)) keeps it"
             )
         return restored.step

@@ -132,7 +132,7 @@ class EngineCheckpoints:
                 return self._loaded(self._folder / name, client_state)
         raise CheckpointError(
             f"all {len(names)} checkpoints in {self._folder} are damaged",
-            hint="training begins at step 0 when they are not in that folder any more",
+            hint="remove them from that folder to begin at step 0",
         )
 
     def _load(self, checkpoint: Path) -> Mapping[str, Any] | None:
@@ -161,7 +161,7 @@ class EngineCheckpoints:
         failed = next((f": {each['failed'].splitlines()[0]}" for each in states if each["failed"]), "")
         raise CheckpointError(
             f"DeepSpeed cannot load {checkpoint}{failed}",
-            hint="a checkpoint fits the number of ranks and the ZeRO stage that it was saved with",
+            hint="a checkpoint needs the number of ranks and the ZeRO stage that it was saved with",
         )
 
     def _damage_of_parts(self, checkpoint: Path) -> str | None:
@@ -193,7 +193,7 @@ class EngineCheckpoints:
         """Tell all ranks what rank 0 has found, and say it."""
         damage = self._distributed.broadcast_text(damage or "")
         if damage and self._is_first:
-            log.warning("%s is damaged, and the one before it is loaded: %s", checkpoint, damage)
+            log.warning("%s is damaged; loading the one before it: %s", checkpoint, damage)
         return bool(damage)
 
     def _loaded(self, checkpoint: Path, client_state: Mapping[str, Any]) -> int:

@@ -192,7 +192,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         if stage == "fit" and self._begun:
             raise ConfigError(
                 "SlurmtrainCallback was used by an earlier fit() already, whose checkpoints would be mixed up with these",
-                hint="make a Trainer with one of its own for each fit(), with another folder or Checkpointer directory",
+                hint="create a Trainer with a new callback for each fit(), with another folder or Checkpointer directory",
             )
         self._begun = self._begun or stage == "fit"
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -210,13 +210,13 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         if self._checkpointer is None:
             if isinstance(trainer.strategy.checkpoint_io, _AsyncCheckpointIO):
                 raise ConfigError(
-                    "AsyncCheckpointIO saves in the background, and does not say when a checkpoint is complete",
-                    hint="leave it out; SlurmtrainCallback(checkpointer=True) saves in the background, too",
+                    "AsyncCheckpointIO saves in the background, and does not report when a checkpoint is complete",
+                    hint="leave it out; SlurmtrainCallback(checkpointer=True) also saves in the background",
                 )
             return
         if trainer.strategy.restore_checkpoint_after_setup:
             raise ConfigError(
-                f"{type(trainer.strategy).__name__} keeps its state in a way of its own, which a Checkpointer cannot restore",
+                f"{type(trainer.strategy).__name__} keeps its state in its own way, which a Checkpointer cannot restore",
                 hint="SlurmtrainCallback() without one saves through Trainer; then fit(..., ckpt_path=resume_from())",
             )
         rest = _Rest(trainer)
@@ -335,7 +335,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         if self._checkpointer is not None:
             self._checkpointer.wait()
         self._distributed.leave_together()
-        log.info("told to stop: leaving after step %d", step)
+        log.info("told to stop: exiting after step %d", step)
         raise _SIGTERMException(EXIT_REQUEUE)
 
     def _validation_is_due(self, trainer: Any) -> bool:
@@ -558,7 +558,7 @@ def resume_from(*folders: Path | str) -> str | None:
             if reason is None:
                 found = path
                 break
-            log.warning("%s is not whole, and is left out: %s", path, reason)
+            log.warning("%s is incomplete and is skipped: %s", path, reason)
             damaged += [path] if path.match(OWN) and not path.is_dir() else []
         for path in damaged if found is not None else ():
             set_aside(path)

@@ -21,6 +21,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.api import session
 from slurmtrain.system import records
+from slurmtrain.system.best_effort import BestEffort
 
 
 @dataclass
@@ -67,6 +68,7 @@ class ProgressReport:
 
     def __init__(self, first_step: int, total_steps: int | None, folder: Path | str):
         self._log: MetricsLog | None = None
+        self._storage = BestEffort("steps of saves for the record of this attempt")
         self._context = session.context
         if self._context is None or session.initialised()[0].environment.rank != 0:
             return
@@ -114,7 +116,8 @@ class ProgressReport:
         """Record that the state after `step` steps was saved by the library itself."""
         if self._log is not None and self._context is not None:
             self._reached(step)
-            attempt_context.update_attempt(self._context, last_step=self._offset + step)
+            context, reached = self._context, self._offset + step
+            self._storage.attempt(lambda: attempt_context.update_attempt(context, last_step=reached))
 
     def close(self) -> None:
         """Close the file; nothing is reported any more."""

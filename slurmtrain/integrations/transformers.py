@@ -113,7 +113,7 @@ def _join(args: Any) -> None:
     """
     if getattr(args, "enable_jit_checkpoint", False):
         raise ConfigError(
-            "enable_jit_checkpoint=True lets each rank stop at a step of its own",
+            "enable_jit_checkpoint=True lets each rank stop at a different step",
             hint="leave it out: all ranks stop together at the next step",
         )
     if session.distributed is None:
@@ -122,7 +122,7 @@ def _join(args: Any) -> None:
     if args.world_size != ranks:
         raise EnvironmentMismatchError(
             f"Trainer trains on {args.world_size} of the {ranks} ranks of this job",
-            hint="on CPUs, TrainingArguments(use_cpu=True) lets them train together",
+            hint="on CPUs, TrainingArguments(use_cpu=True) makes them train together",
         )
 
 
@@ -225,8 +225,8 @@ class CheckpointedTrainer(Trainer):  # type: ignore[misc]
             return super().train(resume_from_checkpoint, *args, **kwargs)
         if self._trained:
             raise ConfigError(
-                "CheckpointedTrainer.train() has finished once already, and would go on from its last checkpoint",
-                hint="make a CheckpointedTrainer with a checkpoint_dir of its own for each training",
+                "CheckpointedTrainer.train() has finished once already, and would continue from its last checkpoint",
+                hint="create a CheckpointedTrainer with its own checkpoint_dir for each training",
             )
         checkpointer = self._checkpointer = self._checkpointer or self._make_checkpointer()
         self._state_text.text = self._newest_state(checkpointer)

@@ -111,8 +111,8 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
     values = run_dir.config_values()
     if PICKLED.search(str(_at(values, "job", "command"))):
         raise UsageError(
-            f"run {run_dir.id} calls a pickled function, of slurmtrain.map or a Hydra program, which a bundle does not hold",
-            hint="call the program again where it is to run; a bundle is for runs of `submit`",
+            f"run {run_dir.id} calls a pickled function of slurmtrain.map or a Hydra program, which a bundle cannot contain",
+            hint="run the program again at the other place; bundles are for runs of `submit`",
         )
     record = read_code_record(run_dir.code_record_file) or CodeRecord()
     in_place = str(info.get("workdir", "/")).startswith("/")
@@ -125,7 +125,7 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
     recorded = newest_environment(run_dir)
     facts = ProcessFacts() if recorded is None else recorded[1]
     if recorded is None:
-        code.warnings.append("no attempt has recorded what it ran with: the bundle has no list of packages")
+        code.warnings.append("no attempt recorded its packages: the bundle has no list of packages")
     config = records.read_bytes(run_dir.config_file)
     facts_of_run = _run_facts(run_dir, info, in_place)
     about = [
@@ -159,7 +159,7 @@ def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] =
     _refuse_secrets(run_dir, [first, *members], known, allow)
     if unknown:
         code.warnings.append(
-            f"not known in this shell, and so not looked for in the bundle: the secrets {some(unknown)}"
+            f"unknown in this shell, so the check of the bundle could not look for these secrets: {some(unknown)}"
         )
     name = info["name"] if NAME.fullmatch(info["name"]) else "run"  # the record may be somebody else's
     return Packed(f"{name}-{run_dir.id}", int(info["created"]), [first, *members], code.warnings)
@@ -196,7 +196,7 @@ def write_bundle(packed: Packed, target: Path) -> str:
         give_name(temporary, target)
         return digest
     except FileExistsError:
-        raise ConfigError(f"{target} is there already", hint="name another file, or remove it") from None
+        raise ConfigError(f"{target} already exists", hint="choose another file, or remove it") from None
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from None
     finally:
@@ -278,7 +278,9 @@ def _code_of(run_dir: RunDir, record: CodeRecord, exclude: Sequence[str]) -> _Co
             f"changed or gone since the run was submitted: {some(found.changed)}; packed as they are now"
         )
     if found.links_out:
-        found.warnings.append(f"links that lead out of the code are not in the bundle: {some(list(found.links_out))}")
+        found.warnings.append(
+            f"not in the bundle, because these links lead out of the code: {some(list(found.links_out))}"
+        )
     return found
 
 
@@ -325,7 +327,7 @@ def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], known: Mapping[s
         content = member.content
         name = next((name for name, value in known.items() if bytes_of(value) in content), None)
         if name is not None:
-            found.append(f"{member.name} holds the value of {name}")
+            found.append(f"{member.name} contains the value of {name}")
             continue
         if _matches(member.name.removeprefix("code/"), allow):
             continue
@@ -335,14 +337,14 @@ def _refuse_secrets(run_dir: RunDir, members: Iterable[Member], known: Mapping[s
             found.append(f"{member.name} is a file that usually holds secrets")
         elif match := SECRET_TEXT.search(content):
             line = content.count(b"\n", 0, match.start()) + 1
-            found.append(f"{member.name} looks as if it held a secret, in line {line}")
+            found.append(f"{member.name} seems to contain a secret, in line {line}")
     if not _matches(CONFIG, allow):
         found += [
             f"{CONFIG}: {key} looks like a secret that is written out" for key in _written_out(run_dir.config_values())
         ]
     if found:
         raise ConfigError(
-            f"a bundle holds no secrets, but {some(found, separator='; ')}",
+            f"a bundle must not contain secrets, but {some(found, separator='; ')}",
             hint="--exclude PATTERN leaves files of the code out; --allow PATTERN packs what only looks like a secret; a "
             "variable of this shell whose value is none can be unset",
         )

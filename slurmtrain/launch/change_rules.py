@@ -75,7 +75,7 @@ def check_meaning(before: Config, after: Config, step: int | None) -> None:
         reason = _reason(key, before)
         if reason is None or (Allow.CONFIG in after.checkpoint.allow and reason != _OWN):
             continue
-        hint = "submit it as a run of its own"
+        hint = "submit it as a separate run"
         if reason != _OWN:
             hint += (
                 ", with these weights if you like (checkpoint.restore_from=CHECKPOINT checkpoint.restore_only=model); "

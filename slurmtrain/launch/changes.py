@@ -162,7 +162,7 @@ def _check_code_reads_config(run_dir: RunDir) -> None:
     version = schema_version_of(run_dir.code)
     if version is not None and version < SCHEMA_VERSION:
         raise ConfigError(
-            f"the code of run {run_dir.id} holds an earlier slurmtrain, which cannot read a config of this one",
+            f"the code of run {run_dir.id} holds an older slurmtrain, which cannot read configs of this version",
             hint=f"`resume {run_dir.id} KEY=VALUE --code` goes on with the code as it is now; without KEY=VALUE the run "
             "goes on as it is",
         )
@@ -340,7 +340,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
             why = f"its sweep varies {field}"
         else:
             continue
-        raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a run of its own")
+        raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a separate run")
 
 
 def _parsed(word: str, fixed: Sequence[str] = FIXED) -> tuple[list[str], Any, bool]:
@@ -360,7 +360,7 @@ def _parsed(word: str, fixed: Sequence[str] = FIXED) -> tuple[list[str], Any, bo
         raise unknown
     hint = fields_instead(field, str(parsed.value())) if plain and not isinstance(parsed.value(), dict) else None
     if "." not in field or hint is not None or not plain:
-        raise UsageError(f"{word}: single fields can be set", hint=hint or "such as optim.lr=1e-4")
+        raise UsageError(f"{word}: only single fields can be set", hint=hint or "such as optim.lr=1e-4")
     return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
 
 
@@ -369,14 +369,14 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     cwd = Path(info["submit_dir"])
     if info["workdir"].startswith("/"):
         raise UsageError(
-            f"--code: this run has no snapshot, but runs in place, in {info['workdir']}",
-            hint="it runs the code that is there; resume it without --code",
+            f"--code: this run has no snapshot; it runs in place, in {info['workdir']}",
+            hint="it already runs the current code; resume it without --code",
         )
     if not cwd.is_dir():
-        raise ConfigError(f"--code: {cwd}, from where the run was submitted, is not there any more")
+        raise ConfigError(f"--code: {cwd}, from which the run was submitted, no longer exists")
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
     if source.root is None:
-        raise ConfigError(f"--code: {cwd} is in no git work tree any more", hint="job.snapshot=cwd copies a folder")
+        raise ConfigError(f"--code: {cwd} is no longer in a git work tree", hint="job.snapshot=cwd copies a folder")
     snapshot = take_snapshot(config.job, source, target)
     # `target` becomes RUN/code, with the files that the run itself has written beside its code.
     check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)

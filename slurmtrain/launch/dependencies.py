@@ -83,7 +83,7 @@ def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
     if choice is not None and (len(every) > 1 or config.job.singleton):
         raise UsageError(
             f"SLURM cannot wait for one of several jobs ({choice}) and for something else, too",
-            hint="a run with requeue.mode=chain can only be waited for alone, and without job.singleton",
+            hint="--after accepts a run with requeue.mode=chain only by itself, and without job.singleton",
         )
     options = {**config.cluster.sbatch, "dependency": ",".join(map(str, every))}
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=options))
@@ -98,12 +98,12 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     info = run_dir.info()
     if choices.is_open(run_dir):
         raise UsageError(
-            f"run {run_dir.id} waits in several queues, so SLURM does not know yet which job is to be awaited",
+            f"run {run_dir.id} waits in several queues, so it is not known yet which job to wait for",
             hint="submit when it has started",
         )
     if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
-            f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",
+            f"run {run_dir.id} does not have its own SLURM job, so SLURM cannot wait for it",
             hint="submit when it has finished",
         )
     if info["slurm_conf"] != here:

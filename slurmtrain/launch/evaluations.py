@@ -178,8 +178,8 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
     trained = load_frozen(run_dir.config_file, with_secrets=False)
     if trained.job.kind != JobKind.TRAIN:
         raise UsageError(
-            f"run {run_dir.id} is a program of your own: what its checkpoints are worth is not known here",
-            hint="evaluate is for runs of the trainer",
+            f"run {run_dir.id} is a program of your own: slurmtrain cannot evaluate its checkpoints",
+            hint="evaluate works with runs of the trainer",
         )
     config = evaluation_config(trained, str(checkpoint), changes=_changes(overrides), here=here)
     validate(config)
@@ -204,7 +204,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
         path = parsed.key_or_group.split(".")
         if path[0] not in CHANGEABLE or len(path) < 2 or parsed.is_delete() or parsed.is_sweep_override():
             raise UsageError(
-                f"evaluate cannot take {word!r}: what is evaluated is the run as it was trained",
+                f"evaluate cannot take {word!r}: the run is evaluated as it was trained",
                 hint=f"single fields of {', '.join(CHANGEABLE)}, such as cluster.tasks_per_node=2",
             )
         inside = changes

@@ -160,7 +160,7 @@ def _parent_of(below: PurePath, name: str) -> PurePath | None:
 
 def _cannot_be_mapped(root: Path, path: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{path} is imported by {what}, so a job would run the work tree {root} as it then is, not its snapshot",
+        f"{path} is imported by {what}, so a job would run the work tree {root} at that time, not its snapshot",
         hint="install it so that a .pth file names its folder (`pip install -e . --config-settings editable_mode=compat` "
         "with setuptools), or run in place with job.snapshot=none",
     )

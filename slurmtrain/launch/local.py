@@ -7,9 +7,9 @@ finishes the record of an attempt after the last rank has exited, and starts ano
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
+import logging
 import os
 import pty
 import queue
@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,9 +36,15 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
+from slurmtrain.system import process as processes
+from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
 
-PR_SET_PDEATHSIG = 1
+log = logging.getLogger(__name__)
+
+GONE_S = 5.0  # how long killed processes may take to be gone
+GONE_POLL_S = 0.02  # the kernel has no event for the end of a grandchild
+OUTPUT_S = 5.0  # how long the rest of a rank's output may take, when all its processes are gone
 
 
 def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
@@ -124,26 +131,38 @@ class LocalAttempt:
             kind, subject, value = self._events.get()
             if kind == "signal":
                 self.told_to_stop = True
-                self._signal(ranks, codes, subject)
+                self._signal(ranks, subject)
                 continue
             codes[subject] = value if value >= 0 else 128 - value
             if value != 0 and killer is None:  # srun --kill-on-bad-exit
-                self._signal(ranks, codes, signal.SIGTERM)
-                killer = threading.Timer(self._config.cluster.srun_wait_s, self._signal, [ranks, codes, signal.SIGKILL])
+                self._signal(ranks, signal.SIGTERM)
+                killer = threading.Timer(self._config.cluster.srun_wait_s, end_sessions, [[each.pid for each in ranks]])
                 killer.daemon = True
                 killer.start()
         if killer is not None:
             killer.cancel()
-        for copier in self._copiers:
-            copier.join()
+            killer.join()
+        # As SLURM does at the end of a step: a rank that was killed may have left its program behind.
+        end_sessions([process.pid for process in ranks])
+        for process in ranks:
+            process.wait()
+        until = time.monotonic() + OUTPUT_S
+        for rank, copier in enumerate(self._copiers):
+            copier.join(max(0.0, until - time.monotonic()))
+            if copier.is_alive():
+                log.warning(
+                    "the output of rank %d does not end: what it has started lives on, or nobody reads it", rank
+                )
         return max(codes.values())
 
-    def _signal(self, ranks: list[subprocess.Popen[bytes]], codes: dict[int, int], number: int) -> None:
-        for rank, process in enumerate(ranks):
-            if rank not in codes:
-                with contextlib.suppress(ProcessLookupError):
-                    # SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
-                    os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
+    def _signal(self, ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+        """Signal all ranks, and what those have left behind that have left themselves.
+
+        SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
+        """
+        for process in ranks:  # none is reaped before all have left, so each number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
     _copiers: list[threading.Thread]
 
@@ -167,7 +186,8 @@ class LocalAttempt:
         copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
         copier.start()
         self._copiers.append(copier)
-        threading.Thread(target=lambda: self._events.put(("left", rank, process.wait())), daemon=True).start()
+        left = threading.Thread(target=lambda: self._events.put(("left", rank, _exit_code(process.pid))), daemon=True)
+        left.start()
         return process
 
     def _environment(self, rank: int, workdir: str) -> dict[str, str]:
@@ -191,6 +211,27 @@ class LocalAttempt:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": size,
         }
+
+
+def _exit_code(pid: int) -> int:
+    """Wait until a child has left, without reaping it, and return its exit code; minus the signal that has killed it."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def end_sessions(leaders: Collection[int]) -> None:
+    """Kill all processes of the sessions that these have begun, and wait until they are gone, at most GONE_S seconds.
+
+    Args:
+        leaders: pids of children that are not reaped yet.
+    """
+    give_up = time.monotonic() + GONE_S
+    while (left := processes.living_in_sessions(leaders)) and time.monotonic() < give_up:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(GONE_POLL_S)
 
 
 def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
@@ -249,4 +290,4 @@ def _prepare_rank() -> None:
     exits instead of training on for nobody.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)

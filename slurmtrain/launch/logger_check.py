@@ -92,5 +92,5 @@ def check_loggers(config: Config, cwd: Path) -> None:
         if wrong is not None:
             raise ConfigError(
                 f"observe.loggers.{name}._target_={loggers[name]['_target_']}: {wrong}",
-                hint="write the class as my_package.my_module.MyLogger, and its arguments beside it",
+                hint="write the class as my_package.my_module.MyLogger, with its arguments next to it",
             )

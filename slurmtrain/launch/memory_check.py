@@ -72,10 +72,10 @@ def memory_by_dry_run(config: Config) -> list[StageMemory]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvironmentMismatchError(f"laying out the model took more than {TIMEOUT_S:.0f} s") from None
+        raise EnvironmentMismatchError(f"building the sharded model took more than {TIMEOUT_S:.0f} s") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise EnvironmentMismatchError(f"the model cannot be laid out here: {said[-1]}")
+        raise EnvironmentMismatchError(f"the sharded model cannot be built here: {said[-1]}")
     answer = json.loads(done.stdout.splitlines()[-1])  # the model's own code may have printed before
     if "error" in answer:
         kind = ConfigError if answer["error"] == "ConfigError" else EnvironmentMismatchError

@@ -162,8 +162,8 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
     runs = str(absolute(config.job.runs_dir, cwd))
     if config.cluster.backend == Backend.SLURM and "\\" in runs:
         raise ConfigError(
-            f"runs cannot lie under {runs}: with a backslash in its name SLURM writes a job's log elsewhere, or not at all",
-            hint="job.runs_dir, or SLURMTRAIN_RUNS, names another folder",
+            f"runs cannot lie under {runs}: because of the backslash in its name, SLURM would write no job log there",
+            hint="job.runs_dir, or SLURMTRAIN_RUNS, chooses another folder",
         )
     check_program(config, cwd)
     _check_steps_are_left(config)
@@ -208,7 +208,7 @@ def _missing(named: Named, seen: Seen, cwd: Path) -> ConfigError:
         return ConfigError(f"{named.field}: no {named.what} matches {named.path}", hint="check the spelling")
     if not os.access(seen.place, os.X_OK):
         return ConfigError(
-            f"{named.field}: {named.path}: you may not look into {seen.place}", hint="see `ls -ld` of it"
+            f"{named.field}: {named.path}: you have no permission to read {seen.place}", hint="see `ls -ld` of it"
         )
     if close := _close_names(seen):
         hint = f"did you mean {close}?"
@@ -264,7 +264,7 @@ def _check_outputs(config: Config) -> None:
         if reason := unwritable(folder):
             raise ConfigError(
                 f"{field}={folder} cannot be written: {reason}",
-                hint="name a folder that you may write and the nodes see",
+                hint="choose a folder that you can write to and that the nodes can see",
             )
 
 
@@ -281,7 +281,7 @@ def _check_is_a_checkpoint(config: Config) -> None:
         return
     newest = [found[-1] for folder in (source, source / "checkpoints") if (found := committed(folder))]
     raise ConfigError(
-        f"checkpoint.restore_from={source} is no checkpoint: {reason}",
+        f"checkpoint.restore_from={source} is not a checkpoint: {reason}",
         hint=f"its newest one is {newest[0]}" if newest else "nor has it any; `checkpoints RUN` lists those of a run",
     )
 
@@ -295,7 +295,7 @@ def _check_steps_are_left(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.restore_from={source} is at step {step_of(source)} already, and "
             f"train.steps={config.train.steps}: there is nothing left to train",
-            hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
+            hint="to restart with its weights: checkpoint.restore_only=model; to continue from its step: more train.steps",
         )
 
 

@@ -58,7 +58,7 @@ def record_next_change(
     present = load_frozen(run_dir.config_file, with_secrets=False)
     if kept is not None and kept["cwd"] != str(cwd):  # to which paths are relative
         raise UsageError(
-            f"{' '.join(earlier)} waits for the next attempt of run {run_dir.id} already, typed in {kept['cwd']}",
+            f"{' '.join(earlier)} already waits for the next attempt of run {run_dir.id} already, typed in {kept['cwd']}",
             hint="type this command there, too",
         )
     before = changes.plan(run_dir, present, earlier, cwd)[0] if earlier else present
@@ -95,7 +95,7 @@ def apply_next_change(run_dir: RunDir) -> bool:
     )
     try:
         if tries >= TRIES and not made:
-            raise ClusterError(f"{tries} processes that were to make the change have ended before it was made")
+            raise ClusterError(f"{tries} processes that should make the change ended without making it")
         write_json(run_dir.next_change_file, {**kept, "tries": tries + 1})
         changes.undo_unfinished(run_dir)
         if not made:
@@ -103,7 +103,7 @@ def apply_next_change(run_dir: RunDir) -> bool:
                 log.info(line)
     except Exception as error:  # whatever it is, the next try would meet it again
         why = _why(error)
-        log.warning("the run goes on without %s: %s", " ".join(kept["set"]), why, exc_info=_is_ours(error))
+        log.warning("the run continues without %s: %s", " ".join(kept["set"]), why, exc_info=_is_ours(error))
         run_dir.event(Event.NOT_CHANGED, set=kept["set"], why=why)
         run_dir.next_change_file.unlink(missing_ok=True)
         with contextlib.suppress(Exception):  # so that no half of it stays
@@ -165,7 +165,8 @@ def change_pending(run_dir: RunDir, job_id: str, overrides: Sequence[str], cwd: 
         facts = client.look(job_id)
         if facts is None or facts.state != "PENDING":
             raise ClusterError(
-                f"job {job_id} of run {run_dir.id} has just started", hint="the same command changes its next attempt"
+                f"job {job_id} of run {run_dir.id} has just started",
+                hint="repeat the command to change its next attempt",
             )
         old = client.batch_script(job_id)  # what is in the run directory may be of a change that was cut short
         changes.undo_unfinished(run_dir)
@@ -219,7 +220,7 @@ def _updated(client: SlurmClient, job_id: str, fields: dict[str, str]) -> bool:
     try:
         client.update_pending(job_id, **fields)
     except ClusterError as error:
-        log.info("job %s stays as it was, and a new one takes its place: %s", job_id, error.message)
+        log.info("job %s could not be changed, so a new job replaces it: %s", job_id, error.message)
         return False
     return True
 
@@ -239,8 +240,8 @@ def _in_a_new_job(run_dir: RunDir, job_id: str, client: SlurmClient, *, waits: b
         new = submit_existing_script(run_dir, after)
     except ClusterError as error:
         raise ClusterError(
-            f"run {run_dir.id} is changed, but has no job of the changed script: {error.message}",
-            hint=f"its job {job_id} is held: type the same command again, or cancel {run_dir.id}",
+            f"run {run_dir.id} has been changed, but has no job with the changed script: {error.message}",
+            hint=f"its job {job_id} is held: repeat the command, or cancel {run_dir.id}",
         ) from None
     try:
         client.pass_on_dependents(job_id, new)

@@ -71,7 +71,7 @@ def for_new_job(runs: Sequence[RunDir], script: Path, client: SlurmClient, confi
     try:
         own = _nodes_of(directive(script.read_text(), "exclude"))
     except (OSError, EnvironmentMismatchError) as error:
-        log.warning("no blamed node is left out: cluster.exclude cannot be read: %s", error)
+        log.warning("no blamed node is excluded: cluster.exclude cannot be parsed: %s", error)
         return Exclusion()
     return _checked(runs, script, client, own, [each for each in blamed if each.node not in own]) or Exclusion()
 
@@ -153,7 +153,7 @@ def _checked(
         return Exclusion(nodes, tuple(blamed))
     why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
     names = ",".join(each.node for each in blamed)
-    log.warning("%s cannot be left out, since the job may then never start: %s", names.replace(",", ", "), why)
+    log.warning("%s cannot be excluded, since the job might then never start: %s", names.replace(",", ", "), why)
     for run in runs:
         run.event(Event.NODES_NOT_LEFT_OUT, nodes=names, why=why)
     return None

@@ -54,11 +54,12 @@ def check_program(config: Config, cwd: Path) -> None:
     if not path.exists() and (not os.path.isabs(script) or path.parent.is_dir()):
         raise ConfigError(
             f"job.command: there is no {script} in {path.parent if os.path.isabs(script) else cwd}",
-            hint="paths in it are relative to the folder of the command, of which the job gets a snapshot",
+            hint="its paths are relative to the folder of the command, which the job gets a snapshot of",
         )
     if script == shlex.split(command)[0] and path.is_file() and not os.access(path, os.X_OK):
         raise ConfigError(
-            f"job.command: {script} cannot be executed", hint=f"chmod +x {script}, or name what runs it: bash {script}"
+            f"job.command: {script} cannot be executed",
+            hint=f"chmod +x {script}, or name an interpreter: bash {script}",
         )
     interpreter = _interpreter(config)
     if interpreter is not None and path.suffix == ".py" and path.is_file():
@@ -74,7 +75,7 @@ def _check_module(config: Config, module: str, cwd: Path) -> None:
     if (cwd / package / "__init__.py").exists() and not _can_run(cwd, module):
         raise ConfigError(
             f"job.command: there is no module {module} in {cwd}, or it is a package without __main__.py",
-            hint="python -m takes the name with dots, without .py",
+            hint="python -m needs the name with dots, without .py",
         )
     if (cwd / package).is_dir() or _can_run(cwd, package):
         return

@@ -124,8 +124,7 @@ def requeue(
         requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
     except NotRequeuedError as error:
         log.warning("%s; submitting a new job instead", error.message)
-        jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
-        return f"submitted again as job {', '.join(filter(None, jobs)) or 'none: cancelled'}"
+        return submit_each_again(going_on, job_id, client, sleep)
     except ClusterError as error:
         for run_dir, number in going_on:
             _end(run_dir, number, f"its job could not be requeued: {error.message}")
@@ -171,7 +170,7 @@ def _requeue(
         try:
             facts = client.look(job_id)
             if facts is None:
-                raise NotRequeuedError(f"SLURM does not know job {job_id} any more")
+                raise NotRequeuedError(f"SLURM no longer knows job {job_id}")
             if facts.restarts > restart_count:
                 return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count, told):
@@ -192,6 +191,39 @@ def _requeue(
                 raise
             sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
             pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
+
+
+def submit_each_again(
+    runs: Sequence[tuple[RunDir, int]],
+    job_id: str,
+    client: SlurmClient,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Submit the script of each of these runs again, as `submit_again`, and return what was done, as a sentence.
+
+    Raises:
+        ClusterError: SLURM accepted no job for some of them. The records of their attempts say so, and the message names
+            them and the jobs of the others.
+    """
+    jobs: list[str] = []
+    failed: dict[str, str] = {}
+    for run_dir, number in runs:
+        try:
+            new = submit_again(run_dir, number, job_id, client, sleep)
+        except Exception as error:  # the runs after it have nobody else who would submit them
+            if len(runs) == 1:
+                raise
+            failed[run_dir.id] = error.message if isinstance(error, SlurmtrainError) else str(error)
+            continue
+        jobs += [new] if new is not None else []
+    done = f"submitted again as job {', '.join(jobs)}" if jobs else "cancelled: not submitted again"
+    if not failed:
+        return done
+    words = "; ".join(f"run {run_id}: {why}" for run_id, why in failed.items())
+    raise ClusterError(
+        f"no new job could be submitted for {len(failed)} of {len(runs)} runs: {words}" + (f"; {done}" if jobs else ""),
+        hint=f"continue with: {', '.join(f'resume {run_id}' for run_id in failed)}",
+    )
 
 
 def submit_again(

@@ -329,7 +329,7 @@ def reasons_of_options(config: Config, paths: JobPaths, version: Version | None)
         "mem": "cluster.mem_per_node_gb" + (": 0 is all of a node's memory" if cluster.mem_per_node_gb == 0 else ""),
         "mem-per-cpu": "cluster.mem_per_cpu_gb",
         "mem-per-gpu": "cluster.mem_per_gpu_gb",
-        "time": "cluster.time_limit_min, in minutes; a run goes on after each job by itself",
+        "time": "cluster.time_limit_min, in minutes; a run continues automatically after each job",
         "signal": "cluster.signal_lead_s: the early warning, so many seconds before the time limit (SLURM may send it 60 s "
         "sooner), to the ranks, which save; with B: it would come to this shell alone",
         "constraint": "cluster.constraint",

@@ -192,7 +192,7 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
 def no_chain(what: str) -> ConfigError:
     """Return the error for a chain that is asked for an array."""
     return ConfigError(
-        f"requeue.mode=chain {what}: the tasks of an array cannot each wait for their own",
+        f"requeue.mode=chain {what}: the tasks of an array cannot wait for different jobs",
         hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
     )
 
@@ -256,7 +256,7 @@ def slurm_conf_of(config: Config) -> str | None:
     if config.cluster.slurm_conf:
         path = Path(config.cluster.slurm_conf)
         if not path.is_file():
-            raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
+            raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null: this machine's own SLURM")
         return str(path)
     from slurmtrain import sandbox
 
@@ -352,7 +352,7 @@ def run_info(
     for key in ("name", "user", "host", "submit_dir", "workdir", "slurm_conf"):  # read again, so as they are
         if redacted(info[key]) != info[key]:
             raise ConfigError(
-                f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
+                f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is stored on disk",
                 hint="remove values that are not secret, such as a user's name, from `secrets`",
             )
     return info

@@ -102,7 +102,7 @@ def refuse_unsuitable(configs: Mapping[str, Config]) -> None:
     for name, config in configs.items():
         if name == "first":
             raise ConfigError(
-                "cluster.choices: 'first' is no cluster: it stands for those that cluster.choices names",
+                "cluster.choices: 'first' is not a cluster: it stands for those in cluster.choices",
                 hint="name clusters or partitions of SLURM",
             )
         if is_name_of_claim(name):
@@ -117,12 +117,12 @@ def refuse_unsuitable(configs: Mapping[str, Config]) -> None:
             )
         if config.requeue.mode == RequeueMode.CHAIN:
             raise ConfigError(
-                "requeue.mode=chain with cluster.choices: a chain is a queue of its own on one cluster",
+                "requeue.mode=chain with cluster.choices: a chain belongs to one cluster",
                 hint="requeue=requeue, or requeue=resubmit where a cluster forbids that",
             )
         if config.job.singleton:
             raise ConfigError(
-                "job.singleton=true with cluster.choices: the run's own jobs, of the same name, would wait for each other",
+                "job.singleton=true with cluster.choices: the run's own jobs would wait for each other",
                 hint="job.singleton=false",
             )
 
@@ -138,7 +138,7 @@ def _check_same_code(configs: Mapping[str, Config], cwd: Path) -> None:
         if (found[name].workdir, found[name].roots) != (found[first].workdir, found[first].roots):
             raise ConfigError(
                 f"cluster.choices: the interpreters of {first} and {name} import the code from different folders",
-                hint="install it in both of them in the same way, or not at all",
+                hint="install it in the same way in both, or in neither",
             )
 
 
@@ -198,7 +198,7 @@ def submit_to_each(run_dir: RunDir) -> Submitted:
             problems[choice.name] = error
         except (KeyboardInterrupt, OSError):
             log.warning(
-                "run %s may be in some of the queues: `status %s`, `cancel %s`", run_dir.id, run_dir.id, run_dir.id
+                "run %s may be queued on some clusters: `status %s`, `cancel %s`", run_dir.id, run_dir.id, run_dir.id
             )
             raise
     if not submitted and unknown:
@@ -209,7 +209,7 @@ def submit_to_each(run_dir: RunDir) -> Submitted:
     for name, problem in problems.items():
         log.warning("not submitted to %s: %s", name, problem.message)
     for name, problem in unknown.items():
-        log.warning("%s: %s; a job that is there leaves when another one has the run", name, problem.message)
+        log.warning("%s: %s; if its job exists, it exits when another job has the run", name, problem.message)
     return Submitted(
         submitted,
         {name: problem.message for name, problem in problems.items()},
@@ -256,7 +256,7 @@ def _submit(run_dir: RunDir, choice: Choice, number: int) -> str:
             if waiting:
                 client.cancel(*waiting)
         except ClusterError as error:
-            log.warning("job %s is not taken back, and leaves when it starts: %s", job_id, error.message)
+            log.warning("job %s could not be cancelled, and will exit when it starts: %s", job_id, error.message)
     return job_id
 
 

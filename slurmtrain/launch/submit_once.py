@@ -134,7 +134,7 @@ def submit_exactly_once(
     aside = set_aside(script, os.environ)
     if aside:
         named = ", ".join(f"{name}={os.environ[name]} ({owner})" for name, owner in sorted(aside.items()))
-        log.info("variables of this shell are set aside, since the config decides: %s", named)
+        log.info("variables of this shell are ignored, since the config decides: %s", named)
     if looked_for_before:
         _wait_for_orphans(token, patience, sleep)
         found = _look(token, client, patience, sleep, finds_out)
@@ -149,7 +149,7 @@ def submit_exactly_once(
         except TransientError as error:
             transient = error
         if transient.may_be_there:
-            log.info("sbatch: %s; looking whether the job is there all the same", transient.said)
+            log.info("sbatch: %s; checking whether the job exists all the same", transient.said)
             found = _look(token, client, patience, sleep, finds_out, transient.said)
             if found is not None:
                 return found
@@ -275,7 +275,7 @@ def _wait_for_orphans(token: str, patience: Patience, sleep: Callable[[float], N
         if not _runs_somewhere(TOKEN_PREFIX + token):
             return
         if not told:
-            log.info("a sbatch that a killed shell has left behind is still at work; waiting for it")
+            log.info("an sbatch left behind by a killed shell is still running; waiting for it")
             told = True
         sleep(1.0)
 
@@ -351,7 +351,7 @@ def refusal(words: str, code: int, call_s: int) -> ClusterError:
     if any(each in low for each in LIMIT) and not (named and not any("submit" in each.lower() for each in named)):
         return SubmitLimitError(
             f"sbatch refused the job: {said}",
-            hint="wait until jobs have ended, then give the same command again: it goes on from here",
+            hint="wait until jobs have ended, then repeat the command: it continues from here",
         )
     if code == TIMED_OUT:
         return TransientError(f"no answer within {call_s} s", may_be_there=True)

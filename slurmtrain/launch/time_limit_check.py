@@ -81,7 +81,7 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
         raise ConfigError(
             f"cluster.signal_lead_s={lead_s} is shorter than one step ({_seconds(measured.step_s)}) plus a save "
             f"({_seconds(measured.save_s)}), as measured in run {measured.run_id}",
-            hint=f"write at least cluster.signal_lead_s={_advised(measured.stop_s)}",
+            hint=f"set at least cluster.signal_lead_s={_advised(measured.stop_s)}",
         )
     first_s = measured.start_s + measured.step_s if measured is not None else 0.0
     earliest_s = limit_s - lead_s - (SLURM_EARLY_S if lead_s else 0)
@@ -90,7 +90,7 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
         raise ConfigError(
             f"cluster.time_limit_min={cluster.time_limit_min} is too short for cluster.signal_lead_s={lead_s}, the "
             f"{SLURM_EARLY_S} s that SLURM may be early{started}: the job would be told to stop before it has done anything",
-            hint=f"write at least cluster.time_limit_min={math.floor((limit_s - earliest_s + first_s) / 60) + 1}",
+            hint=f"set at least cluster.time_limit_min={math.floor((limit_s - earliest_s + first_s) / 60) + 1}",
         )
     if measured is None or times is None or times.grace_s is None:
         return []

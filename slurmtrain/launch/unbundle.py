@@ -163,7 +163,7 @@ def _own_file(path: Path) -> Iterator[io.BufferedReader]:
                 hint=copy,
             )
         if found.st_size > MOST_BYTES:
-            raise ConfigError(f"{path} has {found.st_size} bytes, and {MOST_BYTES} is the most that a bundle has")
+            raise ConfigError(f"{path} has {found.st_size} bytes, and {MOST_BYTES} is the largest size of a bundle")
         yield file
 
 
@@ -199,7 +199,7 @@ class _Limited(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or self._position + size > self._end:
-            raise tarfile.ReadError("it is longer than it says, or has a header that is too long")
+            raise tarfile.ReadError("it is longer than its header says, or its header is too long")
         data = self._file.read(size)
         self._position += len(data)
         return data
@@ -215,7 +215,9 @@ def _unpack(path: Path, file: io.BufferedReader, folder: Path) -> Mapping[str, A
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             first = tar.next()
             if first is None or not first.isreg() or not first.name.endswith(f"/{MANIFEST}") or first.size > LIST_BYTES:
-                raise ConfigError(f"{path} is no bundle: it does not begin with {MANIFEST}", hint="see `runs bundle`")
+                raise ConfigError(
+                    f"{path} is not a bundle: it does not begin with {MANIFEST}", hint="see `runs bundle`"
+                )
             manifest = _checked(path, json.loads(b"".join(_pieces(stream, tar, first))))
             _unpack_files(path, stream, tar, first.name.removesuffix(MANIFEST), manifest, folder)
         stream.allow(HEADER_BYTES)
@@ -229,12 +231,12 @@ def _unpack(path: Path, file: io.BufferedReader, folder: Path) -> Mapping[str, A
             (folder / manifest["workdir"]).mkdir(parents=True, exist_ok=True)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is torn, or no bundle: {printable(str(error))[:200] or type(error).__name__}",
-            hint="copy it again, and compare its sha256 with the one that `runs bundle` has printed",
+            f"{path} is incomplete, or not a bundle: {printable(str(error))[:200] or type(error).__name__}",
+            hint="copy it again, and compare its sha256 with the one that `runs bundle` printed",
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be unpacked into {folder}: {error.strerror}", hint="TMPDIR names another folder for it"
+            f"{path} cannot be unpacked into {folder}: {error.strerror}", hint="set TMPDIR to another folder"
         ) from None
     return manifest
 
@@ -247,7 +249,7 @@ def _unpack_files(
         name = entry.name.removeprefix(prefix)
         listed = files.get(name)
         if not entry.name.startswith(prefix) or not entry.isreg() or listed is None or name in seen:
-            raise ConfigError(f"{path} holds {printable(entry.name)[:200]!r}, which its list does not name as a file")
+            raise ConfigError(f"{path} holds {printable(entry.name)[:200]!r}, which is not a file in its list")
         tarfile.data_filter(entry, str(folder))
         target = folder / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,15 +261,17 @@ def _unpack_files(
                 size += len(piece)
         if digest.hexdigest() != listed["sha256"] or size != entry.size:
             raise ConfigError(
-                f"{path}: {printable(name)} is not what the bundle's list says it is",
-                hint="copy the bundle again: a part of it was damaged or replaced",
+                f"{path}: {printable(name)} does not match the list of the bundle",
+                hint="copy the bundle again: part of it was damaged or replaced",
             )
         seen.add(name)
         if listed["executable"]:
             target.chmod(0o700)
     if len(seen) < len(files):
         missing = next(name for name in files if name not in seen)
-        raise ConfigError(f"{path} is torn: it has {len(seen)} of {len(files)} files; {printable(missing)} is missing")
+        raise ConfigError(
+            f"{path} is incomplete: it has {len(seen)} of {len(files)} files; {printable(missing)} is missing"
+        )
 
 
 def _next_entry(stream: _Limited, tar: tarfile.TarFile) -> tarfile.TarInfo | None:
@@ -305,11 +309,11 @@ def _checked(path: Path, manifest: Any) -> Mapping[str, Any]:
     if not all(kind.holds(manifest[name]) for name, kind in _FIELDS.items()):
         raise wrong
     if with_digest(manifest)["digest"] != manifest.get("digest"):
-        raise ConfigError(f"{path} is torn: its {MANIFEST} is not as it was written", hint="copy it again")
+        raise ConfigError(f"{path} is damaged: its {MANIFEST} does not match its digest", hint="copy it again")
     if manifest["format"] != FORMAT:
         raise ConfigError(
-            f"{path} is of format {manifest['format']}, and {FORMAT} is the one that is known here",
-            hint="install the slurmtrain that has packed it",
+            f"{path} is of format {manifest['format']}, but this version reads format {FORMAT}",
+            hint="install the slurmtrain that packed it",
         )
     git = manifest["git"]
     if any(name not in git or not kind.holds(git[name]) for name, kind in _GIT.items()):
@@ -320,9 +324,9 @@ def _checked(path: Path, manifest: Any) -> Mapping[str, Any]:
             raise wrong
     for name in (CONFIG, ENVIRONMENT):
         if name not in manifest["files"]:
-            raise ConfigError(f"{path}: its {MANIFEST} names no {name}, without which it is no run")
+            raise ConfigError(f"{path}: its {MANIFEST} names no {name}, which every run needs")
     if sum(listed["size"] for listed in manifest["files"].values()) > MOST_BYTES:
-        raise ConfigError(f"{path} unpacks to more than {MOST_BYTES} bytes, the most that a bundle has")
+        raise ConfigError(f"{path} unpacks to more than {MOST_BYTES} bytes, the largest size of a bundle")
     workdir, roots = manifest["workdir"], manifest["import_roots"]
     places = [*([] if workdir is None else [workdir]), *(f"code/{root}" for root in roots)]
     if any(not is_inside(place) or not f"{place}/".startswith("code/") for place in places):
@@ -360,7 +364,7 @@ def config_of(
         key = word.lstrip("+~").partition("=")[0]
         if "." not in key:
             raise UsageError(
-                f"{word}: with --from single fields can be set, and the group cluster can be chosen",
+                f"{word}: with --from, only single fields can be set, and the group cluster chosen",
                 hint="such as optim.lr=1e-4, or +cluster=NAME",
             )
     return changed(config, others, cwd, fixed=())
@@ -374,7 +378,7 @@ def source_of(bundle: Bundle) -> CodeSource | None:
     assert source.root is not None
     own = schema_version_of(source.root)
     if own is not None and own != SCHEMA_VERSION:
-        log.warning("the bundle's own slurmtrain reads other configs than this one, which is used instead")
+        log.warning("the bundle's own slurmtrain has another config format, so this one is used instead")
         shutil.rmtree(source.root / "slurmtrain")
     return source
 
@@ -393,11 +397,11 @@ def tell_differences(bundle: Bundle, config: Config) -> None:
     elif facts.packages:
         log.warning("the packages of the run and of the container %s are not compared", config.cluster.container.image)
     for name, target in bundle.manifest["links_out"].items():
-        log.warning("code/%s was a link to %s, and is not in the bundle", printable(name), printable(str(target)))
+        log.warning("code/%s was a link to %s and is not in the bundle", printable(name), printable(str(target)))
     image = bundle.manifest.get("image")
     was = image.get("image") if isinstance(image, dict) else None
     if was and was != config.cluster.container.image:
-        log.warning("the run was in the container %s, and this one is not", printable(str(was)))
+        log.warning("the original run used the container %s, and this one does not", printable(str(was)))
 
 
 def package_sentence(then: ProcessFacts, here: ProcessFacts) -> str:

@@ -354,7 +354,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor or self.original_seq_len < 1:
             raise ConfigError(
-                f"model.rope_scaling = {vars(self)} slows nothing down",
+                f"model.rope_scaling = {vars(self)} does not slow down anything",
                 hint="factor and original_seq_len must be at least 1, and 0 < low_freq_factor < high_freq_factor",
             )
 

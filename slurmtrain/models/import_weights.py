@@ -120,12 +120,12 @@ def _of_torch(file: Path, only: str | None) -> Source:
             values = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} holds more than tensors and plain values, and is not read since that could execute code: "
+            f"{file} contains more than tensors and plain values, and is not read because that could execute code: "
             f"{str(error).splitlines()[0][:200]}",
             hint="save the model's state_dict() alone: torch.save(model.state_dict(), file)",
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} is no file of torch.save: {str(error).splitlines()[0][:200]}") from None
+        raise CheckpointError(f"{file} is not a torch.save file: {str(error).splitlines()[0][:200]}") from None
     tensors = dict(_leaves(values))
     dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     return Source({name: (tuple(each.shape), each.dtype) for name, each in dense.items()}, dense.__getitem__)

@@ -74,8 +74,8 @@ def _starts(path: str, module: nn.Module) -> dict[str, Normal]:
     unknown += [name for name, _ in module.named_buffers(recurse=False)]
     if unknown:
         raise ConfigError(
-            f"{type(module).__name__} {path!r} does not say how {', '.join(unknown)} should start",
-            hint="give it a method initial(), as slurmtrain.models.decoder.Linear has, or the model its own initialize(seed)",
+            f"{type(module).__name__} {path!r} does not define how to initialise {', '.join(unknown)}",
+            hint="give it a method initial(), like slurmtrain.models.decoder.Linear, or the model a method initialize(seed)",
         )
     return starts
 

@@ -73,7 +73,7 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
         unknown = [name for name in stored if _has_no_place(name, held)]
         if unknown:
             raise ConfigError(
-                f"model.path={folder} has tensors that our decoder has no place for: {_shown(unknown)}",
+                f"model.path={folder} has tensors that the built-in decoder does not have: {_shown(unknown)}",
                 hint=families.ANY_FAMILY,
             )
     else:
@@ -123,10 +123,10 @@ def _wanted(
     if absent:
         raise ConfigError(
             f"model.path={folder} lacks tensors that the model has: {_shown(absent)}",
-            hint="was it copied completely, and does it hold a causal language model?",
+            hint="was it copied completely, and does it contain a causal language model?",
         )
     if wrong:
-        raise ConfigError(f"model.path={folder} is of another model: {_shown(wrong)}")
+        raise ConfigError(f"model.path={folder} belongs to another model: {_shown(wrong)}")
     return wanted
 
 

@@ -49,7 +49,12 @@ class _Lines:
 
     def say(self, text: str) -> None:
         # Flushed, because a person follows the log with `tail -f`.
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:  # nobody reads any more
+            raise
+        except OSError:  # the disk of the log is full: what is shown matters less than what goes on
+            pass
 
     def close(self) -> None:
         pass

@@ -296,12 +296,12 @@ def build_logger(name: str, config: Any) -> Logger:
             cause = error.__cause__ or error
             raise ConfigError(
                 f"observe.loggers.{name}._target_={config.observe.loggers[name].get('_target_')}: {cause}",
-                hint="is it importable where the job runs, and are its arguments spelled right?",
+                hint="can it be imported where the job runs, and are its arguments spelled correctly?",
             ) from None
     if not isinstance(built, Logger):
         missing = [method for method in ("open", "log", "evaluated", "flush", "close") if not hasattr(built, method)]
         raise ConfigError(
-            f"observe.loggers.{name} is no logger: it has no {', '.join(missing)}",
+            f"observe.loggers.{name} is not a logger: it has no {', '.join(missing)}",
             hint="derive it from slurmtrain.observe.Logger",
         )
     return built

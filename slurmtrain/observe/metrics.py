@@ -7,15 +7,22 @@ log is opened, so that the file of an interrupted run has the same steps, each o
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.system import records
+from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.system.files import fsync_directory, replace_file
 
+log = logging.getLogger(__name__)
+
 BLOCK_BYTES = 1 << 18
+KEPT_BYTES = 64 << 20  # of records that wait for the storage: those of days
 # Names, or what they begin with, of metrics that describe the machine; besides those whose unit has seconds.
 MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_", "slowest_rank")
 
@@ -23,7 +30,10 @@ Value = float | int | str | bool | None
 
 
 class MetricsLog:
-    """A metrics file to which records are appended; each is in the file when `write` returns.
+    """A metrics file to which records are appended; each is in the file when `write` returns, if the storage lets it.
+
+    While the disk is full or fails, records are kept in memory, and are written before the next one that can be written:
+    the file never lacks one between two others, unless more than `KEPT_BYTES` wait; then the oldest of these are lost.
 
     Args:
         path: the file; its folder is made if need be.
@@ -31,6 +41,9 @@ class MetricsLog:
             line torn by a kill, are dropped. -1 starts from nothing.
         keep: called with each other record; those for which it returns false are dropped, too.
         settled_step: all records up to this step are kept, and the part of the file that holds only them is not read.
+
+    Raises:
+        OSError: the file cannot be opened or shortened.
     """
 
     def __init__(
@@ -41,19 +54,81 @@ class MetricsLog:
         settled_step: int | None = None,
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        settled = resume_step if settled_step is None else min(settled_step, resume_step)
-        _drop(path, lambda record: record["step"] <= resume_step and keep(record), settled)
-        self._file = os.fdopen(records.open_to_append(path), "a", encoding="utf-8")
+        self._path = path
+        self._descriptor: int | None = None
+        self._unwritten: deque[bytes] = deque()
+        self._unwritten_bytes = 0
+        self._begun = 0  # bytes of the first unwritten line that are in the file
+        self._lost = 0
+        self._cuts: list[Callable[[], None]] = []  # to be made before anything is written
+        self._storage = BestEffort(f"records for {path}", "are kept until they can be")
+        self._cut(resume_step, keep, settled_step)
+        self._write_all()
 
     def write(self, step: int, **values: Value) -> None:
         """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
-        # One write call for the whole line: a kill then leaves all of it, or at worst a torn last line.
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **values}).encode() + b"\n"
+        self._unwritten.append(line)
+        self._unwritten_bytes += len(line)
+        while self._unwritten_bytes > KEPT_BYTES and len(self._unwritten) > 1:
+            oldest = 1 if self._begun else 0  # the rest of a line that was begun has to follow
+            self._unwritten_bytes -= len(self._unwritten[oldest])
+            del self._unwritten[oldest]
+            self._lost += 1
+        self._storage.attempt(self._write_all)
+
+    def rewind(
+        self,
+        step: int,
+        keep: Callable[[dict[str, Any]], bool] = lambda record: True,
+        settled_step: int | None = None,
+    ) -> None:
+        """Go back to `step`, as a log that is opened with these arguments; when the storage lets it, and before `write`."""
+        self._cut(step, keep, settled_step)
+        self._shut()
+        wanted = [line for line, record in _whole(self._unwritten) if record["step"] <= step and keep(record)]
+        self._unwritten, self._begun = deque(wanted), 0  # the cut drops what was begun of a line
+        self._unwritten_bytes = sum(map(len, wanted))
+        self._storage.attempt(self._write_all)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Records that still cannot be written are lost."""
+        self._storage.attempt(self._write_all)
+        self._shut()
+        if lost := self._lost + len(self._unwritten):
+            log.warning("%s lacks %d records, which could not be written", self._path, lost)
+
+    def _cut(self, step: int, keep: Callable[[dict[str, Any]], bool], settled_step: int | None) -> None:
+        settled = step if settled_step is None else min(settled_step, step)
+        self._cuts.append(lambda: _drop(self._path, lambda record: record["step"] <= step and keep(record), settled))
+
+    def _write_all(self) -> None:
+        """Make the cuts that are due, and write what is kept, in order.
+
+        Raises:
+            OSError: the rest is still to be done.
+        """
+        while self._cuts:
+            self._cuts[0]()
+            del self._cuts[0]
+        if self._descriptor is None:
+            self._descriptor = records.open_to_append(self._path)
+        try:
+            while self._unwritten:
+                # One call for the whole line: a kill then leaves all of it, or at worst a torn last line.
+                self._begun += os.write(self._descriptor, self._unwritten[0][self._begun :])
+                if self._begun == len(self._unwritten[0]):
+                    self._unwritten_bytes -= len(self._unwritten.popleft())
+                    self._begun = 0
+        except OSError:
+            self._shut()  # a server that was started anew may not know the open file any more
+            raise
+
+    def _shut(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def is_measured(name: str) -> bool:

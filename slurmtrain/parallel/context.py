@@ -31,7 +31,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: s
     attentions = [module for module in model.modules() if hasattr(module, "attend")]
     if not attentions:
         raise ConfigError(
-            f"parallel.cp={group.size()}: {type(model).__name__} has no attention that could be shared",
+            f"parallel.cp={group.size()}: {type(model).__name__} has no attention that can be split",
             hint="call it as an attribute `attend` of a module, as in slurmtrain/models/decoder.py, or set parallel.cp=1",
         )
     attend = {"all_gather": AllGatherAttention, "ulysses": AllToAllAttention}[method](group)

@@ -61,7 +61,7 @@ def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
         return own
     if not isinstance(model, Decoder):
         raise ConfigError(
-            f"parallel.pp: {type(model).__name__} does not say how it is cut into stages",
+            f"parallel.pp: {type(model).__name__} does not define how to split it into stages",
             hint="give it a method pipeline_part(), see slurmtrain/parallel/pipeline.py, or set parallel.pp=1",
         )
     result = _copy(model)

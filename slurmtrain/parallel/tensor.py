@@ -40,7 +40,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
     if left:
         raise ConfigError(
             f"parallel.tp={mesh.size()}: the plan of {type(model).__name__} says nothing of {', '.join(left[:5])}",
-            hint="every parameter has to be shared or replicated by a style of tensor_plan()",
+            hint="every parameter must be sharded or replicated by a style of tensor_plan()",
         )
 
 

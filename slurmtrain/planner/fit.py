@@ -166,7 +166,7 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
     kept = max((stage.kept for stage in stages), default=0) * cluster.tasks_per_node if stages else 0
     if kept > limit:
         raise ConfigError(
-            f"the model's parameters, gradients and optimiser state take {in_gb(kept)} GiB on the CPUs of a node, and "
+            f"parameters, gradients and optimiser state take {in_gb(kept)} GiB on the CPUs of a node, and "
             f"{whose} {in_gb(limit)} GiB",
             hint="a smaller model, such as model=tiny or model.n_layers=2, or a cluster with GPUs: +cluster=a100x4",
         )

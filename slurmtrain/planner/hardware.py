@@ -74,12 +74,14 @@ def hardware_of(config: Config) -> Hardware:
     found = peak_of(device, dtype, stated_tflops=cluster.peak_tflops)
     peak = found.tflops
     if peak is None:
-        notes.append(f"{found.why}, or --from RUN takes the rates that a run has measured")
+        notes.append(f"{found.why}, or --from RUN uses the rates measured by a run")
     link = cluster.gpu_link_gb_per_s or (gpu.link_gb_per_s if gpu is not None else None)
     network = cluster.network_gb_per_s
     if network is None and gpu is not None and gpu.network_gb_per_s is not None:
         network = gpu.network_gb_per_s * cluster.gpus_per_node
-        notes.append(f"cluster.network_gb_per_s={network:g} assumed: that of the maker's own nodes with {gpu.name}")
+        notes.append(
+            f"cluster.network_gb_per_s={network:g} assumed: the value of the maker's own nodes with {gpu.name}"
+        )
     elif network is None and cluster.gpus_per_node:
         network = NETWORK_GB_PER_S
         notes.append(f"cluster.network_gb_per_s={network:g} assumed: one adapter of 100 Gbit/s for each node")

@@ -90,10 +90,10 @@ class Plan:
 def check_plannable(config: Config) -> None:
     """Raise ConfigError unless the config trains a model whose sizes are known."""
     if config.job.kind != JobKind.TRAIN:
-        raise ConfigError(f"plan is for the trainer's runs, and job.kind is {config.job.kind}", hint="job=train")
+        raise ConfigError(f"plan works with the built-in trainer, but job.kind is {config.job.kind}", hint="job=train")
     if not is_our_decoder(config.model) or config.model.get("vocab_size") is None:
         raise ConfigError(
-            f"the arithmetic of plan is that of our own decoder, and the model is {config.model.get('_target_')}",
+            f"plan supports only the built-in decoder, but the model is {config.model.get('_target_')}",
             hint="choose a preset of about its size, such as model=llama3_8b; or measure a few steps: submit train.steps=20",
         )
 

@@ -221,7 +221,7 @@ def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -
     if mode is None and metric == configured.metric:
         mode = configured.mode
     if mode is None and not LOSS_LIKE.search(metric):
-        raise UsageError(f"nothing says whether high or low {metric} is good", hint="add --mode max or --mode min")
+        raise UsageError(f"it is unknown whether high or low {metric} is better", hint="add --mode max or --mode min")
     return [Goal(metric, mode or "min")]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.earlier_names import with_names_of_today
-from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecordError
+from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
 from slurmtrain.observe.metrics import is_measured
 from slurmtrain.report.collect import is_scalar
@@ -226,7 +226,7 @@ def code_differences(a: Path, b: Path) -> list[str]:
     try:
         differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
     except OSError as error:
-        raise UnreadableRecordError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{error.filename} cannot be read: {error.strerror}", error) from None
     return sorted(differ | (left.keys() ^ right.keys()))
 
 

@@ -70,7 +70,7 @@ def panels(table: Table) -> list[Panel]:
         UsageError: there is nothing to draw.
     """
     if not table.varied:
-        raise UsageError("no key differs between the points, so there is nothing to draw them over")
+        raise UsageError("no key differs between the points, so there is no axis to plot them over")
     metric = table.column(table.goal.column) if table.goal is not None else []
     drawn = [_panel(table, key, metric) for key in table.varied]
     found = [panel for panel in drawn if panel is not None]

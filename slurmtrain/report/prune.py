@@ -135,7 +135,7 @@ def _reason_to_stay(
         return f"it is a link to {run.path}"
     linked = next((path for path in (run.attempts, run.checkpoints, run.evaluations) if path.is_symlink()), None)
     if linked is not None:
-        return f"{linked.name} is a link to {os.path.realpath(linked)}, and nothing is removed through a link"
+        return f"{linked.name} is a link to {os.path.realpath(linked)}, and slurmtrain removes nothing through a link"
     if state.queued_again:
         return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:

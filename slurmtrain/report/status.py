@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
 from slurmtrain.choices import Choice as NamedValue
-from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.errors import ClusterError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
 from slurmtrain.runs import attempts, choices, stage_record
 from slurmtrain.runs.attempts import Attempt
@@ -350,7 +350,7 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
     try:
         names = os.listdir(run_dir.path)
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
     for name in names:
         logged = name.removeprefix("slurm-").removesuffix(".log")
         if len(logged) + len("slurm-.log") == len(name) and is_job_id(logged):

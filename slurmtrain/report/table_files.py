@@ -55,9 +55,7 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         replace_file(target, content, mode=0o666)  # the umask decides who reads it
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", hint="give a file in a folder that is there"
-        ) from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="give a file in an existing folder") from None
 
 
 def short(cell: Cell) -> str:

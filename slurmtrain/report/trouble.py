@@ -110,7 +110,7 @@ def trouble_of_checkpoints(events: Iterable[Mapping[str, Any]]) -> str:
     parts = []
     if unseen:
         numbers = ", ".join(str(number) for number in unseen[-5:])
-        parts.append(f"NONE to be seen at the start of attempt{'s' if len(unseen) > 1 else ''} {numbers}")
+        parts.append(f"none visible at the start of attempt{'s' if len(unseen) > 1 else ''} {numbers}")
     if incomplete:
         last = os.path.basename(str(incomplete[-1].get("path")))
         parts.append(f"{_times(len(incomplete), 'incomplete one')} moved aside (the last: {last})")

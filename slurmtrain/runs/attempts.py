@@ -12,26 +12,21 @@ import functools
 import glob
 import operator
 import os
-import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
-from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UnreadableRecordError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.gpu_health import broken_gpus
 from slurmtrain.system.records import (
     COUNT,
     FLAG,
@@ -48,8 +43,7 @@ from slurmtrain.system.records import (
 )
 from slurmtrain.system.user import own_user
 
-TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
-LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
+TAIL_BYTES = 65536  # read from the end of a run's metrics
 
 # The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
 _KINDS = {
@@ -145,7 +139,7 @@ class Attempt:
     @property
     def facts_when_told(self) -> JobFacts | None:
         """Facts that SLURM gave of its job when it was told to stop; None if it gave none."""
-        return None if self.facts is None else JobFacts(**self.facts)
+        return None if self.facts is None else JobFacts.from_json(self.facts)
 
     @property
     def progressed(self) -> bool:
@@ -355,140 +349,6 @@ def record_stop(
     write_json(attempt_dir.stop_file, record)
 
 
-def record_failure(
-    attempt_dir: AttemptDir,
-    rank: int,
-    *,
-    exit_code: int,
-    sentence: str,
-    because_of_peer: bool = False,
-    superseded: bool = False,
-    on_any_node: bool = False,
-    diverged: bool = False,
-    bad_nodes: Sequence[str] = (),
-) -> None:
-    """Record a rank's failure. Each rank writes its own file, so nothing has to be agreed on in the error path.
-
-    Args:
-        because_of_peer: another rank had exited, and its failure came first.
-        superseded: a newer incarnation of the run is at work, and this one may not commit any more.
-        on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
-        diverged: numbers of the training are not finite, or its loss has jumped.
-        bad_nodes: nodes that cannot do what the job needs, as the checks before training have found.
-    """
-    record: dict[str, Any] = {
-        "rank": rank,
-        "exit_code": exit_code,
-        "sentence": sentence,
-        "because_of_peer": because_of_peer,
-    }
-    if superseded:
-        record["superseded"] = True
-    if on_any_node:
-        record["on_any_node"] = True
-    if diverged:
-        record["diverged"] = True
-    if bad_nodes:
-        record["bad_nodes"] = list(bad_nodes)
-    record |= {"node": own_node_name(), "time": time.time()}
-    write_json(attempt_dir.failure_file(rank), record)
-    if because_of_peer or superseded or on_any_node or exit_code == EXIT_CONFIG:
-        return
-    broken = broken_gpus()  # which takes a moment: the record above is there already
-    if broken is not None:
-        write_json(attempt_dir.failure_file(rank), {**record, "sentence": f"{sentence} ({broken})"})
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure of the first rank that failed.
-
-    Attributes:
-        node: the rank's node, by SLURM's name; None if it is not known.
-        superseded: a newer incarnation of the run is at work.
-        on_any_node: it is the same on every node.
-        diverged: numbers of the training are not finite, or its loss has jumped.
-    """
-
-    exit_code: int
-    sentence: str
-    node: str | None = None
-    superseded: bool = False
-    on_any_node: bool = False
-    diverged: bool = False
-
-
-def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> Failure | None:
-    """Return the record of the first rank that failed: by itself, or because another rank had exited."""
-    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
-    chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
-    if not chosen:
-        return None
-    # What a node was found unfit for tells more than what has followed from it.
-    first = min(chosen, key=lambda record: (not record.get("bad_nodes"), float(record["time"])))
-    return Failure(
-        int(first["exit_code"]),
-        f"rank {first['rank']}: {first['sentence']}",
-        node=first.get("node"),
-        superseded=bool(first.get("superseded")),
-        on_any_node=bool(first.get("on_any_node")),
-        diverged=bool(first.get("diverged")),
-    )
-
-
-def unfit_nodes(attempt_dir: AttemptDir, nodes: Sequence[str]) -> tuple[str, ...]:
-    """Return the nodes that the checks before training have found unfit; none if that is most of them, and no node's fault.
-
-    Args:
-        nodes: those of the attempt; others are left out.
-    """
-    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
-    named = (record["bad_nodes"] for record in found if isinstance(record.get("bad_nodes"), list))
-    bad = tuple(dict.fromkeys(node for each in named for node in each if node in nodes))
-    return bad if len(nodes) == 1 or 2 * len(bad) <= len(nodes) else ()
-
-
-def failed_nodes(attempt_dir: AttemptDir) -> tuple[str, ...]:
-    """Return the nodes on which a rank failed by itself."""
-    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
-    nodes = (str(record["node"]) for record in found if record.get("node") and not record.get("because_of_peer"))
-    return tuple(dict.fromkeys(nodes))
-
-
-def record_hang(
-    attempt_dir: AttemptDir, *, sentence: str, nodes: list[str], ranks: list[int], since: float | None = None
-) -> None:
-    """Record which ranks did not come to where the others waited; both lists are empty if all waited for each other.
-
-    Args:
-        since: when a rank got on for the last time, in unix seconds; None if it is not known.
-    """
-    record = {"sentence": sentence, "nodes": nodes, "ranks": ranks, "time": time.time()}
-    write_json(attempt_dir.hang_file, record if since is None else {**record, "since": since})
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A hang that ended an attempt.
-
-    Attributes:
-        node: that of the ranks that did not come; None if all waited for each other, or these were on several nodes, so
-            that it is no fault of one of them.
-    """
-
-    sentence: str
-    node: str | None = None
-
-
-def found_hang(attempt_dir: AttemptDir) -> Hang | None:
-    """Return the hang that the watchdog has found in an attempt; None if it has found none."""
-    found = read_json(attempt_dir.hang_file) or {}
-    if not isinstance(found.get("sentence"), str):
-        return None
-    nodes = found.get("nodes") or []
-    return Hang(found["sentence"], nodes[0] if len(nodes) == 1 else None)
-
-
 def failed_set_up(attempt_dir: AttemptDir) -> str | None:
     """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:
@@ -522,75 +382,6 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
     """
     unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
     return last.verdict == Verdict.END or unfinished
-
-
-def killed_tasks(attempt_dir: AttemptDir) -> str | None:
-    """Return srun's own words on a task that was killed, since that rank could not leave a record."""
-    text = _srun_log_text(attempt_dir)
-    match = re.search(
-        r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
-    )
-    if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
-        match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
-    return match.group(1).strip() if match else None
-
-
-def nodes_of_tasks(attempt_dir: AttemptDir, how: str) -> list[str]:
-    """Return the nodes of the tasks that have ended in a way that srun reports, in its order.
-
-    Args:
-        how: a regular expression for srun's words: "Exited with exit code 1".
-    """
-    nodes: dict[str, None] = {}
-    words = rf"^srun: error: (\S+): tasks? [\d,-]+: (?:{how})\b"
-    for hosts in re.findall(words, _srun_log_text(attempt_dir), re.MULTILINE):
-        with contextlib.suppress(EnvironmentMismatchError):
-            nodes |= dict.fromkeys(expand_nodelist(hosts))
-    return list(nodes)
-
-
-def node_of_killed_tasks(killed: str) -> str | None:
-    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if it is not just one."""
-    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed)
-    node = match.group(1) if match else ""  # a "missing step on node 1" counts the nodes of the step
-    return node if node and not set("[,") & set(node) else None
-
-
-def node_without_tasks(attempt_dir: AttemptDir) -> str | None:
-    """Return the node on which srun could not start its tasks, by its own words; None if it started them on all."""
-    return _named_by_srun(attempt_dir, r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):")
-
-
-def lost_node(attempt_dir: AttemptDir) -> str | None:
-    """Return the node whose failure srun has reported; None if it has reported none."""
-    return _named_by_srun(attempt_dir, r"^srun: error: Node failure on ([A-Za-z0-9_.-]+)$")
-
-
-def _named_by_srun(attempt_dir: AttemptDir, words: str) -> str | None:
-    match = re.search(words, _srun_log_text(attempt_dir), re.MULTILINE)
-    return match.group(1) if match else None
-
-
-def _srun_log_text(attempt_dir: AttemptDir) -> str:
-    """Return the end of srun's log, where it reports what became of its tasks; empty if it cannot be read."""
-    try:
-        return records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
-    except UnreadableRecordError:
-        return ""
-
-
-def cancelled_due_to(log: Path, since: float) -> str | None:
-    """Return SLURM's reason for ending a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None if it gave none.
-
-    Args:
-        log: log of the job, to which slurmstepd writes the reason on the node; it also has the lines of earlier starts.
-        since: unix seconds; earlier lines are of an earlier attempt.
-    """
-    words = re.findall(
-        r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", tail(log).decode(errors="replace")
-    )
-    later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
-    return later[-1] if later else None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import GONE, LIVE
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -109,7 +109,7 @@ def choices_of(run_dir: RunDir) -> list[Choice]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     found = []
     # Claims are never removed, so there may be many; they, and what a killed process has left of one, are no choices.
     folders = sorted(name for name in names if not name.startswith(".") and not is_name_of_claim(name))
@@ -157,7 +157,7 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.choices} cannot be read: {error.strerror}", error) from None
     made = {int(found[1]): name for name in names if (found := _CLAIM_NAME.fullmatch(name))}
     if not made:
         return 0, None
@@ -165,13 +165,13 @@ def _newest_claim(run_dir: RunDir) -> tuple[int, Claim | None]:
     path = run_dir.choices / made[number] / "claim.json"
     values = read_json(path)
     if values is None or any(key not in values for key in _OF_A_CLAIM):
-        raise UnreadableRecordError(f"{path} does not say who has taken the run")
+        raise UnreadableRecordError(f"{path} does not say who took the run")
     records.check_fields(values, _OF_A_CLAIM, path)
     choice, job_id = values["choice"], values["job_id"]
     if choice is None:
         return number, None
     if not records.is_job_id(job_id):
-        raise UnreadableRecordError(f"{path}: job_id is no job id")
+        raise UnreadableRecordError(f"{path}: job_id is not a job ID")
     return number, Claim(number, choice, job_id)
 
 

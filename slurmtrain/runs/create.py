@@ -38,7 +38,7 @@ def create_run_dir(runs_dir: Path, name: str) -> RunDir:
     except OSError as error:
         raise ConfigError(
             f"cannot create a run directory under {runs_dir}: {error.strerror}",
-            hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
+            hint="set job.runs_dir to a folder that you can write to and that the compute nodes can see",
         ) from None
     run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
@@ -78,13 +78,13 @@ def _check_folder(folder: Path) -> None:
     hint = "set job.runs_dir or job.name to a folder of your own, or of your group"
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise ConfigError(
-            f"everybody may replace what is in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run that",
+            f"everybody can replace files in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run them",
             hint=f"chmod o-w {folder}, or chmod +t",
         )
     own = found.st_uid in (os.geteuid(), 0)
     ours = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
     if not own and not ours and os.access(folder, os.W_OK):
         raise ConfigError(
-            f"{folder} belongs to user {found.st_uid}, who may replace what is in it, and a job would run that",
+            f"{folder} belongs to user {found.st_uid}, who can replace files in it that a job would run",
             hint=hint,
         )

@@ -92,7 +92,7 @@ def refuse_unreadable(reference: str, root: Path) -> None:
         if path == named or path.name.startswith(reference):
             raise UsageError(
                 f"{path} cannot be read: it belongs to user {path.stat().st_uid}",
-                hint="ask for it to be shared: chmod -R g+rX",
+                hint="ask the owner to share it: chmod -R g+rX",
             )
 
 
@@ -128,7 +128,7 @@ def find(reference: str, root: Path) -> RunDir:
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(
         f"{len(matching)} runs begin with {reference!r}",
-        hint="write more of the id: " + ", ".join(r.id for r in matching[:5]),
+        hint="write more of the ID: " + ", ".join(r.id for r in matching[:5]),
     )
 
 
@@ -136,5 +136,5 @@ def nothing_under(root: Path, what: str) -> UsageError:
     """Return the error for a folder that holds no runs or sweeps."""
     return UsageError(
         f"there are no {what} under {absolute(root)}",
-        hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
+        hint="change to the folder where you typed submit, or set SLURMTRAIN_RUNS to its runs folder",
     )

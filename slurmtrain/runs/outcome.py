@@ -62,7 +62,7 @@ class Verdict(StrEnum):
     IN_PLACE = "in-place"  # the ranks start again in the same job, which keeps its nodes
     REQUEUE = "requeue"  # we requeue the job
     RESUBMIT = "resubmit"  # we submit a new job
-    NEXT = "next"  # the next job of the chain goes on
+    NEXT = "next"  # the next job of the chain continues
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
 
@@ -121,7 +121,7 @@ class Evidence:
         diverged: that failure is one of the training's numbers.
         failed_on: the node of the first failure; None if it is not known.
         failed_nodes: all nodes on which a rank failed by itself.
-        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found.
+        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found, or the copying to them.
         lost_node: the node that failed, as srun has said; None if it has not.
         dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
         usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
@@ -277,9 +277,7 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
 def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> AttemptOutcome:
     """Return the outcome of an attempt whose run goes on when the job, or the next one, starts (again)."""
     if policy.mode == RequeueMode.CHAIN and policy.links_left == 0:
-        return replace(
-            outcome, sentence=f"{outcome.sentence}; no job of the chain is left to go on (requeue.chain_length)"
-        )
+        return replace(outcome, sentence=f"{outcome.sentence}; the chain has no jobs left (requeue.chain_length)")
     verdict, next_step = _NEXT_STEPS[policy.mode]
     if policy.local:
         next_step = "it starts again"
@@ -436,7 +434,7 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
 _NEXT_STEPS = {
     RequeueMode.REQUEUE: (Verdict.REQUEUE, "it is requeued"),
     RequeueMode.RESUBMIT: (Verdict.RESUBMIT, "it is submitted again"),
-    RequeueMode.CHAIN: (Verdict.NEXT, "the next job of the chain goes on"),
+    RequeueMode.CHAIN: (Verdict.NEXT, "the next job of the chain continues"),
 }
 
 
@@ -492,7 +490,7 @@ def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if not long and (evidence.progress_visible or outcome.reason is not Reason.TIME_LIMIT):
         return replace(outcome, stalled=True)
     count = f"{evidence.unseen_before + 1} of {policy.max_unseen_attempts} such attempts"
-    sentence = f"{outcome.sentence}; nothing shows that it got anywhere ({count}; {_HOW_TO_REPORT})"
+    sentence = f"{outcome.sentence}; there is no sign of progress ({count}; {_HOW_TO_REPORT})"
     return replace(outcome, sentence=sentence, unseen=True, lasted=True)
 
 
@@ -627,10 +625,11 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return external
     if evidence.hang is not None:
         return Reason.HANG, f"hung: {evidence.hang}"
-    if evidence.failure is not None and unfit:
-        return Reason.BAD_NODE, f"{evidence.failure[1]} (the fault of {', '.join(evidence.unfit_nodes)})"
+    said = evidence.failure[1] if evidence.failure is not None else evidence.set_up
+    if said is not None and unfit:
+        return Reason.BAD_NODE, f"{said} (the fault of {', '.join(evidence.unfit_nodes)})"
     if wrong is not None and blame_node:
-        where = evidence.failed_on or "that node"
+        where = evidence.failed_on or "its nodes"
         return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
     if wrong is not None:
         return Reason.CONFIG, wrong

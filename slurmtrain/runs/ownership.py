@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -45,7 +45,7 @@ def check_parts(run_dir: RunDir) -> None:
             if found.st_uid not in (owner, me, 0):
                 raise UnreadableRecordError(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
     except OSError as error:
-        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
 
 
 def require_own(run_dir: RunDir) -> None:
@@ -64,8 +64,8 @@ def require_own(run_dir: RunDir) -> None:
             if os.path.lexists(path) and not records.is_mine(path):
                 whose = os.lstat(path).st_uid
                 raise UsageError(
-                    f"{path} belongs to user {whose}: only who has submitted a run may change it, or start it again",
-                    hint="`status` and `logs` show it; to go on from it: checkpoint.restore_from with a run of your own",
+                    f"{path} belongs to user {whose}: only the user who submitted a run may change or restart it",
+                    hint="`status` and `logs` show it; to continue from it: checkpoint.restore_from with your own run",
                 )
         check_parts(each)
 
@@ -79,6 +79,6 @@ def check_not_linked(run_dir: RunDir) -> None:
     for path in (run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
         if path.is_symlink():
             raise UsageError(
-                f"{path} is a link to {os.path.realpath(path)}, and nothing is removed through a link",
-                hint="name that folder itself, if it is to be pruned",
+                f"{path} is a link to {os.path.realpath(path)}, and slurmtrain removes nothing through a link",
+                hint="to prune that folder, name it directly",
             )

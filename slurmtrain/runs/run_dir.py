@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -31,6 +31,7 @@ PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that 
 DRILLS = "drills"  # below runs/: the scratch runs of drills, in a folder for each
 ENVIRONMENTS = ".environments-"  # below runs/: archives of environments (cluster.stage); the user's number follows
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
+EVENT_LOCK_S = 2.0  # longest wait of a line for those of others; the lock is held for milliseconds
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
 # The fields of run.json: those that every run has, and those that some have.
 _ALWAYS = {
@@ -154,6 +155,12 @@ class RunDir:
         `variant` distinguishes evaluations with other overrides.
         """
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
+
+    @property
+    def environments(self) -> Path:
+        """The folder of this user's archives of environments, beside the runs; evaluations use that of their run."""
+        run = self.evaluated_run or self
+        return run.path.parent.parent / f"{ENVIRONMENTS}{os.getuid()}"
 
     @property
     def exports(self) -> Path:
@@ -288,7 +295,7 @@ class RunDir:
         try:
             return records.parse_yaml(records.read_bytes(self.config_file))
         except OSError as error:
-            raise UnreadableRecordError(f"{self.config_file} cannot be read: {error.strerror}") from None
+            raise UnavailableRecordError(f"{self.config_file} cannot be read: {error.strerror}", error) from None
         except (ValueError, TypeError):
             raise UnreadableRecordError(
                 f"{self.config_file} is no YAML", hint="it was written at submit; has it been edited?"
@@ -373,13 +380,28 @@ class RunDir:
             yield
 
     def event(self, name: Event, **facts: Any) -> None:
-        """Append one line to events.jsonl, a file of this user.
+        """Append one line to events.jsonl, a file of this user, under a lock: ranks of all nodes and login nodes write it.
 
         Raises:
             OSError: it cannot be written.
         """
         line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
-        records.append_line(self.events_file, line)
+        records.append_line(self.events_file, line, lock_s=EVENT_LOCK_S)
+
+    def take_switch(self, switch: Path, event: Event) -> bool:
+        """Remove a switch, such as `stop_switch`, and return whether it was there; record then who had made it.
+
+        It works once: the next attempt must not find it again. A storage that fails just then gives False, and a record
+        that cannot be written is left out.
+        """
+        try:
+            owner = switch.stat().st_uid
+            switch.unlink()
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):
+            self.event(event, uid=owner)
+        return True
 
     def events(self) -> list[dict[str, Any]]:
         """Return the run's events, oldest first, each with at least its `event` and `time`.
@@ -409,7 +431,7 @@ class RunDir:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise UnreadableRecordError(f"{self.attempts} cannot be read: {error.strerror}") from None
+            raise UnavailableRecordError(f"{self.attempts} cannot be read: {error.strerror}", error) from None
         return sorted(int(name) for name in found if name.isdecimal() and name.isascii() and len(name) <= 9)
 
     def new_attempt(self) -> int:

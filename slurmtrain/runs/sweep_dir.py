@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
 from slurmtrain.system.records import (
@@ -123,7 +123,7 @@ class Sweep:
         try:
             whole, _, _ = read_bytes(self.points_file, at_most=METRICS_BYTES).rpartition(b"\n")
         except OSError as error:
-            raise UnreadableRecordError(f"{self.points_file} cannot be read: {error.strerror}") from None
+            raise UnavailableRecordError(f"{self.points_file} cannot be read: {error.strerror}", error) from None
         return [self._point(parse(line), number) for number, line in enumerate(whole.splitlines(), 1)]
 
     def _point(self, values: Any, line: int) -> Point:

@@ -20,7 +20,7 @@ import atexit
 import logging
 import os
 import sys
-import traceback
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,25 +32,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
-from slurmtrain.errors import (
-    DIVERGED,
-    EXIT_REQUEUE,
-    CheckpointError,
-    CheckpointMismatchError,
-    PreflightError,
-    SlurmtrainError,
-    SupersededError,
-    exit_code_of,
-)
-from slurmtrain.runs import attempts, lookup
+from slurmtrain.errors import EXIT_REQUEUE
+from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.client_loggers import close_client_loggers
+from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
 from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
-from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +135,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         RuntimeError: it was called before in this process.
     """
     if session.distributed is not None:
-        raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
+        raise RuntimeError("slurmtrain.init() was already called: call it once, and keep the Run that it returns")
     stop_flag = signals.install_signal_handlers()
     logs.set_up(leave_to_others=True)
     import torch.distributed as dist  # torch, which takes seconds
@@ -176,8 +168,6 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
             run_preflight(config, session.distributed, session.context, stop_requested=lambda: stop_flag.requested)
     except StopDuringStartError:
-        from slurmtrain.runtime.main import leave
-
         leave(EXIT_REQUEUE)
     if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
@@ -264,8 +254,6 @@ def exit_for_requeue() -> NoReturn:
         RuntimeError: neither `init` nor `stop_requested` has been called.
     """
     if session.distributed is None and session.by_itself:
-        from slurmtrain.runtime.main import leave
-
         close_client_loggers()
         leave(EXIT_REQUEUE)
     distributed = session.initialised()[0]
@@ -275,8 +263,6 @@ def exit_for_requeue() -> NoReturn:
     distributed.leave_together()
     if session.watchdog is not None:
         session.watchdog.close()
-    from slurmtrain.runtime.main import leave
-
     leave(EXIT_REQUEUE)
 
 
@@ -297,18 +283,11 @@ def _let_go() -> None:
     distributed, session.distributed = session.distributed, None
     session.agreement = session.profiling = session.watchdog = None
     if lost and distributed is not None:
+        failure = failure_of(lost[0], distributed.environment.rank)
         if session.context is not None:
-            attempts.record_failure(
-                session.context.attempt_dir,
-                distributed.environment.rank,
-                exit_code=lost[0].exit_code,
-                sentence=lost[0].message,
-                superseded=isinstance(lost[0], SupersededError),
-                diverged=isinstance(lost[0], DIVERGED),
-            )
-        from slurmtrain.runtime.main import leave
-
-        leave(lost[0].exit_code)
+            with undeterred("record the failure"):
+                record_failure(session.context.attempt_dir, distributed.environment.rank, failure)
+        leave(failure.exit_code)
     import torch.distributed as dist
 
     for group in (distributed.control_group, distributed.checkpoint_group) if distributed is not None else ():
@@ -318,32 +297,22 @@ def _let_go() -> None:
 
 def _record_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Record an uncaught error in the attempt, and show ours as one sentence, the user's with its traceback."""
-    expected = isinstance(error, SlurmtrainError)
-    if expected:
-        show_error(error)
-    else:
-        traceback.print_exception(kind, error, trace)
+    failed_at = time.time()  # the save below may take a while, and the first rank that failed is the cause
+    show(error)
     for checkpointer in list(session.checkpointers):
         from slurmtrain.checkpoint.save.pending_save import DRAIN_S  # with a Checkpointer it is loaded already
 
-        with suppress(CheckpointError):
+        with undeterred("complete the last save"):
             checkpointer.close(DRAIN_S)
-    code = exit_code_of(error)
+    rank = rank_or_zero()
+    failure = failure_of(error, rank)
+    if session.watchdog is not None and timed_out(error):
+        with undeterred("find out which ranks did not come"):
+            session.watchdog.collective_timed_out(error)
     if session.context is not None:
-        sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
-        attempts.record_failure(
-            session.context.attempt_dir,
-            rank_or_zero(),
-            exit_code=code,
-            sentence=sentence,
-            superseded=isinstance(error, SupersededError),
-            on_any_node=isinstance(error, CheckpointMismatchError),
-            diverged=isinstance(error, DIVERGED),
-            because_of_peer=isinstance(error, PreflightError) and error.told_all and rank_or_zero() != 0,
-            bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
-        )
+        with undeterred("record the failure"):
+            record_failure(session.context.attempt_dir, rank, failure, when=failed_at)
     if session.watchdog is not None:
-        session.watchdog.failed()
-    from slurmtrain.runtime.main import leave
-
-    leave(code)
+        with undeterred("tell the other ranks"):
+            session.watchdog.failed(lost_a_peer=failure.because_of_peer)
+    leave(failure.exit_code)

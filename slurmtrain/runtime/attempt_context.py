@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,16 +20,21 @@ from pathlib import Path
 
 from slurmtrain.config.launched_program import has_launcher, node_shape
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
+from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import close_abandoned, progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
+
+log = logging.getLogger(__name__)
+
+LAST_WORD_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # between tries to record that a run has finished
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,33 @@ def _gpus(run_dir: RunDir, environment: Environment, config: Config) -> float:
         packed = bool(run_dir.info().get("packed"))
     sharing = config.sweep.pack if packed else 1
     return nodes * config.cluster.gpus_per_node / max(1, sharing)
+
+
+def record_last_word(
+    context: AttemptContext,
+    said: LastWord,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    **changes: object,
+) -> None:
+    """Record rank 0's last word on the attempt, when what it has done is safe; an error in that is no failure of the attempt.
+
+    Only this word tells that a run has finished, so it is tried for a while: a full disk may have room again soon. That a
+    run was stopped tells its exit code, too, and its grace time may end.
+
+    Args:
+        changes: further fields of the attempt's record.
+    """
+    pauses = list(LAST_WORD_PAUSES_S) if said is LastWord.FINISHED else []
+    while True:
+        try:
+            update_attempt(context, said=said, **changes)
+            return
+        except (OSError, SlurmtrainError) as error:
+            log.warning("cannot record that the attempt has %s: %s", said, error)
+        if not pauses:
+            return
+        sleep(pauses.pop(0))
 
 
 def update_attempt(context: AttemptContext, **changes: object) -> None:

@@ -161,7 +161,7 @@ def environment_of_process_group(detected: Environment) -> Environment:
     if size < detected.world_size:
         raise EnvironmentMismatchError(
             f"torch's process group has {size} ranks, and the job has {detected.world_size}",
-            hint="let slurmtrain.init() make the process group, or make it with init_method='env://'",
+            hint="let slurmtrain.init() create the process group, or create it with init_method='env://'",
         )
     # As from cluster=local, which leaves everything else to these variables.
     variables = {LAUNCHER_VARIABLE: "local", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **os.environ}
@@ -246,8 +246,8 @@ def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.de
     sharing = [rank for rank, gpu in gpus.items() if gpu == gpus[environment.rank]]
     if len(sharing) > 1:
         raise EnvironmentMismatchError(
-            f"ranks {', '.join(map(str, sharing))} on {environment.node} see one and the same GPU, and no other",
-            hint=f"cluster.gpus_per_node has to be at least the {environment.local_world_size} ranks of a node, and "
+            f"ranks {', '.join(map(str, sharing))} on {environment.node} see the same GPU, and no other",
+            hint=f"cluster.gpus_per_node must be at least the {environment.local_world_size} ranks of a node, and "
             "CUDA_VISIBLE_DEVICES must not hide them",
         )
 

@@ -18,6 +18,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.command_environment import belongs_to_a_job
+from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.system.files import read_json
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.node_copies import shared_interpreter, without_copies
@@ -39,16 +40,27 @@ class EvaluationJobs:
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._submitting: list[subprocess.Popen[bytes]] = []
-        if self._due():  # left by an attempt before this one
-            self._submit()
+        self._storage = BestEffort(
+            f"requests for evaluations of {run_dir.id}", "`evaluate RUN --step STEP` makes up for them"
+        )
+        self._storage.attempt(self._submit_due)  # what an attempt before this one has left
 
     def ask(self, step: int) -> None:
+        """Have the checkpoint of this step evaluated once it is committed; training goes on if the storage fails."""
+        self._storage.attempt(lambda: self._hold(step))
+
+    def _hold(self, step: int) -> None:
         retention.hold(self._run_dir.checkpoints, step, self._run_dir.evaluation(step).path.name)
-        if step in self._due():  # it was restored from this very checkpoint
-            self._submit()
+        self._submit_due(step)  # if it was restored from this very checkpoint
 
     def committed(self, step: int) -> None:
-        if step in self._due():
+        """Submit the evaluation of a checkpoint that was asked for; what fails is submitted with the next one."""
+        self._storage.attempt(lambda: self._submit_due(step))
+
+    def _submit_due(self, step: int | None = None) -> None:
+        """Submit what is due if the checkpoint of this step is; None: of any step."""
+        due = self._due()
+        if due if step is None else step in due:
             self._submit()
 
     def close(self, *, finished: bool) -> None:
@@ -64,8 +76,10 @@ class EvaluationJobs:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()  # it has a token: what it may have submitted is found by the next one
-        steps = self._due()
-        if steps:
+        self._storage.attempt(self._tell_due)
+
+    def _tell_due(self) -> None:
+        if steps := self._due():
             log.warning(
                 "SLURM has accepted no job within %g s for the evaluation of step %s; evaluate %s --due submits what is "
                 "missing",

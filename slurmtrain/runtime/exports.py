@@ -26,6 +26,7 @@ from slurmtrain.checkpoint.format.directory import MANIFEST, checkpoint_name, co
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.system.modes import folder_mode
 
 log = logging.getLogger(__name__)
@@ -37,24 +38,41 @@ ROLLED_BACK = "rolled-back-"  # begins the name of the folder of a step that was
 LOG = "export.log"
 
 
+def finish_waits_s(collective_timeout_s: float) -> float:
+    """Return how long the last exports are waited for: the other ranks wait in a collective, which has a timeout."""
+    return min(FINISH_WAITS_S, collective_timeout_s / 2)
+
+
 class Exports:
     """The exports of a run, on rank 0. `committed` is called by the thread that writes checkpoints.
 
     Args:
         dtype: element type of the weights; None: as saved.
         event: records what has happened.
+        finish_waits_s: longest wait of `finish` in seconds, see `finish_waits_s`.
     """
 
-    def __init__(self, run_dir: RunDir, dtype: str | None, event: Callable[..., None]):
-        self._run_dir, self._dtype, self._event = run_dir, dtype, event
+    def __init__(
+        self,
+        run_dir: RunDir,
+        dtype: str | None,
+        event: Callable[..., None],
+        finish_waits_s: float = FINISH_WAITS_S,
+    ):
+        self._run_dir, self._dtype, self._event, self._finish_waits_s = run_dir, dtype, event, finish_waits_s
         self._condition = threading.Condition()
         self._reading: dict[int, AbstractContextManager[None]] = {}  # by step asked for, what keeps its checkpoint
         self._due: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
         self._thread: threading.Thread | None = None
+        self._storage = BestEffort(f"exports of {run_dir.id}", "`checkpoints RUN export` makes up for them")
         self._remove_leftovers()
-        for step in self._asked():  # left by an attempt before this one
+        self._storage.attempt(self._begin_what_is_left)
+
+    def _begin_what_is_left(self) -> None:
+        """Begin what an attempt before this one has left."""
+        for step in self._asked():
             self._keep(step)
             self._begin(step)
 
@@ -76,14 +94,14 @@ class Exports:
             return
         self._keep(step)
         if restored:
-            self._begin(step)
+            self._storage.attempt(lambda: self._begin(step))
 
     def committed(self, step: int) -> None:
         """Begin the export of a step that was asked for, or of one that was done again and has an export."""
         if step not in self._reading and self._folder(step).is_dir():
             self.ask(step)
         if step in self._reading:
-            self._begin(step)
+            self._storage.attempt(lambda: self._begin(step))
 
     def rolled_back(self, step: int) -> None:
         """Give the folders of later steps another name: training has gone back to `step`."""
@@ -105,11 +123,11 @@ class Exports:
     def finish(self) -> None:
         """Wait until all is exported, but not for ever: the training's GPUs are idle meanwhile."""
         with self._condition:
-            done = self._condition.wait_for(lambda: not self._due and self._process is None, FINISH_WAITS_S)
+            done = self._condition.wait_for(lambda: not self._due and self._process is None, self._finish_waits_s)
         if not done:
             log.warning(
                 "an export has not ended %.0f s after training, and is ended: `checkpoints %s export` does it again",
-                FINISH_WAITS_S,
+                self._finish_waits_s,
                 self._run_dir.path,
             )
 
@@ -155,8 +173,8 @@ class Exports:
 
     def _identity(self, step: int) -> tuple[Path, int, int] | None:
         """Return what tells the checkpoint of a step from another one of that step; None: there is none."""
-        path = self._checkpoint(step)
         with suppress(OSError):
+            path = self._checkpoint(step)
             found = os.stat(path / MANIFEST) if path is not None else None
             return (path, found.st_ino, found.st_mtime_ns) if path is not None and found is not None else None
         return None
@@ -188,17 +206,31 @@ class Exports:
                 if self._ended:
                     return
                 step = self._due[0]
-            identity = self._identity(step)
-            text, code, seconds = self._export(step)
+            identity, begun = self._identity(step), time.monotonic()
+            try:
+                text, code, seconds = self._export(step)
+            except Exception as error:  # a storage that fails, say: that ends this export, and not those that come
+                text, code, seconds = f"{type(error).__name__}: {error}", 1, time.monotonic() - begun
             with self._condition:
                 self._due = [other for other in self._due if other != step]
-                if self._identity(step) == identity:
-                    self._settle(step, text, code, seconds)
-                else:  # it was rolled back meanwhile; what it is now, or will be, is exported
-                    if code == 0 and self._identity(step) is None:
-                        self._put_aside(self._folder(step))
-                    self._begin(step)
+                try:
+                    self._conclude(step, identity, text, code, seconds)
+                except Exception as error:
+                    log.warning("how the export of step %d has ended is not recorded: %s", step, error)
                 self._condition.notify_all()
+
+    def _conclude(
+        self, step: int, identity: tuple[Path, int, int] | None, text: str, code: int, seconds: float
+    ) -> None:
+        """Settle an export of the checkpoint that had this identity; line the step up again if it has another one now."""
+        now = self._identity(step)
+        if now == identity:
+            self._settle(step, text, code, seconds)
+            return
+        # It was rolled back meanwhile; what it is now, or will be, is exported.
+        if code == 0 and now is None:
+            self._put_aside(self._folder(step))
+        self._begin(step)
 
     def _export(self, step: int) -> tuple[str, int, float]:
         """Export a step, and return what the export has said, its exit code, and the seconds that it took."""

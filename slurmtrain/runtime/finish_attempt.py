@@ -21,10 +21,11 @@ from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, chain, node_blame
+from slurmtrain.runs import attempts, chain, node_blame, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt, Failure
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.outcome import (
     FAILURES,
     AttemptOutcome,
@@ -38,6 +39,7 @@ from slurmtrain.runs.outcome import (
 )
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks
 from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
@@ -76,7 +78,9 @@ def finish_attempt(
         client: None outside of SLURM.
         can_start_again: whoever asks can start the ranks again in the same job.
     """
-    attempt = _with_its_word(run_dir, number) if exit_code == 0 else attempts.read_attempt(run_dir, number)
+    srun_log = SrunLog.read(run_dir.attempt(number))
+    heard = exit_code != 0 or srun_log.killed_tasks is not None
+    attempt = attempts.read_attempt(run_dir, number) if heard else _with_its_word(run_dir, number)
     job_id = attempt.job_id or own_job_id()
     facts = client.job(job_id or "") if client is not None else None
     links_left = 0
@@ -88,7 +92,7 @@ def finish_attempt(
     can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
     tries = attempts.all_attempts(run_dir)
-    evidence = _evidence(run_dir, tries, attempt, exit_code, facts, config, request, time.time())
+    evidence = _evidence(run_dir, tries, attempt, srun_log, exit_code, facts, config, request, time.time())
     if client is not None:
         evidence = replace(evidence, run=run_dir.id, node_records=tuple(_node_records(run_dir, tries, config)))
     # After a crash srun ends the other ranks, too, by a signal, so that rank 0 may say that it was stopped.
@@ -133,7 +137,7 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
             append_to_ledger(path, new)
     except OSError as error:
         where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs do not hear of this attempt", where, error.strerror)
+        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
@@ -145,7 +149,7 @@ def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
     while True:
         attempt = attempts.read_attempt(run_dir, number)
         left = give_up - time.monotonic()
-        if attempt.said is not None or attempts.killed_tasks(run_dir.attempt(number)) is not None or left <= 0:
+        if attempt.said is not None or left <= 0:
             return attempt
         time.sleep(min(WORD_POLL_S, left))
 
@@ -167,7 +171,8 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
-        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
+        with contextlib.suppress(OSError):  # a full disk; they are free all the same
+            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -196,7 +201,7 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
         request = attempts.take_request(run_dir, attempt)
         tries = attempts.all_attempts(run_dir)
         last_sign = _last_sign(attempt_dir)
-        evidence = _evidence(run_dir, tries, attempt, 0, None, config, request, last_sign)
+        evidence = _evidence(run_dir, tries, attempt, SrunLog.read(attempt_dir), 0, None, config, request, last_sign)
         attempt.last_sign = max(last_sign, attempt.last_logged or 0.0)
         _record(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
         closed.append(number)
@@ -337,13 +342,14 @@ def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
     log = run_dir.job_log(attempt.job_id or own_job_id() or "")
     before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
     since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
-    return log is not None and attempts.cancelled_due_to(log, since) == "PREEMPTION"
+    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"
 
 
 def _evidence(
     run_dir: RunDir,
     tries: list[Attempt],
     attempt: Attempt,
+    srun_log: SrunLog,
     exit_code: int,
     facts: JobFacts | None,
     config: Config,
@@ -351,18 +357,23 @@ def _evidence(
     ended: float,
 ) -> Evidence:
     attempt_dir = run_dir.attempt(attempt.number)
-    killed = attempts.killed_tasks(attempt_dir)
-    failure = attempts.first_failure(attempt_dir)
-    if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
-        failure = attempts.first_failure(attempt_dir, because_of_peer=True)
+    killed = srun_log.killed_tasks
+    failures = Failures.read(attempt_dir)
+    first = failures.first()
+    if first is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
+        first = failures.first(because_of_peer=True)
+    failure = first.failure if first is not None else None
     set_up = attempts.failed_set_up(attempt_dir)
     counted = attempts.stalled_numbers(tries, attempt.number)
-    unfit = attempts.unfit_nodes(attempt_dir, attempt.nodes)
-    hang = attempts.found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
+    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
+    unfit = failures.unfit_nodes(attempt.nodes) or refused or ()
+    hang = found_hang(attempt_dir)
+    if unfit:  # rank 0 speaks for them, or the batch script
         failed_on: str | None = unfit[0]
+    elif refused is not None or (failure is not None and failure.bad_nodes):
+        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
     elif hang is None:
-        failed_on = _node_at_fault(attempt, attempt_dir, failure, killed, set_up, exit_code)
+        failed_on = _node_at_fault(attempt, srun_log, first, set_up, exit_code)
     else:  # ranks of torchrun do not know SLURM's names of nodes
         failed_on = hang.node if hang.node in attempt.nodes or not attempt.nodes else None
     return Evidence(
@@ -370,14 +381,14 @@ def _evidence(
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=(failure.exit_code, failure.sentence) if failure is not None else None,
+        failure=(first.failure.exit_code, first.sentence) if first is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
         diverged=failure is not None and failure.diverged,
         failed_on=failed_on,
-        failed_nodes=attempts.failed_nodes(attempt_dir),
+        failed_nodes=failures.nodes,
         unfit_nodes=unfit,
-        lost_node=attempts.lost_node(attempt_dir),
+        lost_node=srun_log.lost_node,
         failed_before=attempts.failed_before(tries, attempt),
         seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
@@ -407,25 +418,27 @@ def _evidence(
 
 def _node_at_fault(
     attempt: Attempt,
-    attempt_dir: AttemptDir,
-    failure: Failure | None,
-    killed: str | None,
+    srun_log: SrunLog,
+    first: RankFailure | None,
     set_up: str | None,
     code: int,
 ) -> str | None:
     """Return the node of the first failure, by SLURM's name; None if it is not known.
 
     Args:
+        first: the first failure that is on record; of a rank that lost another one, if that is all that anybody saw.
         code: exit code of srun.
     """
-    if failure is not None and failure.node is not None:
-        return failure.node
-    if failure is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
+    if first is not None and first.failure.because_of_peer:  # which says nothing against its own node
+        return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
+    if first is not None and first.node is not None:
+        return first.node
+    if first is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
         return own_node_name()
-    if killed is not None:
-        return attempts.node_of_killed_tasks(killed)
-    ended = attempts.nodes_of_tasks(attempt_dir, f"Exited with exit code {code}") or attempt.nodes
-    return attempts.node_without_tasks(attempt_dir) or (ended[0] if len(ended) == 1 else None)
+    if srun_log.killed_tasks is not None:
+        return node_of_killed_tasks(srun_log.killed_tasks)
+    ended = srun_log.nodes_of_tasks(f"Exited with exit code {code}") or attempt.nodes
+    return srun_log.node_without_tasks or (ended[0] if len(ended) == 1 else None)
 
 
 def spent_by(run_dir: RunDir, config: Config) -> str | None:

@@ -123,7 +123,9 @@ def await_next_start(
         if left > 0:
             signalled = wait(min(LOOK_EVERY_S, left))
             facts = client.job(attempt.job_id or own_job_id() or "")
-        request = RunAction.STOP if _take_stop_file(run_dir) else attempts.take_request(run_dir, attempt)
+        # No rank is left that would look for the file.
+        told = run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND)
+        request = RunAction.STOP if told else attempts.take_request(run_dir, attempt)
         now = decide_after_pause(outcome, evidence, policy, request=request, facts=facts)
         if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
             break
@@ -133,18 +135,6 @@ def await_next_start(
             attempts.write_attempt(run_dir, attempt)
             run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=now.sentence)
     return now
-
-
-def _take_stop_file(run_dir: RunDir) -> bool:
-    """Remove the file `stop` and return whether it was there: no rank is left that would look for it."""
-    try:
-        owner = run_dir.stop_switch.stat().st_uid
-        run_dir.stop_switch.unlink()
-    except OSError:
-        return False
-    with contextlib.suppress(OSError):
-        run_dir.event(Event.STOP_FILE_FOUND, uid=owner)
-    return True
 
 
 def wait_for_signal(seconds: float) -> bool:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -25,31 +22,22 @@ from slurmtrain.config.elastic import on_given_nodes
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import (
-    DIVERGED,
-    EXIT_REQUEUE,
-    CheckpointMismatchError,
-    LostPeersError,
-    PreflightError,
-    SlurmtrainError,
-    SupersededError,
-    exit_code_of,
-)
-from slurmtrain.runs import attempts
+from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import record_failure
 from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
+from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
 from slurmtrain.runtime.profiles import profile_switch_of
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
 from slurmtrain.system import logs, signals
-from slurmtrain.system.logs import show_error
 from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
@@ -117,7 +105,8 @@ def _run(
             stop_watcher = _begin(context, environment, config, stop_flag) if environment.rank == 0 else None
             start_gpu_sampler(context.attempt_dir, environment)
             code = _program(config.job.kind)(config, environment, context, stop_flag, stop_watcher)
-            _finish_by_hand(config, environment, context, code)
+            with undeterred("complete the record of the attempt"):
+                _finish_by_hand(config, environment, context, code)
             leave(code)
         timeline.aloud = environment.rank == 0
         timeline.begin("loading PyTorch")
@@ -134,33 +123,15 @@ def _run(
             watchdog.close()
         if stop_watcher is not None and code == EXIT_REQUEUE:
             stop_watcher.wait_for_record()
-        _finish_by_hand(config, environment, context, code)
+        with undeterred("complete the record of the attempt"):
+            _finish_by_hand(config, environment, context, code)
         leave(code)
     except _stop_during_start():
         if stop_watcher is not None:
             stop_watcher.wait_for_record()
         leave(EXIT_REQUEUE)
-    except SlurmtrainError as error:
-        show_error(error)
-        _fail(
-            context,
-            environment,
-            error.exit_code,
-            error.message,
-            because_of_peer=isinstance(error, LostPeersError) or _is_told_by_rank_0(error, environment),
-            superseded=isinstance(error, SupersededError),
-            on_any_node=isinstance(error, CheckpointMismatchError),
-            diverged=isinstance(error, DIVERGED),
-            bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
-            watchdog=watchdog,
-        )
     except BaseException as error:
-        traceback.print_exc()
-        sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        if watchdog is not None and _timed_out(error):
-            watchdog.collective_timed_out(error)
-        lost_a_peer = _lost_a_peer(error)
-        _fail(context, environment, exit_code_of(error), sentence, because_of_peer=lost_a_peer, watchdog=watchdog)
+        _fail(error, context, environment, watchdog)
 
 
 def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
@@ -270,7 +241,7 @@ def _train(
         watchdog.follow(lambda: Position(agreement.rounds, None, False))
     if config.job.kind == JobKind.PREFLIGHT:  # the checks are over, and nothing else is to be done
         if distributed.environment.rank == 0:
-            attempt_context.update_attempt(context, said=LastWord.FINISHED, stepping=time.time())
+            attempt_context.record_last_word(context, LastWord.FINISHED, stepping=time.time())
         distributed.leave_together()
         return 0
     if config.job.kind == JobKind.EVALUATE:
@@ -295,13 +266,14 @@ def _train(
         raise
     if distributed.environment.rank == 0:
         said = LastWord.FINISHED if outcome.finished else LastWord.STOPPED
-        attempt_context.update_attempt(context, said=said, last_step=outcome.step)
-        context.run_dir.event(
-            Event.TRAINING_FINISHED if outcome.finished else Event.TRAINING_STOPPED,
-            attempt=context.number,
-            step=outcome.step,
-            save_s=outcome.saved.seconds if outcome.saved else None,
-        )
+        attempt_context.record_last_word(context, said, last_step=outcome.step)
+        with undeterred("record that it has ended"):
+            context.run_dir.event(
+                Event.TRAINING_FINISHED if outcome.finished else Event.TRAINING_STOPPED,
+                attempt=context.number,
+                step=outcome.step,
+                save_s=outcome.saved.seconds if outcome.saved else None,
+            )
     if not outcome.finished:
         first = stop_flag.first
         cause = first.cause if first else StopCause.OTHER_RANK
@@ -324,7 +296,7 @@ def _evaluate(
 
     done = evaluate_checkpoint(config, distributed, context, stop_agreement, timeline)
     if distributed.environment.rank == 0:
-        attempt_context.update_attempt(context, said=LastWord.FINISHED if done else LastWord.STOPPED)
+        attempt_context.record_last_word(context, LastWord.FINISHED if done else LastWord.STOPPED)
     distributed.leave_together()
     return 0 if done else EXIT_REQUEUE
 
@@ -340,55 +312,29 @@ def _finish_by_hand(config: Config, environment: Environment, context: AttemptCo
 
 
 def _fail(
+    error: BaseException,
     context: AttemptContext | None,
     environment: Environment | None,
-    code: int,
-    sentence: str,
-    *,
-    because_of_peer: bool = False,
-    superseded: bool = False,
-    on_any_node: bool = False,
-    diverged: bool = False,
-    bad_nodes: tuple[str, ...] = (),
-    watchdog: Watchdog | None = None,
+    watchdog: Watchdog | None,
 ) -> NoReturn:
     """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
+    show(error)
+    rank = environment.rank if environment is not None else rank_or_zero()
+    failure = failure_of(error, rank)
+    if watchdog is not None and timed_out(error):
+        with undeterred("find out which ranks did not come"):
+            watchdog.collective_timed_out(error)
     if context is not None:
-        rank = environment.rank if environment else rank_or_zero()
-        try:
-            attempts.record_failure(
-                context.attempt_dir,
-                rank,
-                exit_code=code,
-                sentence=sentence,
-                because_of_peer=because_of_peer,
-                superseded=superseded,
-                on_any_node=on_any_node,
-                diverged=diverged,
-                bad_nodes=bad_nodes,
-            )
-            if environment is not None and not context.supervised:
-                _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
-        except OSError as error:
-            log.warning("cannot record the failure: %s", error)
+        with undeterred("record the failure"):
+            record_failure(context.attempt_dir, rank, failure)
+        if environment is not None and not context.supervised:
+            with undeterred("complete the record of the attempt"):
+                config = load_frozen(context.run_dir.config_file)
+                _finish_by_hand(config, environment, context, failure.exit_code)
     if watchdog is not None:
-        watchdog.failed(lost_a_peer=because_of_peer)
-    leave(code)
-
-
-def _is_told_by_rank_0(error: SlurmtrainError, environment: Environment | None) -> bool:
-    """Return whether all ranks end with this error, which rank 0 records for all."""
-    return isinstance(error, PreflightError) and error.told_all and environment is not None and environment.rank != 0
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now: no exit handlers that could hang, no child left behind, no signal that changes the code."""
-    signals.ignore_further_stop_signals()
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        with undeterred("tell the other ranks"):
+            watchdog.failed(lost_a_peer=failure.because_of_peer)
+    leave(failure.exit_code)
 
 
 def _stop_during_start() -> tuple[type[BaseException], ...]:
@@ -398,16 +344,3 @@ def _stop_during_start() -> tuple[type[BaseException], ...]:
     """
     module = sys.modules.get("slurmtrain.runtime.rendezvous")
     return (module.StopDuringStartError,) if module is not None else ()
-
-
-def _timed_out(error: BaseException) -> bool:
-    """Return whether this is gloo's error for a collective to which some rank did not come in time."""
-    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    """Return whether this is an error that gloo or NCCL raises when another rank has gone: that rank's failure came first."""
-    return isinstance(error, RuntimeError) and any(
-        words in str(error)
-        for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-    )

@@ -32,7 +32,7 @@ class ProgramSwitch(ProfileSwitch):
         if time.monotonic() >= self._from and self._switch.exists() and not self._marker.exists():
             self.refuse(
                 UsageError(
-                    "the program of this run takes no profiles: it does not call slurmtrain.should_stop()",
+                    "the program of this run cannot be profiled: it does not call slurmtrain.should_stop()",
                     hint="slurmtrain.init(), and slurmtrain.should_stop() once a step; or use torch.profiler in the program",
                 )
             )

@@ -35,6 +35,7 @@ GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it sa
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
 REPORT_AFTER_S = 10.0  # without a connection, before a node tells rank 0 so by the folder that they share
 LOOK_FOR_REPORTS_S = 5.0
+LOOK_AT_RANK_0_S = 5.0  # all ranks ask the store, which lives in one process
 REPORTED_S = 20.0  # that every missing node must have reported for, before rank 0 waits no longer
 STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
 PREFLIGHT = "preflight, "  # how rank 0's word begins when it is about what a node, or the config, is at fault for
@@ -73,7 +74,7 @@ def meet(
 
     Args:
         directory: a directory that all ranks share and this attempt alone uses.
-        timeout_s: seconds to wait for the last rank.
+        timeout_s: seconds for which rank 0 waits for the last rank. The others wait as long as it does.
         stop_requested: polled while waiting.
         interface: name of the interface at which rank 0 should be reached, or "auto".
         ports: the ports on which rank 0 may wait; None: any.
@@ -103,7 +104,11 @@ def meet(
             elif environment.local_world_size > 1:
                 published.look()  # hands it on to the ranks beside this one
         missing = _Missing(directory, environment) if environment.source != "torchrun" else None
-        _gather_presence(store, environment, via, deadline, timeout_s, stop_requested, missing)
+        _take_place(store, environment, via)
+        if environment.rank == 0:
+            _gather_presence(store, environment, deadline, timeout_s, stop_requested, missing)
+        else:
+            _await_word(store, environment, timeout_s, stop_requested)
     finally:
         published.forget()
     return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
@@ -199,6 +204,7 @@ def _connect(
                 hint="see rank 0's log; cluster.network_interface names the network to use"
                 if failures
                 else "see rank 0's log",
+                because_of_peer=not failures,
             )
         pauses.pause()
 
@@ -206,24 +212,28 @@ def _connect(
 def _gather_presence(
     store: dist.Store,
     environment: Environment,
-    via: str,
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
     absent: _Missing | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pauses: Pauses | None = None,
 ) -> None:
-    """Wait until every rank is there."""
-    _take_place(store, environment, via)
-    if environment.rank != 0:
-        _await_word(store, environment, deadline, stop_requested)
-        return
+    """Wait on rank 0 until every rank is there, and tell the others."""
     store.set("world_size", str(environment.world_size))
     ranks = range(environment.world_size)
-    pauses = Pauses(LONGEST_PAUSE_S)
+    pauses = pauses or Pauses(LONGEST_PAUSE_S)
+    looks = 0
     while True:
+        store.set("looks", str(looks := looks + 1))  # by which the others see that this rank gets on
         missing = (
             [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
         )
+        if store.check(["gave up"]):  # one that was counted is gone
+            word = store.get("gave up").decode()
+            _tell_and_linger(store, word, present=[r for r in ranks if r not in missing])
+            raise RendezvousError(word, hint=MISSING_HINT, because_of_peer=True)
         if not missing:
             store.set("everybody", "")
             break
@@ -234,10 +244,12 @@ def _gather_presence(
             word = store.get("wrong").decode()
             _tell_and_linger(store, f"{PREFLIGHT}{word}", present=[r for r in ranks if r not in missing])
             raise EnvironmentMismatchError(f"{PREFLIGHT}{word}", hint=RANKS_HINT)
-        late = time.monotonic() > deadline
+        late = clock() > deadline
         error = absent.error(missing, late=late) if absent is not None else None
         if late and error is None:
-            error = RendezvousError(_who_is_missing(missing, environment, timeout_s), hint=MISSING_HINT)
+            error = RendezvousError(
+                _who_is_missing(missing, environment, timeout_s), hint=MISSING_HINT, because_of_peer=True
+            )
         if error is not None:
             _tell_and_linger(store, error.message, present=[r for r in ranks if r not in missing])
             raise error
@@ -326,25 +338,40 @@ def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -
 
 
 def _await_word(
-    store: dist.Store, environment: Environment, deadline: float, stop_requested: Callable[[], bool]
+    store: dist.Store,
+    environment: Environment,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pauses: Pauses | None = None,
 ) -> None:
     """Wait for rank 0's word that all ranks are there, or why not.
+
+    Rank 0 alone knows how long it is worth while: the ranks start at different times, minutes apart where a node has to fetch
+    an image first. So a rank gives up only if rank 0 itself does not get on for `timeout_s` seconds, and leaves word of that.
 
     A rank that is told to stop passes that on instead of exiting: if it were gone when rank 0 has just counted it, the
     others would wait for it in their first collective.
     """
-    pauses = Pauses(LONGEST_PAUSE_S)
+    pauses = pauses or Pauses(LONGEST_PAUSE_S)
+    looks, looked_at = None, clock()
+    look_again = looked_at
     try:
         while not store.check(["everybody"]):
             if stop_requested():
                 store.set("told to stop", "")
             if store.check(["world_size"]) and int(store.get("world_size").decode()) != environment.world_size:
                 store.set("wrong", _other_size(environment, int(store.get("world_size").decode())))
-            if time.monotonic() > deadline + GRACE_S:
-                raise RendezvousError(
-                    f"rank 0 on {environment.expected_node(0)} stopped answering after it had been reached",
-                    hint=MISSING_HINT,
-                )
+            if clock() >= look_again:
+                found, look_again = (store.get("looks") if store.check(["looks"]) else None), clock() + LOOK_AT_RANK_0_S
+                if found != looks:
+                    looks, looked_at = found, clock()
+            if clock() > looked_at + timeout_s + GRACE_S:
+                did = "did not come" if looks is None else "did not get on while it waited for the others"
+                word = f"rank 0 on {environment.expected_node(0)} {did} for {clock() - looked_at:.0f} s"
+                store.set("gave up", f"rank {environment.rank} on {environment.node} has left: {word}")
+                raise RendezvousError(word, hint=MISSING_HINT, because_of_peer=True)
             pauses.pause()
         word = store.get("everybody").decode()
         store.set(f"heard/{environment.rank}", "")
@@ -353,7 +380,9 @@ def _await_word(
         if stop_requested():
             raise StopDuringStartError from None
         raise RendezvousError(
-            f"rank 0 on {environment.expected_node(0)} left before all ranks had met", hint="see rank 0's log"
+            f"rank 0 on {environment.expected_node(0)} exited before all ranks had connected",
+            hint="see rank 0's log",
+            because_of_peer=True,
         ) from None
     if word == STOP:
         raise StopDuringStartError
@@ -362,7 +391,7 @@ def _await_word(
     if word.startswith(PREFLIGHT):
         raise PreflightError(word, hint="see rank 0's log", told_all=True)
     if word:
-        raise RendezvousError(word, hint=MISSING_HINT)
+        raise RendezvousError(word, hint=MISSING_HINT, because_of_peer=True)
 
 
 def _other_size(environment: Environment, size: int) -> str:

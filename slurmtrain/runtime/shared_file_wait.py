@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import random
 import stat
@@ -22,6 +23,9 @@ from typing import Any
 
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.patience import may_pass
+
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
@@ -70,12 +74,17 @@ class Published:
         memory = Path("/dev/shm")
         folder = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         self._on_node = folder / f"slurmtrain-{os.getuid()}-{name}.json"
-        self._handed_on = False
+        self._handed_on = self._complained = False
         self._by_itself_s = BY_ITSELF_S
         self._by_itself_at = clock() + BY_ITSELF_S
 
     def look(self) -> dict[str, Any] | None:
-        """Return what rank 0 has published; None while it is not known on this node."""
+        """Return what rank 0 has published; None while it is not known on this node, or the storage fails.
+
+        Raises:
+            OSError: the file cannot be read, and that will not pass.
+            UnreadableRecordError: it is not a regular file.
+        """
         if self._looks_for_all:
             found = self._look_in_folder()
             if found is not None and not self._alone and not self._handed_on:
@@ -105,9 +114,16 @@ class Published:
         # Listing the directory makes NFS ask its server; opening a name that it remembers as missing does not.
         try:
             names = os.listdir(self._path.parent)
+            return read_json(self._path) if self._path.name in names else None
         except FileNotFoundError:
             return None
-        return read_json(self._path) if self._path.name in names else None
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            if not self._complained:
+                self._complained = True
+                log.warning("%s cannot be read, and is looked for again: %s", self._path, error.strerror or error)
+            return None
 
     def _look_on_node(self) -> dict[str, Any] | None:
         try:

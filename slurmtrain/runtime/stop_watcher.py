@@ -5,12 +5,12 @@ It records why a stop was requested.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import queue
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
 from slurmtrain.observe.profile_switch import ProfileSwitch
@@ -23,6 +23,8 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause, StopFlag
+
+log = logging.getLogger(__name__)
 
 RECORD_TIMEOUT_S = 5.0
 ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
@@ -65,6 +67,8 @@ class StopWatcher:
         self._end_time: float | None = None
         self._planned: threading.Timer | None = None
         self._needs: tuple[float, float] | None = None
+        self._asked = time.monotonic()  # when SLURM was last asked for the job's end
+        self._told: set[str] = set()  # of errors
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
@@ -106,15 +110,14 @@ class StopWatcher:
         """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
         if self._client is None:
             return False
-        before = (
-            self._end_time
-        )  # before SLURM is asked: another thread may ask, too, and be the first to note the change
+        # Before SLURM is asked: another thread may ask, too, and be the first to note the change.
+        before = self._end_time
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
         # Waiting for an overloaded controller would use up the time that is left to save.
-        threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
         try:
+            threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
             facts = answers.get(timeout=ANSWER_S)
-        except queue.Empty:
+        except (queue.Empty, RuntimeError):  # no answer; or no more threads for this process
             return False
         if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
@@ -148,28 +151,54 @@ class StopWatcher:
         return True
 
     def _watch(self) -> None:
-        self._set_end_time(self._ask_once())
-        asked = time.monotonic()
-        self._look_at_switches()
-        while not self._stop_flag.wait(self._pause(asked)):
-            due = self._deadline is not None and time.time() >= self._deadline
-            if due or time.monotonic() >= asked + ASK_EVERY_S:
-                asked = time.monotonic()
-                if not self._limit_has_moved() and due:
-                    self._stop_flag.request(StopCause.DEADLINE)
-            self._look_at_switches()
+        self._guarded(lambda: self._set_end_time(self._ask_once()))
+        self._asked = time.monotonic()
+        self._guarded(self._look_at_switches)
+        while not self._stop_flag.wait(self._pause()):
+            self._guarded(self._look_at_clock)
+            self._guarded(self._look_at_switches)
+        self._guarded(self._record)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """Do one thing of the watch. An error of it, which is told once, must not end the others."""
+        try:
+            look()
+        except Exception as error:
+            sentence = f"{type(error).__name__}: {error}"
+            if sentence not in self._told:
+                self._told.add(sentence)
+                log.warning("the watch for stops has failed, and goes on: %s", sentence)
+
+    def _look_at_clock(self) -> None:
+        due = self._deadline is not None and time.time() >= self._deadline
+        if due or time.monotonic() >= self._asked + ASK_EVERY_S:
+            self._asked = time.monotonic()
+            if not self._limit_has_moved() and due:
+                self._stop_flag.request(StopCause.DEADLINE)
+
+    def _record(self) -> None:
+        """Record why the ranks were told to stop: at once, and again with what SLURM says of the job.
+
+        Rank 0 waits only RECORD_TIMEOUT_S for that, and an overloaded controller may take longer.
+        """
         first = self._stop_flag.first
         assert first is not None
         end_time = self._end_time
+
+        def record(facts: JobFacts | None) -> None:
+            left = None if end_time is None else end_time - first.time
+            attempts.record_stop(
+                self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
+            )
+
+        self._guarded(lambda: record(None))
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
         if facts is not None and facts.end_time is not None:
             self._end_time = facts.end_time  # a preemption moves it to the end of the grace time
             if not facts.preempted and facts.state == "RUNNING":
                 end_time = facts.end_time
-        left = None if end_time is None else end_time - first.time
-        attempts.record_stop(
-            self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
-        )
+        if facts is not None or not self._attempt_dir.stop_file.exists():
+            record(facts)
 
     @property
     def _deadline(self) -> float | None:
@@ -181,37 +210,25 @@ class StopWatcher:
             return None
         return self._end_time - self._signal_lead_s / 2
 
-    def _pause(self, asked: float) -> float | None:
+    def _pause(self) -> float | None:
         pauses = [LOOK_EVERY_S] if self._run_dir is not None or self.profile_switch is not None else []
         if self._client is not None and self._end_time is not None:
-            pauses.append(max(0.0, asked + ASK_EVERY_S - time.monotonic()))
+            pauses.append(max(0.0, self._asked + ASK_EVERY_S - time.monotonic()))
         if self._deadline is not None:
             pauses.append(max(0.0, self._deadline - time.time()))
         return min(pauses, default=None)
 
     def _look_at_switches(self) -> None:
         if self.profile_switch is not None:
-            self.profile_switch.look()
-        if self._run_dir is None:
+            self._guarded(self.profile_switch.look)
+        run_dir = self._run_dir
+        if run_dir is None:
             return
-        if self._take(self._run_dir.save_switch, Event.SAVE_FILE_FOUND):
+        if run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND):
             self._save_asked.set()
-        if self._take(self._run_dir.stop_switch, Event.STOP_FILE_FOUND):
-            with contextlib.suppress(OSError):  # a full disk; it stops all the same
-                attempts.write_request(self._run_dir, RunAction.STOP)
+        if run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND):
+            self._guarded(lambda: attempts.write_request(run_dir, RunAction.STOP))  # a full disk; it stops all the same
             self._stop_flag.request(StopCause.STOP_FILE)
-
-    def _take(self, switch: Path, event: Event) -> bool:
-        """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
-        try:
-            owner = switch.stat().st_uid
-            switch.unlink()
-        except OSError:
-            return False
-        assert self._run_dir is not None
-        with contextlib.suppress(OSError):
-            self._run_dir.event(event, uid=owner)
-        return True
 
     def _ask_once(self) -> float | None:
         """Return when the job's time ends, and request a stop if SLURM has ended or preempted the job already."""

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.config.compose import config_hash, load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.runs import attempts, choices
@@ -23,6 +22,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import NOT_STARTED
 from slurmtrain.system import files
+from slurmtrain.system.patience import refresh
 
 log = logging.getLogger(__name__)
 

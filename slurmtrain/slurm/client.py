@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
@@ -30,6 +31,9 @@ Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProce
 # scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
 # has done what was asked. Dispositions that are "ignored" survive exec.
 SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
+# Has the commands print times as unix seconds: a local time of the hour that a clock change repeats may be either.
+UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
@@ -48,7 +52,7 @@ class SlurmClient:
     """A client of one cluster.
 
     Args:
-        slurm_conf: path of a slurm.conf other than the machine's own.
+        slurm_conf: path of a slurm.conf to use instead of the machine's own.
         run: the command runner.
     """
 
@@ -74,7 +78,7 @@ class SlurmClient:
         Raises:
             ClusterError: SLURM cannot be asked.
         """
-        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD, variables=UNIX_TIMES)
         if answer.returncode == 0:
             return parse_show_job(answer.stdout)
         if "invalid job id" in (answer.stderr + answer.stdout).lower():
@@ -174,6 +178,14 @@ class SlurmClient:
             found += parse_sacct(answer.stdout)
         return found
 
+    def live_jobs(self) -> list[str]:
+        """Return the ids of this user's jobs that SLURM has not ended, those of the tasks of arrays, too.
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        return self._call(["squeue", "--noheader", "--me", "--format=%A"], before=SHIELD).split()
+
     def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
@@ -239,7 +251,7 @@ class SlurmClient:
             return None
         try:
             answer = self._run(["timeout", str(within_s), *command], self._environment)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, OSError):
             return None
         return answer.stdout if answer.returncode == 0 else None
 
@@ -363,15 +375,19 @@ class SlurmClient:
             raise kind(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
-    def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def _answer(
+        self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES
+    ) -> subprocess.CompletedProcess[str]:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
         try:
-            return self._run([*before, *command], self._environment)
+            return self._run([*before, *command], {**self._environment, **variables})
         except subprocess.TimeoutExpired:
             raise NoAnswerError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
+        except OSError as error:  # no memory or no process left here (EAGAIN), or the programs' file system is away
+            raise ClusterError(f"`{command[0]}` cannot be started on this machine: {error.strerror or error}") from None
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:

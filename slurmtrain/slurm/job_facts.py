@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slurmtrain.slurm.parse_values import parse_time
+from slurmtrain.system import records
 
 # States of a job that will not run again by itself.
 GONE = (
@@ -42,10 +45,31 @@ class JobFacts:
     excluded: str = ""
     nodes: str = ""
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> JobFacts | None:
+        """Return the facts in a record that this or another version has written; None if it does not tell the state.
+
+        Fields that this version does not know, and values of another kind, are left out.
+        """
+        known = {name: value for name, value in values.items() if name in _FACTS and _FACTS[name].holds(value)}
+        return cls(**known) if "state" in known else None
+
     @property
     def preempted(self) -> bool:
         """Whether SLURM has announced that it preempts this start of the job."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+_FACTS = {
+    "state": records.TEXT,
+    "reason": records.TEXT,
+    "restarts": records.COUNT,
+    "start_time": records.TIME | records.NOTHING,
+    "end_time": records.TIME | records.NOTHING,
+    "preempt_time": records.TIME | records.NOTHING,
+    "excluded": records.TEXT,
+    "nodes": records.TEXT,
+}
 
 
 @dataclass(frozen=True)

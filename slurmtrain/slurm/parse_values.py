@@ -22,7 +22,9 @@ def parse_duration(text: str) -> float | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return unix seconds from SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
+    """Return unix seconds from SLURM's time stamps, local or in unix seconds; "Unknown", "None" and "N/A" are None."""
+    if text.isascii() and text.isdecimal():
+        return float(text)
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

@@ -13,81 +13,81 @@ import re
 # {0} is whose limit it is, from the pattern's group.
 REASONS = (
     # Held.
-    ("JobHeldUser", "its owner asked for that", "`requeue {run}` releases it"),
-    ("JobHeldAdmin", "an administrator asked for that", "only who runs the cluster releases it"),
+    ("JobHeldUser", "its owner has held it", "`requeue {run}` releases it"),
+    ("JobHeldAdmin", "an administrator has held it", "only an administrator can release it"),
     ("launch failed requeued held", "a node could not start it", "`requeue {run}` tries again"),
-    ("job requeued in held state|RequeueExitHold", "it was requeued to be held", "`requeue {run}` releases it"),
-    ("JobHoldMaxRequeue", "it was requeued as often as the cluster allows", "`requeue {run}` releases it"),
+    ("job requeued in held state|RequeueExitHold", "it was requeued and held", "`requeue {run}` releases it"),
+    ("JobHoldMaxRequeue", "it has reached the cluster's limit on requeues", "`requeue {run}` releases it"),
     # Its turn has not come.
     ("None|WaitingForScheduling|SchedDefer", "SLURM has not looked at it yet", ""),
     ("Priority", "jobs of higher priority come first", ""),
-    ("Resources", "it is next, and what it asks for is not free yet", ""),
-    ("BeginTime", "its begin time has not come", "`requeue {run}` starts it now"),
+    ("Resources", "it is next in the queue and waits for free resources", ""),
+    ("BeginTime", "its begin time has not been reached", "`requeue {run}` starts it now"),
     ("Cleaning", "its last attempt is still being cleaned up", ""),
     ("Prolog.*", "the cluster prepares its nodes", ""),
-    ("JobArrayTaskLimit", "as many points of its sweep run as may at once", ""),
+    ("JobArrayTaskLimit", "its sweep has reached its limit of parallel points", ""),
     ("Licenses", "a licence that it needs is in use", ""),
     ("Reservation", "its reservation has not begun, or is full", ""),
     ("BurstBuffer.*", "its burst buffer is not ready", ""),
     # Other jobs.
     ("Dependency", "a job that it waits for has not ended", ""),
-    ("DependencyNeverSatisfied", "what it waits for has failed, so it will never start", "`cancel {run}`"),
+    ("DependencyNeverSatisfied", "a run that it waits for has failed, so it will never start", "`cancel {run}`"),
     # Nodes and partitions.
     (
         "ReqNodeNotAvail.*[Mm]aintenance.*",
-        "its nodes are kept for maintenance before it would end",
-        "a shorter cluster.time_limit_min may fit in before; else it starts afterwards",
+        "its nodes are reserved for maintenance before it would end",
+        "a shorter cluster.time_limit_min may fit in before the maintenance; otherwise it starts afterwards",
     ),
     ("ReqNodeNotAvail.*|NodeDown", "a node that it needs is down, drained or reserved", "`sinfo -R` says why"),
     (
         "Nodes required for job are DOWN, DRAINED.*",
-        "its nodes are down, drained or kept for higher partitions",
+        "its nodes are down, drained or reserved for higher partitions",
         "`sinfo -R` says why",
     ),
     (
         "PartitionNodeLimit|Partition(?:Min|Max)Nodes|PartitionConfig",
-        "its partition does not give that number or kind of nodes",
+        "its partition does not offer that number or kind of nodes",
         "`cancel {run}`; submit with other cluster.nodes, cluster.spare_nodes or cluster.partition",
     ),
     (
         "PartitionTimeLimit",
-        "its partition does not give that much time",
+        "its time limit exceeds that of its partition",
         "`cancel {run}`; submit with a shorter cluster.time_limit_min",
     ),
     ("PartitionDown|PartitionInactive", "its partition starts no jobs at present", "`sinfo` shows those that do"),
     (
         "BadConstraints",
-        "no node is as it asks for",
+        "no node meets its requirements",
         "`cancel {run}`; submit with another cluster.constraint (`sinfo -o '%N %f %G'` shows what there is)",
     ),
     ("PowerNotAvail|PowerReserved", "the cluster has no electric power for it at present", ""),
     ("ReservationDeleted", "its reservation is gone", "`cancel {run}`; submit without cluster.reservation"),
-    ("ReqResv|RequiresReservation", "its partition wants a reservation", "`cancel {run}`; set cluster.reservation"),
+    ("ReqResv|RequiresReservation", "its partition requires a reservation", "`cancel {run}`; set cluster.reservation"),
     ("DeadLine", "it cannot end before its deadline", "`cancel {run}`"),
     # Limits on who may run, and how much. Counted time is resources times minutes.
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "`cancel {run}`; set cluster.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not run there", "`cancel {run}`; set cluster.qos"),
     ("QOSUsageThreshold", "you have used too much for its QOS", "wait, or submit with another cluster.qos"),
-    ("QOSMin.*", "it asks for less than its QOS wants", "`cancel {run}`; ask for more or set cluster.qos"),
+    ("QOSMin.*", "it requests less than its QOS requires", "`cancel {run}`; ask for more or set cluster.qos"),
     (
         "(Assoc|QOS)Grp.*RunMinutes.*",
-        "the jobs that its {0} runs have as much time before them as they may",
+        "the running jobs of its {0} have reached its limit on remaining time",
         "it starts when they have ended",
     ),
-    ("(Assoc|QOS)Grp.*(?:Minutes|Wall).*", "the time of its {0} is used up", "ask who runs the cluster for more"),
-    ("(Assoc|QOS)Grp.*", "all jobs of its {0} together run at the limit", "it starts when some have ended"),
+    ("(Assoc|QOS)Grp.*(?:Minutes|Wall).*", "the time of its {0} is used up", "ask your admins for more"),
+    ("(Assoc|QOS)Grp.*", "all jobs of its {0} together have reached the limit", "it starts when some have ended"),
     (
         "(Assoc|QOS)Max(?:(?:Submit)?Jobs?(?:PerUser)?Limit|.*PerUser(?:Limit)?)",
-        "your jobs run at the limit of its {0}",
+        "your jobs have reached the limit of its {0}",
         "it starts when some have ended",
     ),
-    ("Max.*PerAccount", "all jobs of its account together run at the limit", "it starts when some have ended"),
+    ("Max.*PerAccount", "all jobs of its account together have reached the limit", "it starts when some have ended"),
     (
         "(Assoc|QOS)Max.*",
-        "it asks for more than its {0} gives a single job",
+        "it requests more than its {0} allows for a single job",
         "`cancel {run}`; ask for less",
     ),
-    ("MaxMemPerLimit", "it asks for more memory than a job may have", "`cancel {run}`; ask for less"),
+    ("MaxMemPerLimit", "it requests more memory than a job may have", "`cancel {run}`; ask for less"),
     ("(Association|QOS)(?:Job|Resource|Time)Limit", "its {0} is at a limit", "it starts when some jobs have ended"),
     # Faults.
     ("JobLaunchFailure|SystemFailure|BootFail", "it could not be started", "ask who runs the cluster"),
@@ -101,7 +101,7 @@ def is_held(reason: str) -> bool:
 
 
 def in_words(reason: str, run_id: str) -> str:
-    """Explain a reason: "its begin time has not come (BeginTime); `requeue ID` starts it now"."""
+    """Explain a reason: "its begin time has not been reached (BeginTime); `requeue ID` starts it now"."""
     plain = reason.replace("_", " ")  # scontrol has no spaces in it
     for pattern, meaning, advice in REASONS:
         match = re.fullmatch(pattern, plain)

@@ -79,7 +79,7 @@ def create_sweep(
     except OSError as error:
         raise ConfigError(
             f"cannot make a folder under {runs}: {error.strerror}",
-            hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
+            hint="set job.runs_dir to a folder that you can write to and that the compute nodes can see",
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)

@@ -100,7 +100,7 @@ def find(reference: str, runs: Path) -> Sweep:
         lookup.refuse_unreadable(reference, runs)
         raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
     raise UsageError(
-        f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of it: {names}"
+        f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of the name: {names}"
     )
 
 
@@ -127,7 +127,7 @@ def check_not_cancelled(sweep: Sweep) -> None:
     if sweep.cancelled_file.exists():
         raise ClusterError(
             f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
-            hint=f"sweep retry {sweep.id} goes on with all that has not finished; --again makes another of the same points",
+            hint=f"sweep retry {sweep.id} continues all unfinished points; --again submits another sweep of the same points",
         )
 
 
@@ -137,7 +137,7 @@ def check_not_planned(run_dir: RunDir) -> None:
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and run_dir.id in sweep.planned(number):
             raise ClusterError(
-                f"run {run_dir.id} is to be submitted with others of its sweep", hint=f"sweep retry {sweep.id} does it"
+                f"run {run_dir.id} has to be submitted together with its sweep", hint=f"sweep retry {sweep.id} does it"
             )
 
 
@@ -151,7 +151,7 @@ def require_own(sweep: Sweep) -> None:
         if os.path.lexists(path) and not is_mine(path):
             whose = os.lstat(path).st_uid
             raise UsageError(
-                f"{path} belongs to user {whose}: only who has submitted a sweep may change it, or go on with it",
+                f"{path} belongs to user {whose}: only the user who submitted a sweep may change or continue it",
                 hint="`sweep status` and `sweep collect` show it",
             )
 

@@ -7,7 +7,6 @@ cluster, without arrays.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import queue
@@ -19,11 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.local import PR_SET_PDEATHSIG
 from slurmtrain.report.status import RunStatus, is_over, states
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.system.file_claims import Owner, claimed
+from slurmtrain.system.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ def alone(sweep: Sweep) -> Iterator[None]:
 
     def refuse(owner: Owner) -> None:
         raise ClusterError(
-            f"process {owner['pid']} on {owner['host']} is at sweep {sweep.id} already",
-            hint=f"sweep status {sweep.id} shows how it stands; when that process has ended, start again",
+            f"process {owner['pid']} on {owner['host']} is already running sweep {sweep.id}",
+            hint=f"sweep status {sweep.id} shows its state; when that process has ended, start again",
         )
 
     with claimed(sweep.path, refuse):
@@ -214,8 +213,7 @@ def _start(run_dir: RunDir, events: Events, *, show: bool) -> subprocess.Popen[b
 
 
 def _leave_with_us() -> None:
-    """Have the kernel send SIGTERM to the new process when its parent is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -80,8 +80,9 @@ class SweepPlan:
         first = self.first.job
         if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
             raise ConfigError(
-                f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
-                hint="what varies is a column of `sweep collect`; it need not be in the name",
+                "all points of a sweep need the same job.name and job.runs_dir; "
+                f"these differ: {first.name!r}, {config.job.name!r}",
+                hint="`sweep collect` shows varied keys as columns, so they need not be in the name",
             )
         check_belongs(config, self.first)
 
@@ -158,11 +159,11 @@ def check_belongs(config: Config, first: Config) -> None:
         ConfigError: it cannot be a point of any sweep, or not of this one.
     """
     if _cluster_of(config) != _cluster_of(first):
-        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+        raise ConfigError("the points of a sweep must be on the same cluster", hint="submit a sweep for each")
     if config.sweep.pack != first.sweep.pack:
         raise ConfigError(
-            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
-            hint="submit a sweep for each",
+            f"all points of a sweep must have the same sweep.pack, but these differ: {first.sweep.pack}, {config.sweep.pack}",
+            hint="submit a separate sweep for each",
         )
     if config.cluster.backend == Backend.LOCAL:
         return
@@ -170,7 +171,7 @@ def check_belongs(config: Config, first: Config) -> None:
         raise no_chain("in a sweep")
     if config.sweep.pack > 1 and config.requeue.mode == RequeueMode.RESUBMIT:
         raise ConfigError(
-            f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
+            f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot be resubmitted separately",
             hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
         )
 

@@ -78,7 +78,7 @@ class Composer:
             sweeps[key] = override.is_sweep_override()
             if override.is_hydra_override():
                 if override.is_sweep_override():
-                    raise UsageError(f"{word!r}: what belongs to Hydra itself cannot vary", hint="submit two sweeps")
+                    raise UsageError(f"{word!r}: Hydra's own settings cannot vary", hint="submit two sweeps")
                 choices[key] = [word]
             elif not override.is_sweep_override():
                 choices[key] = [f"{key}={override.get_value_element_as_str()}"]
@@ -91,7 +91,7 @@ class Composer:
                 )
         for key, values in choices.items():
             if not values:
-                raise UsageError(f"{key} has no choices at all", hint="write them with commas: key=1,2,3")
+                raise UsageError(f"{key} has no choices", hint="write them with commas: key=1,2,3")
         keys = tuple(key for key in choices if sweeps[key])
         return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
 

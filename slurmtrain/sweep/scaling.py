@@ -37,7 +37,7 @@ def scaling_configs(config: Config, sizes: Sequence[int], *, strong: bool, steps
         ConfigError: it trains nothing, has no queue, or cannot be on one of these sizes.
     """
     if config.job.kind != JobKind.TRAIN:
-        raise ConfigError(f"scale is for the trainer's runs, and job.kind is {config.job.kind}", hint="job=train")
+        raise ConfigError(f"scale works with the built-in trainer, but job.kind is {config.job.kind}", hint="job=train")
     if config.cluster.backend == Backend.LOCAL:
         raise ConfigError(
             "cluster.backend=local has one node, so there is nothing to compare",
@@ -51,7 +51,7 @@ def _at(config: Config, nodes: int, *, strong: bool, steps: int) -> Config:
     batch = config.train.global_batch_size * nodes
     if not strong and batch % usual:
         raise ConfigError(
-            f"train.global_batch_size={config.train.global_batch_size} on {usual} nodes is no whole number of sequences on "
+            f"train.global_batch_size={config.train.global_batch_size} on {usual} nodes is not a whole number of sequences on "
             f"{nodes}",
             hint=f"a multiple of {usual}, or --strong",
         )
@@ -88,8 +88,8 @@ def parse_sizes(text: str) -> list[int]:
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) for word in words):
-        raise UsageError(f"--nodes {text}: numbers of nodes were expected", hint="--nodes 1,2,4,8")
+        raise UsageError(f"--nodes {text}: expected numbers of nodes", hint="--nodes 1,2,4,8")
     sizes = sorted({int(word) for word in words})
     if len(sizes) < 2:
-        raise UsageError(f"--nodes {text}: two sizes at least can be compared", hint="--nodes 1,2,4,8")
+        raise UsageError(f"--nodes {text}: expected at least two sizes", hint="--nodes 1,2,4,8")
     return sizes

@@ -150,7 +150,7 @@ def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     table = collect.table_of([collect.Point(0, {}, run_dir, now.status)])
     value = table.column(table.goal.column)[0] if table.goal is not None else None
     if table.goal is not None and value is None:
-        raise RunFailedError(f"run {run_dir.id} has finished, and its {table.goal.metric} was never a finite number")
+        raise RunFailedError(f"run {run_dir.id} has finished, but its {table.goal.metric} was never finite")
     if table.goal is None or value is None:
         raise RunFailedError(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
     return table.goal, float(value)

@@ -34,7 +34,7 @@ def throttle(sweep: Sweep, parallelism: int, client: SlurmClient | None) -> None
     if parallelism < least:
         raise UsageError(
             f"--array-parallelism {parallelism}: {sweep.id} has {len(beside)} arrays beside each other, "
-            f"and each runs {pack} points at least",
+            f"and each runs at least {pack} points",
             hint=f"--array-parallelism {least}, or sweep cancel {sweep.id} and the command with --again",
         )
     shares = dict(

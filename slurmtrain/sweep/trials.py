@@ -149,8 +149,8 @@ class TrialLog:
         """
         if self._size_on_disk() != self._size:  # it was suspended for so long that another one took it for dead
             raise ClusterError(
-                f"another process has written to {self._path}, so this one ends",
-                hint="the other goes on with the search",
+                f"another process has written to {self._path}, so this one exits",
+                hint="the other process continues the search",
             )
         text = json.dumps({"event": event, "trial": trial, **facts})
         records.append_line(self._path, text + "\n")

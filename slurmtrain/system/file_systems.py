@@ -19,6 +19,7 @@ SHARED_KINDS = frozenset(
 LOCAL_KINDS = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "squashfs"}
 )
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})  # what lies there takes memory, that of the job which has written it
 WRITTEN_MB = 8  # small enough for a login node's shared disk, large enough to be more than one round trip
 _MOST_S = 2.0
 

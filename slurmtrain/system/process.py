@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,13 @@ class Stat:
     Attributes:
         state: a letter; Z is a zombie, which has ended and waits for its parent to ask.
         parent: pid of the parent.
+        session: pid of the process that began its session (setsid(2)).
         start: start time in clock ticks since boot; together with the pid, it is never used twice.
     """
 
     state: str
     parent: int
+    session: int
     start: int
 
     @property
@@ -39,7 +41,7 @@ def stat(pid: int | str) -> Stat | None:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything, also spaces
-    return Stat(fields[0], int(fields[1]), int(fields[19]))
+    return Stat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def stats() -> dict[int, Stat]:
@@ -61,6 +63,11 @@ def descendants(roots: Iterable[int]) -> dict[int, Stat]:
 def living_descendants(pid: int) -> dict[int, Stat]:
     """Return the facts of all processes below one that have not ended; a parent comes before its children."""
     return {child: its for child, its in descendants([pid]).items() if not its.ended}
+
+
+def living_in_sessions(leaders: Collection[int]) -> dict[int, Stat]:
+    """Return the facts of all processes that have not ended of the sessions that these processes have begun, by pid."""
+    return {pid: its for pid, its in stats().items() if its.session in leaders and not its.ended}
 
 
 def command_line(pid: int) -> str:

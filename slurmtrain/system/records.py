@@ -3,7 +3,8 @@
 Folders of runs are shared. A file in them may be a link to another file, a pipe that nobody writes to, a device, a
 terabyte of zeros, or JSON of any shape. So a file is opened without following a link and without waiting, must be a
 regular one, and is read up to a limit; the types of its values are checked before they are used. Any error is an
-`UnreadableRecordError` with one sentence, so that one bad run does not break the list of all.
+`UnreadableRecordError` with one sentence, so that one bad run does not break the list of all. One of the storage, which
+may pass, is an `UnavailableRecordError`, which is an OSError, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import re
 import stat
 import time
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
@@ -29,7 +31,7 @@ EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_LOCK_POLL_S = 0.01
+FIRST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.01, 0.16  # between looks whether a lock is free
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
@@ -67,7 +69,7 @@ def _unreadable(path: Path, error: OSError) -> UnreadableRecordError:
         return UnreadableRecordError(f"{path} is a link, and links in a run are not followed")
     if error.errno == errno.ENXIO:
         return UnreadableRecordError(f"{path} is not a regular file")
-    return UnreadableRecordError(f"{path} cannot be read: {error.strerror}")
+    return UnavailableRecordError(f"{path} cannot be read: {error.strerror}", error)
 
 
 def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
@@ -175,13 +177,13 @@ def parse_yaml(data: bytes) -> Any:
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file of this user for appending, create it if need be, and return its descriptor.
+    """Open a file of this user for appending and reading, create it if need be, and return its descriptor.
 
     Raises:
         PermissionError: it is not a regular file of this user.
         OSError: it cannot be opened.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, file_mode(path.parent))
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -190,17 +192,24 @@ def open_to_append(path: Path) -> int:
     return descriptor
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: str, *, lock_s: float = 0.0) -> None:
     """Append a line to a file of this user, on a new line even if a kill or a full disk has torn the last one.
 
-    Lines of several writers stay whole.
+    Lines of several writers on one host stay whole. Those of several hosts do, too, while the lock is held: a network
+    file system may otherwise write two of them to the same place (open(2), O_APPEND).
+
+    Args:
+        lock_s: seconds to wait for the lock on the file, as in `locked`, before the line is appended without it; 0: none
+            is taken, as by a caller that holds it.
 
     Raises:
         OSError: as `open_to_append`; or not all of it could be written, and the next line begins after what was.
     """
     descriptor = open_to_append(path)
     try:
-        torn = read_tail(path, 1) not in (b"", b"\n")
+        _lock(descriptor, lock_s)
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         rest = ("\n" if torn else "").encode() + line.encode()
         while rest:
             rest = rest[os.write(descriptor, rest) :]
@@ -220,18 +229,25 @@ def locked(path: Path, *, at_most_s: float) -> Iterator[None]:
     """
     descriptor = open_to_append(path)
     try:
-        give_up = time.monotonic() + at_most_s
-        while time.monotonic() < give_up:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
-            except OSError:
-                break
+        _lock(descriptor, at_most_s)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, at_most_s: float) -> None:
+    """Take the lock on an open file, or go on without it after `at_most_s` seconds, or where there are no locks."""
+    give_up, pause_s = time.monotonic() + at_most_s, FIRST_LOCK_PAUSE_S
+    while time.monotonic() < give_up:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            # Not all at the same moment, and less and less often: to a network file system each look is a request.
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, LONGEST_LOCK_PAUSE_S)
+        except OSError:
+            return
 
 
 # Functions that find out whose a file is.

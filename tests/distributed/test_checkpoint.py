@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format import blocks, manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.data import BatchLoader
@@ -239,13 +238,41 @@ def copy_of_two(two_checkpoints: tuple[Path, list[float]], tmp_path: Path) -> tu
     return directory, two_checkpoints[1]
 
 
+def restore_each(
+    distributed: DistributedContext, directories: dict[str, Path]
+) -> dict[str, tuple[int | None, list[float], list[str]]]:
+    """As `restore_and_tell`, from one directory after the other."""
+    found = {}
+    for name, directory in directories.items():
+        rank = Rank(distributed, directory, incarnation=2, seed=5)
+        found[name] = rank.restore(), rank.weights(), list(rank.said)
+        rank.checkpointer.close()
+        dist.barrier(group=distributed.control_group)
+    return found
+
+
+@pytest.fixture(scope="module")
+def damaged(
+    tmp_path_factory: pytest.TempPathFactory, two_checkpoints: tuple[Path, list[float]]
+) -> dict[str, tuple[Path, list[tuple[int | None, list[float], list[str]]]]]:
+    """Of each kind of damage: the directory, and what each of two ranks has restored from it, and said."""
+    root = tmp_path_factory.mktemp("damaged")
+    directories = {kind: root / f"checkpoints-{number}" for number, kind in enumerate(DAMAGE)}
+    for kind, directory in directories.items():
+        shutil.copytree(two_checkpoints[0], directory)
+        DAMAGE[kind][0](committed(directory)[-1])
+    with GlooRanks(root) as ranks:
+        answers = ranks(2, restore_each, directories)
+    return {kind: (directory, [answer[kind] for answer in answers]) for kind, directory in directories.items()}
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_loudly_and_all_ranks_take_the_older(
-    gloo_ranks: GlooRanks, copy_of_two: tuple[Path, list[float]], kind: str
+    two_checkpoints: tuple[Path, list[float]],
+    damaged: dict[str, tuple[Path, list[tuple[int | None, list[float], list[str]]]]],
+    kind: str,
 ) -> None:
-    (directory, weights), (damage, sentence) = copy_of_two, DAMAGE[kind]
-    damage(committed(directory)[-1])
-    answers = gloo_ranks(2, restore_and_tell, directory)
+    (directory, answers), weights, sentence = damaged[kind], two_checkpoints[1], DAMAGE[kind][1]
     assert [(step, found) for step, found, _ in answers] == [(1, weights)] * 2
     said = answers[0][2]
     assert "checkpoint_0000002 is damaged and was set aside" in said[0]
@@ -279,7 +306,7 @@ def test_when_all_are_damaged_no_rank_starts_afresh(
     for answer in gloo_ranks(2, refused, directory):
         assert "every checkpoint in" in answer
         assert "is damaged: checkpoint_0000002" in answer
-        assert "delete them to start afresh" in answer
+        assert "delete them to start from scratch" in answer
     # Nor does the next attempt, which finds nothing but what was set aside.
     assert "damaged" in refused(None, directory)
 
@@ -311,40 +338,48 @@ def die_in_second_save(
     rank.steps(1)
     rank.save(1)
     if rank.rank == rank_to_die:
-        owner = importlib.import_module(f"slurmtrain.checkpoint.{module}")
-        original, calls = getattr(owner, function), []
-
-        def counted(*args: Any, **options: Any) -> Any:
-            calls.append(function)
-            if len(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **options)
-
-        setattr(owner, function, counted)
+        die_in(module, function, call)
     rank.steps(1)
     rank.save(2)
+
+
+def die_in(module: str, function: str, call: int) -> None:
+    """Make this process kill itself when it calls the function of a module of `checkpoint` the next `call`th time."""
+    owner: Any = importlib.import_module(f"slurmtrain.checkpoint.{module}")
+    *path, name = function.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(function)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
 
 
 STAGES = {
     "while a rank writes": ("format.blocks", "write_all", 1, 1),
     "before a rank hands in": ("save.job", "fsync_directory", 1, 1),
     "before the index": ("format.tensor_index", "_merge", 1, 0),
-    "before the manifest": ("store.commit", "write_synced", 1, 0),
-    "before COMPLETE": ("store.commit", "write_synced", 2, 0),
+    "before the manifest": ("format.manifest", "write_synced", 1, 0),
+    "before COMPLETE": ("format.manifest", "write_synced", 2, 0),
     "before the rename": ("store.commit", "check_fence", 2, 0),
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(
-    gloo_ranks: GlooRanks, tmp_path: Path, stage: str
-) -> None:
-    directory = tmp_path / "checkpoints"
-    endings = gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage]).endings()
-    assert -signal.SIGKILL in [ending.exit_code for ending in endings]
-    assert [path.name for path in committed(directory)] == ["checkpoint_0000001"]
-    assert [answer[0] for answer in gloo_ranks(2, restore_and_tell, directory)] == [1, 1]
-    assert not list(directory.glob("checkpoint_0000002*"))  # the next life has cleaned up
+def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    directories = {stage: tmp_path / f"checkpoints-{number}" for number, stage in enumerate(STAGES)}
+    for stage, directory in directories.items():
+        endings = gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage]).endings()
+        assert -signal.SIGKILL in [ending.exit_code for ending in endings], stage
+        assert [path.name for path in committed(directory)] == ["checkpoint_0000001"], stage
+    for answers in gloo_ranks(2, restore_each, directories):
+        assert {stage: answer[0] for stage, answer in answers.items()} == dict.fromkeys(STAGES, 1)
+    # The next life has cleaned up.
+    assert [path for directory in directories.values() for path in directory.glob("checkpoint_0000002*")] == []
 
 
 def fail_on_one_rank(distributed: DistributedContext, directory: Path, failing: int) -> tuple[str, list[str]]:
@@ -407,7 +442,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
         if path.name == "COMPLETE":
             claim(tmp_path, Incarnation(2, "life 2"))
 
-    monkeypatch.setattr(commit, "write_synced", overtaken)
+    monkeypatch.setattr(manifest, "write_synced", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []
@@ -464,7 +499,7 @@ def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: 
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         Checkpointer(tmp_path).restore(model=changed)
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert "to go on all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
+    assert "To continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
     assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
     assert committed(tmp_path)  # it is sound, only not for this model
 

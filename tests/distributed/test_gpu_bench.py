@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slurmtrain.models import Decoder
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_measures_and_writes_down(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "tests.bench.gpu", "smoke", "--results", str(results)]

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt, found_hang
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.failures import found_hang
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.main import _timed_out
+from slurmtrain.runtime.leaving import timed_out
 from slurmtrain.runtime.watchdog.watchdog import Watchdog
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import LocalRun, Project
@@ -320,7 +321,7 @@ def wait_for_a_stopped_rank(world: DistributedContext, folder: Path) -> None:
     try:
         dist.barrier(group=group)
     except RuntimeError as error:
-        if _timed_out(error):
+        if timed_out(error):
             watchdog.collective_timed_out(error)
 
 

@@ -49,12 +49,12 @@ class Attempts:
     """The attempts of a script, one after another in this process, which `leave` does not end but raises SystemExit."""
 
     def __init__(self, world: DistributedContext):
-        from slurmtrain.runtime import api, main
+        from slurmtrain.runtime import api
 
         def leave(code: int) -> None:
             raise SystemExit(code)
 
-        main.leave = leave  # type: ignore[assignment]
+        vars(api)["leave"] = leave
         self.rank, self.session, self.flag = world.environment.rank, api.session, StopFlag()
         self.messages: list[str] = []
         handler = logging.Handler()

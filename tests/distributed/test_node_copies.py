@@ -6,9 +6,7 @@ one that was saved, to the last bit.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runtime.distributed_context import DistributedContext
-from tests.distributed.test_checkpoint import Rank
+from tests.distributed.test_checkpoint import Rank, die_in
 from tests.support.gloo import GlooRanks
 
 NODES = "abc"
@@ -292,23 +290,6 @@ def die_in_second_copy(
         rank.checkpointer.save_local(step, **rank.objects).result()
 
 
-def die_in(module: str, function: str, call: int) -> None:
-    """Make this process kill itself when it calls the function the next `call`th time."""
-    owner: Any = importlib.import_module(f"slurmtrain.checkpoint.{module}")
-    *path, name = function.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    original, calls = getattr(owner, name), []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(function)
-        if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **options)
-
-    setattr(owner, name, counted)
-
-
 FOLDER = "node_copies.folder"
 STAGES = {
     "before the folder": ((FOLDER, "NodeFolder.begin", 1, 1), 2),
@@ -317,8 +298,8 @@ STAGES = {
     "before the index": (("format.tensor_index", "_merge", 1, 0), 2),
     "before the exchange": (("node_copies.save", "exchange", 1, 1), 2),
     "while a neighbour writes": (("format.blocks", "write_all", 2, 1), 2),
-    "before the manifest": ((FOLDER, "write_synced", 3, 1), 2),
-    "before COMPLETE": ((FOLDER, "write_synced", 4, 0), 2),
+    "before the manifest": (("format.manifest", "write_synced", 1, 1), 2),
+    "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
     # The other node has published it by then, and holds everything.
     "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 3),
     "before the old one goes": ((FOLDER, "NodeFolder.keep_only", 1, 0), 3),

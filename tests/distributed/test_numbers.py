@@ -208,15 +208,23 @@ LAYOUTS = {
 }
 
 
+OFTEN = [*SLOW_RATE, "train.steps=4", "train.log_every=4", "observe.per_layer_every=2", "train.eval_every=0"]
+
+
+@pytest.fixture(scope="module")
+def norms_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("norms") / "one"
+    fit(alone(), path, OFTEN)
+    return logged(path)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_of_the_layers_are_those_of_one_process_on_every_layout(
-    gloo_ranks: GlooRanks, tmp_path: Path, layout: str
+    gloo_ranks: GlooRanks, tmp_path: Path, norms_of_one_process: list[dict[str, Any]], layout: str
 ) -> None:
     # Tied embeddings are on both ends of a pipeline.
-    often = [*SLOW_RATE, "train.steps=4", "train.log_every=4", "observe.per_layer_every=2", "train.eval_every=0"]
-    gloo_ranks(2, fit, tmp_path / "two", [*often, *LAYOUTS[layout].split()])
-    fit(alone(), tmp_path / "one", often)
-    one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
+    gloo_ranks(2, fit, tmp_path / "two", [*OFTEN, *LAYOUTS[layout].split()])
+    one, two = norms_of_one_process, logged(tmp_path / "two")
     assert [record["step"] for record in two] == [2, 4]  # those of layers are logged in full
     for mine, theirs in zip(one, two, strict=True):
         names = [key for key in mine if "_norm" in key]

@@ -147,7 +147,7 @@ class Odd:
         ("text", "'text' of the data's samples is text; a model is called with tensors by name"),
         ("nested", "'facts' of the data's samples is a dict"),
         ("untargeted", "'targets' of the data's samples is text"),
-        ("tuple", "with no 'inputs' and 'targets'"),
+        ("tuple", "without 'inputs' and 'targets'"),
         ("stream", r"the training data \(.*Stream\) is a stream: it needs len\(\) and \[i\]"),
     ],
 )

@@ -141,7 +141,7 @@ def test_when_rank_0_dies_before_all_have_met_the_others_say_so(gloo_ranks: Gloo
     os.kill(waiting.pid(0), signal.SIGKILL)
     rank_0, rank_1 = waiting.endings(60)
     assert rank_0.exit_code == -signal.SIGKILL
-    assert rank_1.value[0].startswith(f"RendezvousError: rank 0 on {socket.gethostname()} left before all ranks")
+    assert rank_1.value[0].startswith(f"RendezvousError: rank 0 on {socket.gethostname()} exited before all ranks")
 
 
 @pytest.fixture

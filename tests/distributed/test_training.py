@@ -197,7 +197,7 @@ def test_a_hook_of_train_hooks_has_its_step_saved(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("target", "problem"), [("no_such.Hook", "no_such"), ("builtins.dict", "is no hook")])
+@pytest.mark.parametrize(("target", "problem"), [("no_such.Hook", "no_such"), ("builtins.dict", "is not a hook")])
 def test_what_is_no_hook_is_refused(tmp_path: Path, target: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"train.hooks\[0\]._target_={target}.*{problem}"):
         fit(alone(), tmp_path / "run", [*HOOKED, f"train.hooks=[{{_target_: {target}}}]"])
@@ -356,7 +356,10 @@ def wait_for_attempt(run: LocalRun, number: int) -> None:
     wait_until(trains, f"in attempt {number}")
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 2), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), pytest.param(4, 0, marks=pytest.mark.slow)],
+)
 def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
     project: Project, undisturbed: Callable[[int], LocalRun], ranks: int, workers: int
 ) -> None:

@@ -19,7 +19,7 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.local_runs import assert_same_tensors, without_timing
+from tests.support.local_runs import without_timing
 from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors
 from tests.support.slurm_cluster import Cluster
@@ -46,6 +46,29 @@ class Paced(Decoder):
         while self.training and HOLD.exists():
             time.sleep(0.02)
         return super().forward(tokens)
+"""
+
+# A program of the user's own, without torch, which takes seconds to start: each rank counts to a number, saves how far it
+# is when it is told to stop, and goes on from there; the first one adds a line to metrics.jsonl each step. Pauses as above.
+COUNTING_PROGRAM = """
+import json, os, pathlib, signal, sys, time
+
+total, pause_s = int(sys.argv[1]), float(sys.argv[2])
+run_dir = pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"])
+rank, quick, hold, told = os.environ["RANK"], run_dir / "quick", run_dir / "hold", []
+saved = run_dir / f"count-{rank}"
+signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+first = step = int(saved.read_text()) if saved.exists() else 0
+while step < total and not told:
+    time.sleep(0 if quick.exists() else pause_s if step - first < 10 else 5 * pause_s)
+    while hold.exists() and not told:
+        time.sleep(0.02)
+    step += 1
+    if rank == "0":
+        with open(run_dir / "metrics.jsonl", "a") as log:
+            log.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
+saved.write_text(str(step))
+sys.exit(0 if step == total else 75)
 """
 
 SMALL = [
@@ -153,10 +176,15 @@ class Run:
         return "\n".join(parts)
 
 
-def assert_same_bits(one: Run, other: Run) -> None:
-    """Loss log, weights, optimiser and random state of two finished runs are equal to the last bit."""
-    assert one.losses() == other.losses()
-    assert_same_tensors(one.tensors(), other.tensors())
+def counting(steps: int, pause_s: float = 0.0) -> list[str]:
+    """Overrides of a run of the program that counts, which has one rank."""
+    return [
+        "job=command",
+        f"job.command='{sys.executable} counting.py {steps} {pause_s}'",
+        "cluster.nodes=1",
+        "cluster.tasks_per_node=1",
+        "requeue.restart_delay_s=0",
+    ]
 
 
 @dataclass(frozen=True)
@@ -187,6 +215,7 @@ class Project:
 def make_project(path: Path, cluster: Cluster) -> Project:
     path.mkdir()
     (path / "paced.py").write_text(PACED_MODEL)
+    (path / "counting.py").write_text(COUNTING_PROGRAM)
     (path / ".gitignore").write_text("runs/\n__pycache__/\n")
     for command in (["git", "init", "-q"], ["git", "add", "-A"]):
         subprocess.run(command, cwd=path, check=True)
@@ -197,6 +226,11 @@ def make_project(path: Path, cluster: Cluster) -> Project:
         env=os.environ,
     )
     return Project(path, cluster)
+
+
+def assert_counted_once(run: Run, total: int) -> None:
+    """The program that counts has done every step, and none twice."""
+    assert [record["step"] for record in run.losses()] == list(range(1, total + 1))
 
 
 def events(run: Run, name: str) -> list[dict[str, Any]]:

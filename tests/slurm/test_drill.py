@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from tests.support.gloo import wait_until
 from tests.support.loops import LOOP
-from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_cluster import Cluster, reconfigured
 
 pytestmark = pytest.mark.slow
 
@@ -48,27 +47,6 @@ def drill(
 def jobs_of_drills(cluster: Cluster) -> list[str]:
     names = cluster.run(["squeue", "--noheader", "--format=%j"]).stdout.split()
     return [name for name in names if name.startswith("drill-")]
-
-
-@contextlib.contextmanager
-def reconfigured(cluster: Cluster, changes: dict[str, str]) -> Iterator[Cluster]:
-    """The cluster with words of its slurm.conf replaced."""
-    conf = cluster.sandbox.slurm_conf
-    text = changed = conf.read_text()
-    for before, after in changes.items():
-        assert before in changed
-        changed = changed.replace(before, after)
-    conf.write_text(changed)
-    cluster.run(["scontrol", "reconfigure"])
-    try:
-        yield cluster
-    finally:
-        conf.write_text(text)
-        cluster.run(["scontrol", "reconfigure"])
-        # The controller forgets the version of its nodes, which the next tests ask for, until they register again.
-        wait_until(
-            lambda: cluster.run(["scontrol", "show", "node"]).stdout.count(" Version=") == len(cluster.nodes), "there"
-        )
 
 
 # A loaded machine may take long to leave: how fast it is decides nothing where a run is to pass.

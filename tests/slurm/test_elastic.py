@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,8 @@ def seen(run_dir: Path) -> Counter[str]:
     return Counter((run_dir / "seen").read_text().split())
 
 
-def losses(run: Run) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in run.losses() if "loss" in record}
+def logged(run: Run, field: str) -> dict[int, Any]:
+    return {record["step"]: record[field] for record in run.losses() if field in record}
 
 
 def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_loss_is_that_of_one_size(
@@ -89,7 +90,8 @@ def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_los
         project.path,
     )
     assert seen(run.run_dir.path) == seen(one.run_dir.path) and sum(seen(one.run_dir.path).values()) == STEPS * BATCH
-    expected, found = losses(one), losses(run)
+    assert logged(run, "data_hash") == logged(one, "data_hash")  # the same samples in the same order
+    expected, found = logged(one, "loss"), logged(run, "loss")
     assert found.keys() == expected.keys() == set(range(1, STEPS + 1))
     tolerance = STEPS * (BATCH * TOKENS) ** 0.5 * 2**-24
     assert all(abs(found[step] - loss) <= tolerance * loss for step, loss in expected.items())

@@ -12,13 +12,13 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.slurm.read_facts import read_preemption
-from tests.slurm.project import SMALL, Project, Run, assert_same_bits, events, make_project
-from tests.support.local_runs import assert_steps_join
+from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
+from tests.support.local_runs import assert_same_bits, assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 30
-TWO_RANKS = ["cluster.nodes=1", "cluster.tasks_per_node=2", f"train.steps={STEPS}"]
-SLOW = [*TWO_RANKS, "+model.pause_s=0.15"]
+ONE_RANK = ["cluster.nodes=1", "cluster.tasks_per_node=1", f"train.steps={STEPS}"]
+SLOW = [*ONE_RANK, "+model.pause_s=0.15"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> Run:
-    return project.submit(*TWO_RANKS, nodes="n3")
+    return project.submit(*ONE_RANK, nodes="n3")
 
 
 def jobs(run: Run) -> list[str]:
@@ -83,14 +83,14 @@ def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finish
     for link in chain[2:]:
         run.cluster.wait_for(link, "CANCELLED")
     run.cluster.wait_for(chain[1], "COMPLETED")
-    assert "the next job of the chain goes on" in run.status()
+    assert "the next job of the chain continues" in run.status()
     assert_steps_join(run, total=STEPS)
     undisturbed.finish()
     assert_same_bits(run, undisturbed)
 
 
 def test_a_job_of_a_chain_that_finds_the_run_finished_leaves_at_once(project: Project) -> None:
-    run = project.submit(*TWO_RANKS, "requeue=chain", "requeue.chain_length=3", nodes="n1")
+    run = project.submit(*counting(STEPS), "requeue=chain", "requeue.chain_length=3", small=False, nodes="n1")
     run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "done", "finished")
     for link in jobs(run)[1:]:
         run.cluster.wait_for(link, "CANCELLED")
@@ -119,14 +119,13 @@ def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) 
     run.cluster.wait_for(second[1], "CANCELLED")
     run.cli("preempt", run.run_dir.id)
     run.wait_until(lambda: run.attempts()[-1].verdict == "end", "ended")
-    assert "no job of the chain is left to go on" in run.status()
+    assert "the chain has no jobs left" in run.status()
 
 
 def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.path)
     words = ["cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
-    small = [word.removeprefix("+") if word.startswith("+exp") else word for word in SMALL]
-    config = compose([*words, *small, *SLOW, "requeue=resubmit", "cluster.tasks_per_node=1"])
+    config = compose([*words, *counting(STEPS, pause_s=0.15), "requeue=resubmit"])
     run_dirs: list[RunDir] = []
     for _ in range(2):
         with preparing(config, [], project.path) as run_dir:
@@ -140,30 +139,32 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypat
     assert jobs(one) == [f"{array}_0"]
     assert jobs(other)[0] == f"{array}_1" and len(jobs(other)) == 2
     assert [attempt.reason for attempt in other.attempts()] == ["asked", "finished"]
-    assert one.losses() == other.losses()
+    for run in (one, other):
+        assert_counted_once(run, STEPS)
 
 
 def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
-    paced = [*SLOW, "cluster.tasks_per_node=1", "model.pause_s=1.0"]  # the last one must not finish before its turn
-    first = project.submit(*paced, nodes="n0")
-    chain = project.submit(*paced, "requeue=chain", nodes="n1")
-    resubmitted = project.submit(*paced, "requeue=resubmit", nodes="n2")
-    before = (first, chain, resubmitted)
-    short = [*TWO_RANKS, "cluster.tasks_per_node=1", "train.steps=5"]
-    after = [project.submit(*short, words=("--after", run.run_dir.id)) for run in before]
+    before = [
+        project.submit(*counting(STEPS, pause_s=1.0), f"requeue={mode}", small=False, nodes=f"n{number}")
+        for number, mode in enumerate(("default", "chain", "resubmit"))
+    ]
+    after = [project.submit(*counting(5), small=False, words=("--after", run.run_dir.id)) for run in before]
     for run in before:
         run.wait_for_step(2)
-        run.cli("preempt", run.run_dir.id)
+        (run.run_dir.path / "hold").touch()  # none finishes before all are looked at
     for run in before:
-        run.wait_for_attempt(2)
+        run.cli("preempt", run.run_dir.id)
+    before[0].wait_until(lambda: all(len(run.attempts()) == 2 for run in before), "all in their second attempt")
     assert all("Dependency" in run.status() and run.attempts() == [] for run in after)
+    for run in before:
+        (run.run_dir.path / "hold").unlink()
     for run in before:
         run.finish()
     for run, other in zip(after, before, strict=True):
         run.finish()
         assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
-    both = f"{first.run_dir.id},{after[0].run_dir.id}"
-    done = project.submit(*short, words=("--after", both))
+    both = f"{before[0].run_dir.id},{after[0].run_dir.id}"
+    done = project.submit(*counting(5), small=False, words=("--after", both))
     assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
     done.finish()
 

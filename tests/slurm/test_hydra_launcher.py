@@ -20,9 +20,9 @@ from tests.support.slurm_cluster import Cluster
 LOCAL = "hydra.launcher.cluster=local"
 
 
-def settings(cluster: Cluster) -> list[str]:
+def settings(cluster: Cluster, *more: str) -> list[str]:
     """What a person writes behind `hydra/launcher=slurmtrain` for a job in this cluster."""
-    own = ["cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}", "cluster.nodes=1"]
+    own = ["cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}", "cluster.nodes=1", *more]
     return ["hydra.launcher.cluster=sandbox", f"hydra.launcher.overrides={own}"]
 
 
@@ -43,21 +43,43 @@ class TestProgramsOnThisMachine(IntegrationTestSuite):
     pass
 
 
+# In SLURM by default one test of each suite: what else they ask has nothing to do with where a job runs.
+
+ONE_TASK = "cluster.tasks_per_node=1"
+
+
 @pytest.fixture
 def overrides(sandbox: Cluster) -> list[str]:
-    return settings(sandbox)
+    return settings(sandbox, ONE_TASK)
 
 
 @pytest.fixture
 def extra_flags(sandbox: Cluster) -> list[str]:
-    return ["-m", "hydra/launcher=slurmtrain", *settings(sandbox)]
+    return ["-m", "hydra/launcher=slurmtrain", *settings(sandbox, ONE_TASK)]
 
 
+@pytest.mark.usefixtures("hydra_restore_singletons")
+@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
+class TestSweepInSlurm:
+    get_task_function = LauncherTestSuite.get_task_function
+    test_sweep_2_jobs = LauncherTestSuite.test_sweep_2_jobs
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher_name", ["slurmtrain"])
 class TestInSlurm(LauncherTestSuite):
     pass
 
 
+@pytest.mark.usefixtures("hydra_restore_singletons")
+@pytest.mark.parametrize("task_launcher_cfg", [{}])
+class TestProgramInSlurm:
+    get_test_scratch_dir = IntegrationTestSuite.get_test_scratch_dir
+    generate_custom_cmd = IntegrationTestSuite.generate_custom_cmd
+    test_get_orig_dir_multirun = IntegrationTestSuite.test_get_orig_dir_multirun
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task_launcher_cfg", [{}])
 class TestProgramsInSlurm(IntegrationTestSuite):
     pass
@@ -67,7 +89,7 @@ class TestProgramsInSlurm(IntegrationTestSuite):
 class TestInBatches(BatchedSweeperTestSuite):
     @pytest.fixture
     def overrides(self, sandbox: Cluster) -> list[str]:
-        return ["hydra.sweeper.max_batch_size=2", *settings(sandbox)]
+        return ["hydra.sweeper.max_batch_size=2", *settings(sandbox, ONE_TASK)]
 
 
 PROGRAM = """

@@ -172,4 +172,4 @@ def test_a_process_that_crashes_starts_all_nodes_again_together_and_is_named(pro
     assert (first.reason, second.reason) == ("crash", "finished"), run.logs()
     assert "rank 3: train.py (torchrun) ended with exit code 7" in (first.sentence or "")
     assert all((run.run_dir.path / f"up-2-{rank}").exists() for rank in range(4))
-    assert "checkpoints: NONE to be seen at the start of attempt 2" in run.status()
+    assert "checkpoints: none visible at the start of attempt 2" in run.status()

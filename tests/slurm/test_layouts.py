@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.project import Project, assert_same_bits, make_project
-from tests.support.local_runs import assert_steps_join
+from tests.slurm.project import Project, make_project
+from tests.support.local_runs import assert_same_bits, assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 12
@@ -24,16 +24,14 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(["parallel=fsdp"], id="FSDP", marks=pytest.mark.slow),
-        pytest.param(["parallel=fsdp_tp"], id="FSDP x TP"),
+        pytest.param(["parallel=fsdp", "cluster.tasks_per_node=1"], id="FSDP"),
+        pytest.param(["parallel=fsdp_tp"], id="FSDP x TP", marks=pytest.mark.slow),
         pytest.param(
             ["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"], id="FSDP x PP", marks=pytest.mark.slow
         ),
     ],
 )
-def test_a_preempted_run_of_four_ranks_on_two_nodes_finishes_with_the_same_bits(
-    project: Project, layout: list[str]
-) -> None:
+def test_a_preempted_run_on_two_nodes_finishes_with_the_same_bits(project: Project, layout: list[str]) -> None:
     undisturbed = project.submit(*SHORT, *layout, nodes="n0,n1")
     preempted = project.submit(*SHORT, *layout, "+model.pause_s=0.3", nodes="n2,n3")
     preempted.wait_for_step(3)

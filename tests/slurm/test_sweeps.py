@@ -25,20 +25,24 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from slurmtrain.system.files import read_json, write_json
-from tests.slurm.project import SMALL, Project, Run, assert_same_bits, make_project
-from tests.support.slurm_cluster import Cluster
+from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
+from tests.support.local_runs import assert_same_bits
+from tests.support.slurm_cluster import Cluster, reconfigured
 
-# Raises for some seeds, until a file says that somebody has mended it.
-STUMBLING_MODEL = """
-import os
-from paced import Paced
+# Fails for some seeds, until a file says that somebody has mended it; else it counts.
+STUMBLING_PROGRAM = """
+import os, sys
 
-class Stumbling(Paced):
-    def __init__(self, *, seed, **arguments):
-        super().__init__(**arguments)
-        if seed in (3, 5, 7) and not os.path.exists("{mended}"):
-            raise ValueError(f"no luck with {{seed}}")
+if sys.argv.pop(1) in ("3", "5", "7") and not os.path.exists("{mended}"):
+    sys.exit(4)
+import counting
 """
+
+
+def stumbling(steps: int, pause_s: float) -> list[str]:
+    """Overrides of this program, with the seed of each point."""
+    return [word.replace(" counting.py", " stumbling.py ${train.seed}") for word in counting(steps, pause_s)]
+
 
 # In front of the real sbatch: what it does is the next line of a file.
 FAULTY_SBATCH = """#!/bin/bash
@@ -146,7 +150,7 @@ class Sweeper:
 @pytest.fixture
 def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
     project = make_project(tmp_path / "project", sandbox)
-    (project.path / "stumbling.py").write_text(STUMBLING_MODEL.format(mended=tmp_path / "mended"))
+    (project.path / "stumbling.py").write_text(STUMBLING_PROGRAM.format(mended=tmp_path / "mended"))
     subprocess.run(["git", "add", "-A"], cwd=project.path, check=True)
     yield Sweeper(project.path, sandbox)
     jobs = Sweeper(project.path, sandbox).queue()
@@ -158,16 +162,9 @@ LATER = "+cluster.sbatch.begin=now+1hour"
 
 
 @pytest.mark.parametrize("points", [10, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: Sweeper, points: int) -> None:
-    small = [word for word in SMALL if not word.startswith("model._target_")]
+def test_a_sweep_survives_its_shell_preemptions_and_points_that_fail(sweeper: Sweeper, points: int) -> None:
     words = sweeper.words(
-        *small,
-        "model._target_=stumbling.Stumbling",
-        "+model.seed=${train.seed}",
-        "+model.pause_s=0.2",
-        "train.steps=20",
-        f"train.seed=range({points})",
-        "requeue.max_attempts_without_progress=1",
+        *stumbling(20, pause_s=0.5), f"train.seed=range({points})", "requeue.max_attempts_without_progress=1"
     )
     # The shell is killed in the moment in which SLURM has the array and the shell does not know it yet.
     path = sweeper.faulty_sbatch("kills-the-shell")
@@ -190,7 +187,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     now = sweeper.wait_until_ended(sweep, timeout_s=180 + 12 * points)
     assert now["states"] == {"finished": points - 3, "failed": 3}
     assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
-    assert all("no luck with" in point["sentence"] for point in now["points"] if point["state"] == "failed")
+    assert all("exit code 4" in point["sentence"] for point in now["points"] if point["state"] == "failed")
     assert [[attempt.reason for attempt in run.attempts()] for run in runs[:2]] == [["asked", "finished"]] * 2
     states = {run.job_id: sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"})["JobState"] for run in runs}
     assert [states[runs[number].job_id] for number in (3, 5, 7)] == ["FAILED"] * 3
@@ -268,9 +265,7 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(sweeper: Sweeper, ranks: int) -> None:
-    words = [word for word in SMALL if not word.startswith("model._target_")]
-    words += ["model._target_=stumbling.Stumbling", "+model.seed=${train.seed}", "+model.pause_s=0.2", "train.steps=40"]
-    words += ["requeue.max_attempts_without_progress=1", "cluster.nodes=1", f"cluster.tasks_per_node={ranks}"]
+    words = [*stumbling(40, pause_s=0.2), "requeue.max_attempts_without_progress=1", f"cluster.tasks_per_node={ranks}"]
     sweep = sweeper.submit(*words, "train.seed=0,1,2,4,3,6,8,9", "sweep.pack=4", "cluster.exclusive=true")
     assert list(sweeper.queue().values()) == [2]
     runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
@@ -306,16 +301,31 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     ]
     assert sweeper.state(sweep)["states"] == {"finished": 6, "failed": 1, "stopped": 1}
 
-    # One goes on in a job of its own, what is left in a pack; a run that was never packed has the same bits.
+    # One goes on in a job of its own, what is left in a pack.
     (sweeper.path.parent / "mended").touch()
     cancelled.cli("resume", cancelled.run_dir.id)
     assert json.loads(sweeper.cli("sweep", "retry", sweep.id, "--json"))["runs"] == [raising.run_dir.id]
-    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
-    for run in (cancelled, raising, alone):
+    for run in (cancelled, raising):
         run.finish()
     assert "_" not in cancelled.job_id
     assert sweeper.state(sweep)["states"] == {"finished": 8}
-    assert_same_bits(clean[1], alone)
+    for run in runs:
+        assert_counted_once(run, 40)
+
+
+def test_packed_trainings_that_were_preempted_have_the_bits_of_one_that_was_never_packed(sweeper: Sweeper) -> None:
+    words = [*SMALL, "+model.pause_s=0.2", "train.steps=40", "cluster.nodes=1", "cluster.tasks_per_node=1"]
+    sweep = sweeper.submit(*words, "train.seed=1,2", "sweep.pack=2")
+    first, second = runs = [Run(run_dir, sweeper.cluster, sweeper.path) for run_dir in sweep.run_dirs().values()]
+    for run in runs:
+        run.wait_for_step(2)
+    first.preempt_by_high()
+    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
+    for run in (*runs, alone):
+        run.finish()
+    assert [[attempt.reason for attempt in run.attempts()] for run in runs] == [["preempted", "finished"]] * 2
+    assert_same_bits(first, alone)
+    assert first.losses() != second.losses()
 
 
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
@@ -376,7 +386,7 @@ def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(swe
     run_dir = sweep.run_dir(sweep.members(0)[1])
     attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), job_id="4242_1", started=1.0))
     said = sweeper.cli("resume", run_dir.id, check=False)
-    assert "is to be submitted with others of its sweep" in said and f"sweep retry {sweep.id}" in said
+    assert "has to be submitted together with its sweep" in said and f"sweep retry {sweep.id}" in said
     assert sweeper.submit(*words) == sweep
     assert sweep.job_id(0) == "4242" and list(sweeper.queue().values()) == [3]
     assert "4242_1" in run_dir.info()["job_ids"]
@@ -421,7 +431,7 @@ def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_q
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
     assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
     said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
-    assert "2 arrays beside each other, and each runs 2 points at least" in said
+    assert "2 arrays beside each other, and each runs at least 2 points" in said
     assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
 
 
@@ -435,7 +445,7 @@ def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper:
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"), check=False)
     assert "sweep.pack=2 with requeue.mode=resubmit" in said and "requeue=off" in said
     said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=1,2"), check=False)
-    assert "share sweep.pack, and these differ: 1, 2" in said
+    assert "must have the same sweep.pack, but these differ: 1, 2" in said
     assert not sweeper.queue() and not (sweeper.path / "runs").exists()
 
 
@@ -450,15 +460,18 @@ def test_what_slurm_would_refuse_in_one_array_keeps_all_from_being_submitted(swe
     assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
 
 
-@pytest.mark.parametrize("points", [1100, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("points", "largest"), [(60, 41), pytest.param(2500, 1001, marks=pytest.mark.slow)])
 def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(
-    sweeper: Sweeper, points: int
+    sweeper: Sweeper, points: int, largest: int
 ) -> None:
+    """On a cluster whose arrays have so many tasks at most."""
     faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
-    sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
+    limit = {"MaxJobCount=50000": f"MaxJobCount=50000\nMaxArraySize={largest}"}
+    with reconfigured(sweeper.cluster, limit):
+        sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
     calls = (sweeper.path.parent / "front" / "calls").read_text().splitlines()
     assert calls[: len(faults)] == faults
-    sizes = [min(1001, points - begin) for begin in range(0, points, 1001)]
+    sizes = [min(largest, points - begin) for begin in range(0, points, largest)]
     assert sorted(sweeper.queue().values()) == sorted(sizes)
     jobs = {sweep.job_id(number) for number in sweep.array_numbers()}
     assert jobs == sweeper.queue().keys() and len(jobs) == len(sweep.array_numbers())

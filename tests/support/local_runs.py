@@ -200,8 +200,15 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def assert_same_bits(one: LocalRun, other: LocalRun) -> None:
-    """Loss log, weights, optimiser and random state of two finished runs are equal to the last bit."""
+class HasRecords(Protocol):
+    @property
+    def run_dir(self) -> RunDir: ...
+
+    def losses(self) -> list[dict[str, Any]]: ...
+
+
+def assert_same_bits(one: HasRecords, other: HasRecords) -> None:
+    """Two finished runs are equal to the last bit: loss log, weights, optimiser, random state, place in the data, counters."""
     assert one.losses() == other.losses()
     assert_same_tensors(checkpoint_tensors(one.run_dir.checkpoints), checkpoint_tensors(other.run_dir.checkpoints))
     states = [read_manifest(committed(run.run_dir.checkpoints)[-1]).state for run in (one, other)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from slurmtrain.sandbox import Sandbox
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.versions import Difference
+from tests.support.gloo import wait_until
 
 Job = dict[str, str]
 """What `scontrol show job -o` says about one job, by key."""
@@ -122,3 +124,24 @@ class Cluster:
                 pytest.fail(f"{text!r} is not in {path} after {timeout_s} s, which has:\n{content}")
             time.sleep(0.05)
         return content
+
+
+@contextmanager
+def reconfigured(cluster: Cluster, changes: dict[str, str]) -> Iterator[Cluster]:
+    """The cluster with words of its slurm.conf replaced."""
+    conf = cluster.sandbox.slurm_conf
+    text = changed = conf.read_text()
+    for before, after in changes.items():
+        assert before in changed
+        changed = changed.replace(before, after)
+    conf.write_text(changed)
+    cluster.run(["scontrol", "reconfigure"])
+    try:
+        yield cluster
+    finally:
+        conf.write_text(text)
+        cluster.run(["scontrol", "reconfigure"])
+        # The controller forgets the version of its nodes, which the next tests ask for, until they register again.
+        wait_until(
+            lambda: cluster.run(["scontrol", "show", "node"]).stdout.count(" Version=") == len(cluster.nodes), "there"
+        )

@@ -14,17 +14,17 @@ import os
 import stat
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import UnreadableError
+from slurmtrain.system import patience
 from slurmtrain.system.modes import file_mode
+from slurmtrain.system.patience import LATE_S
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -39,13 +39,6 @@ MADV_POPULATE_READ = 22
 THREADS, BACKGROUND_THREADS = 8, 4
 OPEN_FILES = 256  # at a time: a process may often have no more than 1,024
 NICENESS = 10
-# How long a storage that fails is asked again: a server that is started anew, a mount that comes back.
-RETRY_S = 60.0
-# How long a file may be missing that another node has written: an NFS client believes what it has cached.
-LATE_S = 2.0
-# Errors of the file, and of this process. All others (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) are of the storage.
-_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
-_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -62,43 +55,25 @@ class FileRecord:
 
 
 def patiently(work: Callable[[], T], path: Path, *, late_s: float = LATE_S) -> T:
-    """Run `work`, which reads from the file `path`, again and again while the storage fails.
+    """Run `work`, which reads from the file `path`, again and again while the storage fails, with `patience.RESTORE`.
 
     Args:
         late_s: seconds to wait for a file that is missing.
 
     Raises:
         OSError: the file does not exist or is no regular file, or this process may not read it.
-        UnreadableError: the storage still fails after RETRY_S; nothing is known about the file.
+        UnreadableError: the storage still fails when patience is over; nothing is known about the file.
     """
-    begun, pause = time.monotonic(), 0.1
-    while True:
-        try:
-            return work()
-        except OSError as error:
-            missing = error.errno == errno.ENOENT
-            if error.errno in (*_OF_THE_FILE, *_OF_THIS_PROCESS) and not missing:
-                raise
-            patience = late_s if missing else RETRY_S
-            if time.monotonic() - begun + pause > patience:
-                if missing:
-                    raise
-                raise UnreadableError(
-                    f"{path} cannot be read: {error.strerror or error}, still after {patience:.0f} s",
-                    hint="that is the storage's failure and says nothing about the checkpoint, which stays where it is",
-                ) from None
-        time.sleep(pause)
-        pause = min(2 * pause, 8.0)
-        if missing:
-            with suppress(OSError):  # read-only
-                refresh(path.parent)
-
-
-def refresh(directory: Path) -> None:
-    """Make an NFS client ask the server for the entries of `directory` again, by changing the directory."""
-    probe = directory / f".probe-{uuid.uuid4().hex}"
-    probe.touch(mode=0o600)
-    probe.unlink()
+    policy = patience.RESTORE
+    try:
+        return patience.patiently(work, policy, late=path, late_s=late_s)
+    except OSError as error:
+        if not patience.may_pass(error):
+            raise
+        raise UnreadableError(
+            f"{path} cannot be read: {error.strerror or error}, still after {policy.within_s:.0f} s",
+            hint="that is the storage's failure and says nothing about the checkpoint, which stays where it is",
+        ) from None
 
 
 def threads(*, background: bool = False) -> ThreadPoolExecutor:
@@ -402,7 +377,7 @@ def cannot_be_read(name: str, error: OSError) -> str:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in _OF_THIS_PROCESS:
+    if patience.is_of_this_process(error):
         raise error
     return error.strerror or str(error)
 

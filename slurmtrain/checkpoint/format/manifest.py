@@ -16,6 +16,8 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
+from slurmtrain.system.files import write_synced
+from slurmtrain.system.patience import LATE_S
 
 FORMAT = 2
 
@@ -68,7 +70,7 @@ class Manifest:
         return {name: record.size for name, record in self.files.items()}
 
 
-def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
+def read_manifest(path: Path, *, late_s: float = LATE_S) -> Manifest:
     """Read and check manifest.json against COMPLETE.
 
     Args:
@@ -80,7 +82,7 @@ def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
     return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
 
 
-def read_manifest_bytes(path: Path, *, late_s: float = blocks.LATE_S) -> tuple[bytes, str]:
+def read_manifest_bytes(path: Path, *, late_s: float = LATE_S) -> tuple[bytes, str]:
     """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
 
     def read(name: str) -> bytes:
@@ -99,6 +101,15 @@ def _read_small(path: Path) -> bytes:
         if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
             raise ValueError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes")
         return file.read(MANIFEST_BYTES)
+
+
+def write_manifest(path: Path, text: bytes) -> None:
+    """Write manifest.json into a folder, and after it COMPLETE, which says that all that is named there is there.
+
+    Each is on the disk when the next is written.
+    """
+    write_synced(path / MANIFEST, text)
+    write_synced(path / COMPLETE, hashlib.sha256(text).hexdigest().encode() + b"\n")
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:

@@ -273,7 +273,7 @@ def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], lis
                 raise CheckpointError(
                     f"{key} is {fact.dtype} {list(fact.shape)} on one rank and "
                     f"{facts[key].dtype} {list(facts[key].shape)} on another",
-                    hint="what differs between ranks belongs into per_rank=",
+                    hint="pass objects that differ between ranks in per_rank=",
                 )
     number = {key: index for index, key in enumerate(facts)}
     positions = [

@@ -124,7 +124,7 @@ class NodeCopies:
             raise NodeFolderError(
                 f"{folder.root} on {socket.gethostname()} is memory of this job, which has {left / 1e9:.2f} GB left, and "
                 f"copies of checkpoints take {what}",
-                hint=f"ask for more memory (cluster.mem_per_node_gb); {hint}",
+                hint=f"request more memory (cluster.mem_per_node_gb); {hint}",
             )
 
     def remove(self, ranks: RankGroup) -> None:

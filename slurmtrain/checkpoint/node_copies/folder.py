@@ -26,17 +26,17 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import (
     COMPLETE,
     INDEX,
-    MANIFEST,
     TEMPORARY_NAME,
     checkpoint_name,
     committed,
     remove,
 )
 from slurmtrain.checkpoint.format.index_file import read_index
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes, write_manifest
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system import process
+from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
 
@@ -44,7 +44,6 @@ MARK = "lineage.json"
 OWNER = "owner.json"
 RESTORING = "restoring"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-IN_MEMORY = ("tmpfs", "ramfs")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
 
@@ -108,7 +107,7 @@ class NodeFolder:
         if not self.root.is_dir():
             raise NodeFolderError(
                 f"{socket.gethostname()} has no folder {self.root} for copies of checkpoints (checkpoint.local)",
-                hint="name a folder that every node has for itself, such as /dev/shm or a local disk's",
+                hint="choose a node-local folder, such as /dev/shm or one on a local disk",
             )
         for folder in (self._run_folder.parent, self._run_folder, self.path):
             _make_private(folder)
@@ -173,8 +172,7 @@ class NodeFolder:
         path = self.temporary(step)
         write_synced(path / INDEX, index)
         write_synced(path / MARK, mark.to_bytes())
-        write_synced(path / MANIFEST, manifest)
-        write_synced(path / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
+        write_manifest(path, manifest)
 
     def publish(self, step: int) -> Path:
         """Give a copy its final name. Called when all nodes have all of theirs."""
@@ -303,12 +301,12 @@ def _make_private(path: Path) -> None:
         raise NodeFolderError(
             f"{path} for copies of checkpoints (checkpoint.local) cannot be made on {socket.gethostname()}: "
             f"{error.strerror or error}",
-            hint="name a folder that every node has for itself and that you may write to, such as /dev/shm",
+            hint="choose a node-local folder that you can write to, such as /dev/shm",
         ) from None
     if not private:
         raise NodeFolderError(
-            f"{path} on {socket.gethostname()} is not a folder of yours that nobody else may enter (mode 0700)",
-            hint="remove it, or name another folder by checkpoint.local",
+            f"{path} on {socket.gethostname()} is not your own folder with mode 0700",
+            hint="remove it, or choose another folder with checkpoint.local",
         )
 
 

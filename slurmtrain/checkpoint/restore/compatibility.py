@@ -29,7 +29,7 @@ def check_allowed(allow: Collection[str]) -> None:
     """Raise UsageError if `allow` has a kind of difference that is not known."""
     for kind in allow:
         if kind not in KINDS:
-            raise UsageError(f"{kind!r} is no kind of difference that can be allowed", hint=nearest(kind, KINDS))
+            raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
 
 
 def check_config(
@@ -71,14 +71,14 @@ def check_config(
         raise CheckpointMismatchError(
             f"{path} has seen other data: {'; '.join([*others, content])}: its step, its schedule and its place "
             "among the samples would be carried onto this data",
-            hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
+            hint="to restart with its weights: checkpoint.restore_only=model; to continue at its step on other data anyway: "
             "checkpoint.allow=[config,data]",
         )
     # Other data by config is allowed or refused as such; this check is about other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
         raise CheckpointMismatchError(
             f"{path} was saved with other data in the same place: {content}",
-            hint="was the data set prepared or edited again? To go on with what is there now: checkpoint.allow=[data]",
+            hint="was the data set prepared or edited again? To continue with the current data: checkpoint.allow=[data]",
         )
 
 
@@ -164,7 +164,7 @@ def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
         shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
         raise CheckpointMismatchError(
             f"{path} {what}: {shown}",
-            hint=f"was the model or the config changed since? To go on all the same: checkpoint.allow=[{kind}]",
+            hint=f"was the model or the config changed since? To continue all the same: checkpoint.allow=[{kind}]",
         )
 
 

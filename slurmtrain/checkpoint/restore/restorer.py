@@ -34,6 +34,7 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
+from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.node_copies.copies import NodeCopies
@@ -211,7 +212,7 @@ class Restorer:
                 break
             if request.path is not None:
                 raise CheckpointError(
-                    f"{path} was asked for and is damaged: {'; '.join(damage)}", hint="name another checkpoint"
+                    f"{path} was requested but is damaged: {'; '.join(damage)}", hint="name another checkpoint"
                 )
             self._ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
             set_aside.append(f"{path.name}: {damage[0]}")
@@ -241,15 +242,15 @@ class Restorer:
             path = asked_for
             if not path.is_dir():
                 raise CheckpointError(
-                    f"{path} was asked for and is not there", hint="`checkpoints RUN list` shows what is"
+                    f"{path} was requested but does not exist", hint="`checkpoints RUN list` shows what is"
                 )
         else:
             directory = self._identity.directory
             with suppress(OSError):
-                blocks.refresh(directory)
+                refresh(directory)
             for newer in blocks.patiently(partial(newer_without_complete, directory), directory):
                 with suppress(OSError):
-                    blocks.refresh(newer)
+                    refresh(newer)
             candidates = blocks.patiently(partial(committed, directory), directory)
             if at_most is not None:
                 candidates = [path for path in candidates if step_of(path) <= at_most]
@@ -287,7 +288,7 @@ class Restorer:
         if set_aside:
             raise CheckpointMismatchError(
                 f"every checkpoint in {self._identity.directory} is damaged: {'; '.join(set_aside)}",
-                hint="look at the *.damaged-* folders; delete them to start afresh",
+                hint="look at the *.damaged-* folders; delete them to start from scratch",
             )
 
     def _load(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
+log = logging.getLogger(__name__)
+
 
 class BackgroundThread:
-    """The thread. It starts with the first work and ends with `stop`."""
+    """The thread. It starts with the first work and ends with `stop`.
+
+    An error of a piece of work is logged with its traceback and ends that piece alone: work reports what it wants known.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,6 +61,8 @@ class BackgroundThread:
                 return
             try:
                 work()
+            except BaseException:  # whatever it is: without the thread, the next piece would be waited for for ever
+                log.exception("%s: a piece of work has failed", self._name)
             finally:
                 with self._changed:
                     self._work = None

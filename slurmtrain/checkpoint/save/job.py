@@ -291,7 +291,7 @@ class SaveJob:
             if part.step != self._step:
                 raise CheckpointError(
                     f"{part.name} is of step {part.step}, but rank 0 saves step {self._step}",
-                    hint="save after the same step on every rank: let one decide when, and tell the others",
+                    hint="save after the same step on every rank: let one rank decide and broadcast it",
                 )
         self._contributions = parts
         differing = find_differing([part.bundles for part in parts])
@@ -366,7 +366,7 @@ class SaveJob:
             raise CheckpointError(
                 f"{wrong[0]}{more}, and should be the same",
                 hint="what differs by design belongs into per_rank=; else the ranks have drifted apart: are gradients averaged "
-                "over all of them, or does a node compute wrongly? GPUs of several models differ in the last bits: "
+                "over all of them, or does a node compute wrongly? GPUs of different models differ in the last bits: "
                 "checkpoint.on_replica_drift=warn saves the lowest rank's",
             )
         self._differing_names = [str(differing) for differing in found]

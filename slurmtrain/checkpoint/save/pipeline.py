@@ -125,7 +125,7 @@ class SavePipeline:
         """Begin a save; see `Checkpointer.save` and `Checkpointer.save_local`."""
         begun = time.monotonic()
         if self._closed:
-            raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="make a new one")
+            raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
         self._end_previous()
         flat: FlatState | CheckpointError
         try:
@@ -497,7 +497,7 @@ def _step(step: object) -> int:
         number = -1
     if number < 0:
         raise CheckpointError(
-            f"step={step!r} is no number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
+            f"step={step!r} is not a number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
         )
     return number
 

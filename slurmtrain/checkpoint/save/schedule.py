@@ -97,7 +97,7 @@ def mean_time_between_failures(
     if observed_failures < 0 or not (0 <= observed_s < math.inf):
         raise ValueError(f"{observed_failures} failures in {observed_s} s cannot have been observed")
     if not (0 < per_node_day < math.inf):
-        raise ValueError(f"{per_node_day} failures per node and day is no rate")
+        raise ValueError(f"{per_node_day} failures per node and day is not a valid rate")
     expected_s = DAY_S / (nodes * per_node_day)
     return (expected_s + observed_s) / (1 + observed_failures)
 
@@ -122,12 +122,12 @@ class Interval:
         if self.steps < 0:
             raise CheckpointError(
                 f"saving every {self.steps} steps is not possible",
-                hint="give a number of steps, or 0 to not go by steps",
+                hint="give a number of steps, or 0 to turn this off",
             )
         if not (0 <= self.minutes < math.inf):
             raise CheckpointError(
                 f"saving every {self.minutes} minutes is not possible",
-                hint="give a number of minutes, or 0 to not go by time",
+                hint="give a number of minutes, or 0 to turn this off",
             )
 
 

@@ -127,7 +127,7 @@ class Staging:
             raise CheckpointError(
                 f"a checkpoint needs {wanted / 1e9:.2f} GB of host memory on each of {sharers} ranks of this host for a copy "
                 f"of the state, and {left / 1e9:.2f} GB are left",
-                hint="ask for more memory (cluster.mem_per_node_gb), or spread the ranks over more nodes",
+                hint="request more memory (cluster.mem_per_node_gb), or spread the ranks over more nodes",
             )
         self._allocate(wanted)
         # The first save must not pay for the pages, nor the first step wait for them.

@@ -26,7 +26,6 @@ This module knows files and directories; their contents are the business of `ten
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -35,11 +34,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name
-from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.format.directory import checkpoint_name
+from slurmtrain.checkpoint.format.manifest import Manifest, write_manifest
 from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
 from slurmtrain.errors import CheckpointError
-from slurmtrain.system.files import fsync_directory, write_synced
+from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import folder_mode
 
 SPARE_SPACE = 1.2
@@ -89,7 +88,7 @@ def check_space(directory: Path, size: int) -> None:
         raise CheckpointError(
             f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
             f"{SPARE_SPACE} times its size",
-            hint="free some space; `checkpoints RUN prune` removes what is not needed any more",
+            hint="free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed",
         )
 
 
@@ -112,8 +111,7 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
     """
     directory = temporary.parent
     try:
-        write_synced(temporary / MANIFEST, manifest)
-        write_synced(temporary / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
+        write_manifest(temporary, manifest)
         fsync_directory(temporary)
     except FileNotFoundError:
         check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing

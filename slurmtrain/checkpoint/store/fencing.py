@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, remove
 from slurmtrain.errors import CheckpointError, SupersededError
 from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.patience import refresh
 
 CLAIMS = ".incarnations"
 VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)
@@ -78,7 +78,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
                 raise CheckpointError(
                     f"{directory} is in use by {holder or 'another process'}, which has the same number "
                     f"({claimed.order}) as this one, {claimed.label}",
-                    hint="give each job a checkpoint directory of its own",
+                    hint="give each job its own checkpoint directory",
                 ) from None
         fsync_directory(claims)
         _check_not_superseded(directory, claimed)  # a newer one may have come between
@@ -107,7 +107,7 @@ def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
         raise SupersededError(
             f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
             f"incarnation {newest} of the same run has started",
-            hint="this process is left over from before a restart and should be ended",
+            hint="this process is left over from before a restart; kill it",
         )
 
 

@@ -104,7 +104,8 @@ class Mirror:
         protocol, separator, _ = url.partition("://")
         if not separator:
             raise CheckpointError(
-                f"{url!r} is no URL to copy checkpoints to", hint="write s3://bucket/folder, gs://... or file:///folder"
+                f"{url!r} is not a URL that checkpoints can be copied to",
+                hint="write s3://bucket/folder, gs://... or file:///folder",
             )
         try:
             self._fs, root = url_to_fs(url)
@@ -124,7 +125,7 @@ class Mirror:
         self._root = root.rstrip("/")
         if not self._root:
             raise CheckpointError(
-                f"{protocol}:// names no folder to copy checkpoints to", hint="a folder of its own for every run"
+                f"{protocol}:// names no folder to copy checkpoints to", hint="use a separate folder for every run"
             )
         self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
         self._sleep = sleep
@@ -478,7 +479,7 @@ class Mirror:
                     hint="check that the folder is there, and what the credentials allow",
                 ) from None
             except Exception as error:
-                if not isinstance(error, OSError) and not _is_of_a_store(error):
+                if not isinstance(error, OSError) and not _is_of_a_store(error, self._fs):
                     raise
                 if attempt == TRIES:
                     raise CheckpointError(
@@ -567,8 +568,14 @@ def _give_up(target: Any) -> None:
         target.close()
 
 
-def _is_of_a_store(error: Exception) -> bool:
-    return type(error).__module__.partition(".")[0] in STORE_PACKAGES
+def _is_of_a_store(error: Exception, file_system: object = None) -> bool:
+    """Return whether an error is of a store's package: of a known one, or of that which this file system is from."""
+    package = _package(error)
+    return package in STORE_PACKAGES or (file_system is not None and package == _package(file_system))
+
+
+def _package(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _sentence(error: BaseException) -> str:

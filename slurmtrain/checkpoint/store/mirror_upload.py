@@ -75,9 +75,10 @@ class MirrorUploader:
                 self._ranks.gather_on_rank_0(
                     lambda: self._mirror.upload(path, names, order, check=self._check_leaving), finish
                 )
-        except CheckpointError as error:
+        except Exception as error:  # of a store's package, which has errors of its own, or a bug
+            told = self._ranks.explain(error)
             if self._ranks.rank == 0 and not self._leaving.is_set():
-                log.warning("%s was not copied to %s: %s", path.name, self._mirror.url, error.message)
+                log.warning("%s was not copied to %s: %s", path.name, self._mirror.url, told.message)
 
     def _check_leaving(self) -> None:
         if self._leaving.is_set():

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.patience import refresh
 from slurmtrain.system.records import is_mine, read_text
 
 READERS = ".readers"
@@ -67,21 +67,21 @@ class Keep:
         if self.last < 2:
             raise CheckpointError(
                 f"keeping the last {self.last} checkpoints is not enough",
-                hint="keep at least 2: one has to be left while the next is checked",
+                hint="keep at least 2: one must remain while the next is verified",
             )
         if self.every < 0:
             raise CheckpointError(
                 f"keeping a checkpoint every {self.every} steps is not possible",
-                hint="give a number of steps, or 0 to keep none for that reason",
+                hint="give a number of steps, or 0 to turn this off",
             )
         if self.best < 0:
             raise CheckpointError(
                 f"keeping the {self.best} best checkpoints is not possible",
-                hint="give a number of checkpoints, or 0 to keep none for that reason",
+                hint="give a number of checkpoints, or 0 to turn this off",
             )
         if self.mode not in (BestMode.MIN, BestMode.MAX):
             raise CheckpointError(
-                f"{self.mode!r} does not say which {self.metric} is the best",
+                f"{self.mode!r} is not a valid mode for {self.metric}",
                 hint='write "min" (as for a loss) or "max" (as for an accuracy)',
             )
 

@@ -66,8 +66,8 @@ def check_has_all_ranks(group: dist.ProcessGroup | None) -> None:
     have = dist.get_world_size(group) if group is not None else 1
     if stated is not None and stated.isdigit() and int(stated) > have:
         raise CheckpointError(
-            f"this job has {stated} ranks, but the process group that saves has {have}",
-            hint="initialise torch.distributed in every rank before the Checkpointer is made (slurmtrain.init() does)",
+            f"this job has {stated} ranks, but the process group has {have}",
+            hint="initialise torch.distributed in every rank before you create the Checkpointer (slurmtrain.init() does)",
         )
 
 
@@ -83,7 +83,7 @@ def agree_on_directory(ranks: RankGroup, directory: Path, host: str | None = Non
         if other != first:
             raise CheckpointError(
                 f"rank {rank} was told to save in {other}, rank 0 in {first}",
-                hint="derive the directory once, on rank 0, and tell the others (a time stamp differs between ranks)",
+                hint="choose the directory on rank 0 and broadcast it (a time stamp differs between ranks)",
             )
     return [host for _, host in answers]
 
@@ -102,7 +102,7 @@ def check_is_shared(ranks: RankGroup, directory: Path, incarnation: Incarnation)
         wait_until_visible(path)
         if not path.exists():
             raise CheckpointError(
-                f"rank {ranks.rank} on {socket.gethostname()} does not see what rank 0 has written in {directory}",
+                f"rank {ranks.rank} on {socket.gethostname()} does not see what rank 0 wrote in {directory}",
                 hint="checkpoints need a directory that all nodes share",
             )
 
@@ -124,7 +124,7 @@ def register_user(user: object, directory: Path, incarnation: Incarnation | None
     key = (str(directory.absolute()), incarnation.order)
     if key in _in_use:
         raise CheckpointError(
-            f"{directory} has a Checkpointer in this process already",
+            f"{directory} already has a Checkpointer in this process",
             hint="save everything through one: save(step, model=..., other=...); or close() the first",
         )
     _in_use[key] = user

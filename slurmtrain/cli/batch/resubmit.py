@@ -31,7 +31,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
-    from slurmtrain.launch.resubmit import requeue, submit_again
+    from slurmtrain.launch.resubmit import requeue, submit_each_again
 
     config = load_frozen(runs[0][0].config_file, with_secrets=False)
     in_new_job = False
@@ -45,9 +45,7 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
             log.info(requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s))
         except ClusterError as error:  # 0: all has been tried that the script could try
             resume = ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs)
-            log.error("job %s is not requeued: %s; continue with: %s", job_id, error.message, resume)
+            log.error("job %s is not requeued: %s; %s", job_id, error.message, error.hint or f"continue with: {resume}")
         return 0
-    for run_dir, number in runs:
-        new = submit_again(run_dir, number, job_id, SlurmClient())
-        log.info("cancelled: not submitted again" if new is None else f"submitted again as job {new}")
+    log.info(submit_each_again(runs, job_id, SlurmClient()))
     return 0

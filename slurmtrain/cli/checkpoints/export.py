@@ -23,9 +23,11 @@ def export_weights(target: CheckpointTarget, options: argparse.Namespace) -> int
     if kind != "hf" and options.max_shard_size is not None:
         raise UsageError(f"--max-shard-size is for --format hf, and this is {kind}")
     if kind in ("hf", "peft") and options.only != "model":
-        raise UsageError(f"--only {options.only}: a folder of Hugging Face holds a model", hint="--format safetensors")
+        raise UsageError(
+            f"--only {options.only}: a Hugging Face folder always contains the whole model", hint="--format safetensors"
+        )
     if kind == "peft" and options.dtype is not None:
-        raise UsageError("--dtype is not for --format peft, which writes adapters as they are")
+        raise UsageError("--dtype is not for --format peft, which writes adapters unchanged")
     size = read_manifest(path).size
     if kind in ("hf", "peft"):
         return _export_hf(path, out, options, size)
@@ -48,7 +50,9 @@ def format_of(out: Path, asked: str | None) -> str:
     """
     by_suffix = next((kind for kind, suffixes in SUFFIXES.items() if out.suffix in suffixes), None)
     if asked in SUFFIXES and by_suffix != asked:
-        raise UsageError(f"{out} is no name for --format {asked}", hint=f"end it in {' or '.join(SUFFIXES[asked])}")
+        raise UsageError(
+            f"{out} is not a valid name for --format {asked}", hint=f"end it in {' or '.join(SUFFIXES[asked])}"
+        )
     if asked in ("hf", "peft", "dcp") and by_suffix is not None:
         raise UsageError(f"--format {asked} writes a folder, and {out} is the name of a file")
     return asked or by_suffix or "safetensors"  # whose own check says what is wrong with the name

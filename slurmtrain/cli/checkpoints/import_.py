@@ -17,8 +17,8 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     directory, source = Path(options.run), Path(options.source)
     if RunDir(directory).exists():
         raise UsageError(
-            f"{directory} is a run, whose checkpoints are its own",
-            hint="name a folder for the checkpoint, which is made: checkpoints FOLDER import SOURCE",
+            f"{directory} is a run, which has its own checkpoints",
+            hint="name a new folder for the checkpoint: checkpoints FOLDER import SOURCE",
         )
     if not directory.parent.is_dir():
         raise UsageError(f"there is no folder {directory.parent} to make {directory.name} in")
@@ -29,5 +29,5 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     with progress_bar(source.name, disk_usage(source) if source.is_dir() else source.stat().st_size) as progress:
         done = import_weights(source, directory, only=options.only, progress=progress)
     print(f"{done.path}: {done.tensors} tensors from {source}, {format_size(done.size)}")
-    print(f"to begin with them: checkpoint.restore_from={done.path} checkpoint.restore_only=model")
+    print(f"to start from them: checkpoint.restore_from={done.path} checkpoint.restore_only=model")
     return 0

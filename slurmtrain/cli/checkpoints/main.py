@@ -48,21 +48,21 @@ def _parser(verb: str) -> Parser:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
+        help="a run ID, a unique prefix of one, a path, or last; or the path of a directory of checkpoints, or of a checkpoint",
     )
     parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
     actions = parser.add_subparsers(
         dest="action", metavar="list|verify|prune|export|import", title="actions", prog=f"{parser.prog} RUN"
     )
-    listing = actions.add_parser("list", help="print a table of what is there; looks at sizes only (default)")
+    listing = actions.add_parser("list", help="print a table of the checkpoints; checks sizes only (default)")
 
     verify = actions.add_parser(
         "verify",
-        help="compare every file with its digest, and what they say with each other",
+        help="compare every file with its digest, and the files with each other",
         description="Reads every file, compares it with its digest, and checks that together they hold every tensor. "
         "Exit code 1 when anything is damaged.",
     )
-    verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
+    verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="verify only this checkpoint")
     for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
         action.add_argument(
             "--json", action="store_true", default=argparse.SUPPRESS, help="print a list, for a program"
@@ -70,25 +70,31 @@ def _parser(verb: str) -> Parser:
 
     prune = actions.add_parser(
         "prune",
-        help="remove what need not be kept",
+        help="remove checkpoints that need not be kept",
         description="Removes checkpoints that no rule wants, once the newest is verified. The newest two always stay, the "
         "newest from before numbers broke, and what somebody reads. Without an option: by the run's own checkpoint.keep_* "
         "(no run: the last 2), and leftovers.",
     )
-    prune.add_argument("--keep-last", type=int, metavar="N", help="the newest N stay, at least 2")
-    prune.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N stay, too")
-    prune.add_argument("--best", type=int, metavar="N", help="the N best by --metric stay, too")
-    prune.add_argument("--metric", metavar="NAME", help="a metric that was saved with them (default: valid_loss)")
-    prune.add_argument("--mode", choices=("min", "max"), help="which values of it are good (default: min)")
-    prune.add_argument("--damaged", action="store_true", help="remove those that a restore has set aside as damaged")
+    prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N, at least 2")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="also keep those whose step is a multiple of N")
+    prune.add_argument("--best", type=int, metavar="N", help="also keep the N best by --metric")
     prune.add_argument(
-        "--leftovers", action="store_true", help="remove what killed saves have left, unchanged for an hour"
+        "--metric", metavar="NAME", help="a metric that was saved with the checkpoints (default: valid_loss)"
     )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument(
+        "--mode", choices=("min", "max"), help="whether lower or higher values are better (default: min)"
+    )
+    prune.add_argument(
+        "--damaged", action="store_true", help="remove checkpoints that a restore has set aside as damaged"
+    )
+    prune.add_argument(
+        "--leftovers", action="store_true", help="remove leftovers of killed saves that have not changed for an hour"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
 
     export = actions.add_parser(
         "export",
-        help="write the weights for other programs: a folder of Hugging Face, or a file",
+        help="export the weights for other programs: a Hugging Face folder, or a file",
         description="Writes the tensors of one object to a folder or file, whatever number of ranks saved them. A folder of "
         "Hugging Face has config.json and the tokenizer, too.",
     )
@@ -101,29 +107,32 @@ def _parser(verb: str) -> Parser:
     export.add_argument(
         "--format",
         choices=FORMATS,
-        help="hf: for transformers, vLLM and the like, with adapters merged; peft: adapters alone; dcp: for "
+        help="hf: for transformers, vLLM and others, with adapters merged; peft: adapters only; dcp: for "
         "torch.distributed.checkpoint; default: by OUT's suffix",
     )
     export.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
     export.add_argument(
         "--only", default="model", metavar="NAME", help="the object that was saved as NAME (default: model)"
     )
-    export.add_argument("--dtype", choices=DTYPES, help="convert floating point tensors; default: as they are")
+    export.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; default: no conversion")
     export.add_argument(
-        "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="with --format hf: of a file (default: 5GB)"
+        "--max-shard-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="with --format hf: size of each file (default: 5GB)",
     )
-    export.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    export.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
     imported = actions.add_parser(
         "import",
-        help="make a checkpoint of another program's weights in the folder RUN",
+        help="convert another program's weights into a checkpoint in the folder RUN",
         description="Makes a checkpoint of step 0 in the folder RUN, for checkpoint.restore_from with "
         "checkpoint.restore_only=model. Nothing in SOURCE is executed.",
     )
     imported.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder of Hugging Face or of torch.distributed.checkpoint; FILE.safetensors; a file of torch.save",
+        help="a folder of Hugging Face or torch.distributed.checkpoint; FILE.safetensors; a file of torch.save",
     )
     imported.add_argument(
         "--only", metavar="NAME", help="the tensors whose names begin with NAME and a dot (default: the model's)"
@@ -137,5 +146,5 @@ def size_in_bytes(text: str) -> int:
     base = 1024 if "i" in text.lower() else 1000
     size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
     return size

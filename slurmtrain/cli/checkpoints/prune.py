@@ -61,9 +61,9 @@ def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> 
         waited_for = {path.name for path in found if step_of(path) in held} - in_use
         for removal in removals:
             if removal.path.name in in_use:
-                print(f"{removal.path.name} is being read and stays")
+                print(f"{removal.path.name} is being read and is kept")
             if removal.path.name in waited_for:
-                print(f"{removal.path.name} is still to be evaluated and stays")
+                print(f"{removal.path.name} has yet to be evaluated and is kept")
         removals = [removal for removal in removals if removal.path.name not in in_use | waited_for]
     if options.leftovers or (keep is not None and not _by_options(options)):
         removals += [
@@ -111,7 +111,7 @@ def _by_options(options: argparse.Namespace) -> bool:
 def _keep(target: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
     """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
-        raise UsageError("--metric and --mode say which checkpoints are the best", hint="add --best N")
+        raise UsageError("--metric and --mode define which checkpoints are best", hint="add --best N")
     if not _by_options(options) and (options.damaged or options.leftovers):
         return None
     try:
@@ -145,7 +145,7 @@ def _keep_of(run: RunDir) -> Keep:
         )
     except (UnreadableRecordError, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
-            f"{run.config_file} does not say what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
+            f"{run.config_file} does not define what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
         ) from None
 
 
@@ -185,17 +185,17 @@ def _sound_step(manifest: Manifest) -> int | None:
 def _check_newest(target: CheckpointTarget, found: Sequence[Path]) -> None:
     """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
-        raise CheckpointError(f"{target.name} has no sound checkpoint, so nothing was removed")
+        raise CheckpointError(f"{target.name} has no valid checkpoint, so nothing was removed")
     newest = found[-1]
     with retention.reading(newest):
         _, _, damage = compare_with_digests(newest)
     if damage:
         raise CheckpointError(
             f"{newest.name}, the newest checkpoint, is damaged, so nothing was removed: {'; '.join(damage)}",
-            hint="the next start of the run sets it aside and goes on from an older one",
+            hint="the next start of the run sets it aside and continues from an older one",
         )
     if not (newest / COMPLETE).is_file():
-        raise CheckpointError(f"{newest.name} went away while it was verified, so nothing was removed")
+        raise CheckpointError(f"{newest.name} disappeared while it was verified, so nothing was removed")
 
 
 def _newest_order(directory: Path) -> int:

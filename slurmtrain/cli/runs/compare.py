@@ -28,7 +28,9 @@ LONGEST_FACT = 60  # characters
 def compare_runs(options: argparse.Namespace) -> int:
     """Print what differs between two runs."""
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise UsageError(f"--tolerance {options.tolerance:g} is no tolerance", hint="0, or a small number such as 1e-6")
+        raise UsageError(
+            f"--tolerance {options.tolerance:g} is not a valid tolerance", hint="0, or a small number such as 1e-6"
+        )
     root = lookup.runs_root()
     a, b = lookup.find(options.a, root), lookup.find(options.b, root)
     found = compare.compare(a, b, tolerance=options.tolerance, weights=options.weights)
@@ -80,9 +82,7 @@ def _print_environments(found: Environments) -> None:
     """Print what the runs ran with, as far as it differs, by groups."""
     if found.missing:
         which = " and ".join(found.missing)
-        print(
-            f"what {which} ran with is not known: no attempt of {'them' if len(found.missing) > 1 else 'it'} recorded it"
-        )
+        print(f"what {which} used is not known: no attempt of {'them' if len(found.missing) > 1 else 'it'} recorded it")
     elif not found.differences:
         print("they ran with the same packages, driver, image and variables")
     rows: list[list[str]] = []

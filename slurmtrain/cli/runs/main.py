@@ -30,7 +30,7 @@ def _parser(verb: str) -> Parser:
     actions = parser.add_subparsers(dest="action", metavar="list|compare|bundle|prune", title="actions", required=True)
 
     listing = actions.add_parser("list", help="list all runs", description="List all runs, oldest first.")
-    listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
+    listing.add_argument("--size", action="store_true", help="also show the size on disk, which takes a while")
     listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
 
     comparing = actions.add_parser(
@@ -43,16 +43,20 @@ def _parser(verb: str) -> Parser:
     for name in ("a", "b"):
         comparing.add_argument(name, metavar=name.upper(), help=RUN_HELP)
     comparing.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="R", help="relative; values part beyond it (default: any bit)"
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="relative difference up to which values count as equal (default: 0)",
     )
     comparing.add_argument(
-        "--weights", action="store_true", help="read the checkpoints of large models, too (over 2 GB)"
+        "--weights", action="store_true", help="also read the checkpoints of large models (over 2 GB)"
     )
     comparing.add_argument("--json", action="store_true", help="the same for a program")
 
     bundling = actions.add_parser(
         "bundle",
-        help="pack a run into one file, to run it again elsewhere",
+        help="pack a run into one file to run it elsewhere",
         description="Pack config, code, list of packages and a page on how to run it into one file, for `submit --from FILE`. "
         "Checkpoints, logs and data are not in it. Secrets are not, either: what is known to be one, or looks like one, is "
         "refused. The same run gives the same bytes.",
@@ -61,7 +65,7 @@ def _parser(verb: str) -> Parser:
     bundling.add_argument(
         "file", nargs="?", metavar="FILE", help="default: NAME-RUN.tar.gz here; one with .tar is plain"
     )
-    bundling.add_argument("--exclude", action="append", metavar="PATTERN", help="leave these files of the code out")
+    bundling.add_argument("--exclude", action="append", metavar="PATTERN", help="omit these files of the code")
     bundling.add_argument(
         "--allow", action="append", metavar="PATTERN", help="pack these files although they look like secrets"
     )
@@ -73,10 +77,14 @@ def _parser(verb: str) -> Parser:
         description="Removes directories of runs that have ended, checkpoints and all. What is alive, waits, cannot be "
         "asked about, is being read, or is what another run begins from, always stays.",
     )
-    pruning.add_argument("--older-than", type=float, metavar="DAYS", help="nothing has happened to it for so long")
+    pruning.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="only runs that have not changed for this long"
+    )
     pruning.add_argument(
         "--state", nargs="+", choices=prune.ENDED, metavar="STATE", help=f"only these: {', '.join(prune.ENDED)}"
     )
-    pruning.add_argument("--keep-checkpoints", action="store_true", help="all but checkpoints and config.yaml")
-    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    pruning.add_argument(
+        "--keep-checkpoints", action="store_true", help="remove everything except checkpoints and config.yaml"
+    )
+    pruning.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     return parser

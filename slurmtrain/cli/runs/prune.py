@@ -23,7 +23,7 @@ def prune_runs(options: argparse.Namespace) -> int:
         )
     days = options.older_than or 0.0
     if not (math.isfinite(days) and days >= 0):
-        raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
+        raise UsageError(f"--older-than {days:g} is not a number of days", hint="such as 30, or 0.5 for twelve hours")
     say_unreadable(lookup.runs_root())
     decided = prune.plan(
         lookup.runs_root(),
@@ -39,7 +39,7 @@ def prune_runs(options: argparse.Namespace) -> int:
         if not options.dry_run:
             try:
                 if not prune.remove(removal, now=time.time()):
-                    print(f"{removal.path.name} stays: something has happened to it just now")
+                    print(f"{removal.path.name} is kept: it has just changed")
                     continue
             except OSError as error:
                 print(f"{removal.path.name} cannot be removed: {error.strerror}", file=sys.stderr)

@@ -236,12 +236,12 @@ def _refuse(config: Config) -> None:
         ConfigError: the config is such a one.
     """
     if config.job.kind not in (JobKind.TRAIN, JobKind.COMMAND):
-        raise ConfigError(f"a drill is for runs that train, and job.kind is {config.job.kind}")
+        raise ConfigError(f"drill works with runs that train, but job.kind is {config.job.kind}")
     pattern = config.job.checkpoints
     if pattern is not None and pattern.startswith(("/", "~")):
         raise ConfigError(
-            f"job.checkpoints={pattern} is outside of the run directory: the runs of the drill would write there, too",
-            hint="let the program write below $SLURMTRAIN_RUN_DIR, and give job.checkpoints relative to it",
+            f"job.checkpoints={pattern} is outside of the run directory: the runs of the drill would also write there",
+            hint="make the program write below $SLURMTRAIN_RUN_DIR, and give job.checkpoints relative to it",
         )
 
 
@@ -255,8 +255,8 @@ def _start(
         there = newest_complete(_own_checkpoints(run_dir, config))
         if there is not None:
             raise ConfigError(
-                f"{there.path} is there before the program has begun: both runs would go on from it",
-                hint="move it away; in a git work tree only files that git knows are copied",
+                f"{there.path} is there before the program has begun: both runs would resume from it",
+                hint="move it away; from a git work tree, only files that git tracks or does not ignore are copied",
             )
         return scratch.start(name, run_dir, config, client)
 
@@ -267,7 +267,7 @@ def _preparing(
     if of is None:
         return preparing(config, overrides, cwd)
     if config.job.kind == JobKind.COMMAND and str(of.info().get("workdir", "/")).startswith("/"):
-        log.warning("run %s runs in place: what its program writes there, both runs of the drill share", of.id)
+        log.warning("run %s runs in place: both runs of the drill share what the program writes there", of.id)
     written = [each.path for each in _own_checkpoints(of, config)]
     return preparing_with_code_of(of, config, overrides, cwd, without=written)
 

@@ -75,7 +75,7 @@ def make_drill_folder(runs_dir: Path) -> Path:
     """Make the folder of a new drill below the folder of runs.
 
     Raises:
-        ConfigError: everybody may replace what is in it.
+        ConfigError: everybody can replace files in it.
         OSError: it cannot be made.
     """
     name = new_run_id()
@@ -303,7 +303,7 @@ def drilling(runs_dir: Path, client: SlurmClient | None) -> Iterator[Drill]:
             yield drill
     except BaseException:
         if drill.runs:
-            log.info("the drill is broken off; its jobs are cancelled, and its runs are kept: %s", drill.folder)
+            log.info("the drill was interrupted; its jobs are cancelled, and its runs are kept: %s", drill.folder)
         raise
     finally:
         if not end_all(drill.runs, client):

@@ -194,19 +194,19 @@ def read_manifest(folder: Path) -> Manifest:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no {FILE_NAME}, so it is no prepared data set, or one that is not complete",
-            hint="`slurmtrain prepare` writes it last; the same prepare command again goes on where it was stopped",
+            f"{folder} has no {FILE_NAME}, so it is not a prepared data set, or an incomplete one",
+            hint="`slurmtrain prepare` writes it last; repeat the prepare command to continue",
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` has written"
+            f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` wrote"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", hint="prepare the data set again") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}", hint="prepare the data set again") from None
     if isinstance(value, dict) and value.get("format") not in (FORMAT, CHAT_FORMAT):
         raise ConfigError(
             f"{path} has format {value.get('format')!r}, expected {FORMAT} or {CHAT_FORMAT}",
-            hint="prepare the data set again, or read it with the version that has written it",
+            hint="prepare the data set again, or read it with the version that wrote it",
         )
     try:
         manifest = _parsed(value)

@@ -4,8 +4,8 @@ Files are read by preadv and never by mmap, where a file that has been truncated
 by SIGBUS, without a message. preadv takes the offset as an argument, so forked workers share descriptors without harm.
 Only the few files used last are kept open.
 
-After an error that may be transient (an I/O error, a file handle that the file server has forgotten), the file is
-opened again and the read is repeated.
+After an error that may pass (an I/O error, a file handle that the file server has forgotten), the file is opened again
+and the read is repeated, as `patience.STEP` has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+from slurmtrain.system import patience
 
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 64
-PAUSES_S = (0.1, 0.5, 2.5)  # between attempts: long enough for a file server to change over, short for a step
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP)
 _DIGEST_BYTES = 4 << 20  # read at a time
 
@@ -118,23 +116,22 @@ class DataFile:
         return os.preadv(descriptor.number, [array.data], offset)
 
     def _attempts(self, act: Callable[[], int], failed: OSError | None = None) -> int:
-        """Return what `act` returns; call it again after a transient error.
+        """Return what `act` returns; call it again after an error that may pass.
 
         Args:
             failed: the error of an attempt before; None if there was none.
         """
-        attempt = 0
-        while True:
-            if failed is None:
-                try:
-                    return act()
-                except OSError as error:
-                    failed = error
-            if failed.errno not in _TRANSIENT or attempt == len(PAUSES_S):
-                raise self._unreadable(failed) from None
-            self._complain(failed)
-            time.sleep(PAUSES_S[attempt])
-            attempt, failed = attempt + 1, None
+        before = [failed] if failed is not None else []
+
+        def attempt() -> int:
+            if before:
+                raise before.pop()
+            return act()
+
+        try:
+            return patience.patiently(attempt, patience.STEP, told=self._complain)
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:
@@ -145,7 +142,8 @@ class DataFile:
         message = f"{self.path} cannot be read: {error.strerror}"
         if error.errno in _FINAL:
             return ConfigError(message, hint="is the data set complete, and there on every node?")
-        again = f", {len(PAUSES_S) + 1} times in {sum(PAUSES_S):.0f} s" if error.errno in _TRANSIENT else ""
+        pauses_s = patience.STEP.pauses_s
+        again = f", {len(pauses_s) + 1} times in {sum(pauses_s):.0f} s" if patience.may_pass(error) else ""
         return DataError(message + again, hint="the file system is at fault; the run goes on from its last checkpoint")
 
     def _wrong_size(self, found: int) -> ConfigError:

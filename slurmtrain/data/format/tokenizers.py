@@ -88,7 +88,7 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
     kind = _KINDS.get(path.suffix)
     if kind is None:
         raise ConfigError(
-            f"prepare.tokenizer={choice.name} is no tokenizer that is known",
+            f"prepare.tokenizer={choice.name} is not a known tokenizer",
             hint='"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
         )
     try:
@@ -97,8 +97,8 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
         raise ConfigError(f"prepare.tokenizer={choice.name} cannot be read: {error.strerror}") from None
     if content is None:
         raise ConfigError(
-            f"prepare.tokenizer={choice.name} is no plain file",
-            hint="a pipe can be read once only, and every process of every task reads the tokenizer: write it to a file",
+            f"prepare.tokenizer={choice.name} is not a plain file",
+            hint="a pipe can be read only once, but every process reads the tokenizer: write it to a file",
         )
     return kind(choice, path, content), content
 
@@ -162,7 +162,7 @@ class _HuggingFace:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises nothing more specific
             raise ConfigError(
-                f"prepare.tokenizer={choice.name} is no tokenizer.json of Hugging Face: {error}"
+                f"prepare.tokenizer={choice.name} is not a Hugging Face tokenizer.json: {error}"
             ) from None
         if getattr(self._tokenizer.model, "dropout", None):
             raise ConfigError(
@@ -243,7 +243,7 @@ class _Tiktoken:
         known = ENCODINGS.get(path.stem)
         if known is None and choice.pattern is None:
             raise ConfigError(
-                f"prepare.tokenizer={choice.name} is not one of {', '.join(ENCODINGS)}: it is not known how it cuts a text",
+                f"prepare.tokenizer={choice.name} is not one of {', '.join(ENCODINGS)}: its pre-tokenizer pattern is unknown",
                 hint="prepare.tiktoken_pattern=NAME of one of these, or the regular expression itself",
             )
         named = known if choice.pattern is None else ENCODINGS.get(choice.pattern)
@@ -263,7 +263,7 @@ class _Tiktoken:
 
     def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
         raise ConfigError(
-            "prepare.records=chat needs a tokenizer that has special tokens, and ranks of tiktoken have none",
+            "prepare.records=chat needs a tokenizer with special tokens, which tiktoken rank files do not have",
             hint="prepare.tokenizer= the tokenizer.json of the model",
         )
 
@@ -289,7 +289,7 @@ def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise ConfigError(
-                f"prepare.tokenizer={choice.name}, line {number}: {line[:40]!r} is no base64 token and its rank"
+                f"prepare.tokenizer={choice.name}, line {number}: {line[:40]!r} is not a base64 token with its rank"
             ) from None
     if len(set(ranks.values())) < len(ranks) or min(ranks.values(), default=0) < 0:
         raise ConfigError(f"prepare.tokenizer={choice.name} gives a rank twice, or a negative one")
@@ -318,7 +318,7 @@ class _Ids:
         if word in self.vocabulary:
             return self.vocabulary[word]
         raise ConfigError(
-            f"prepare.{which}={word} is no token of {self.choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
+            f"prepare.{which}={word} is not a token of {self.choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
         )
 
     def only_end(self, special: Sequence[str] = ()) -> int:
@@ -337,7 +337,7 @@ class _Ids:
             return self.vocabulary[found[0]]
         what = f"has {' and '.join(found)}" if found else f"has none of {', '.join(END_TOKENS)}"
         raise ConfigError(
-            f"which token ends a document is not clear: {self.choice.name} {what}",
+            f"it is not clear which token ends a document: {self.choice.name} {what}",
             hint=f"prepare.eos= its text or id, or {NO_TOKEN}",
         )
 
@@ -359,6 +359,6 @@ def _facts(
 
 def _pattern_of_no_use(choice: TokenizerChoice) -> ConfigError:
     return ConfigError(
-        f"prepare.tiktoken_pattern={choice.pattern}, but {choice.name} is no file of tiktoken",
-        hint="leave it out: other tokenizers know how they cut a text",
+        f"prepare.tiktoken_pattern={choice.pattern}, but {choice.name} is not a tiktoken file",
+        hint="leave it out: other tokenizers define their own pattern",
     )

@@ -142,7 +142,7 @@ def check_for_model(batch: Any) -> None:
     if not {"inputs", "targets"} <= names:
         found = f"a dict of {', '.join(map(repr, sorted(names)))}" if names else f"a {type(batch).__name__}"
         raise ConfigError(
-            f"samples of the data come together as {found}, with no 'inputs' and 'targets'",
+            f"the data loader collates samples to {found}, without 'inputs' and 'targets'",
             hint='[i] of the data set returns {"inputs": ..., "targets": ...}',
         )
     for name, values in batch.items():
@@ -156,7 +156,7 @@ def check_for_model(batch: Any) -> None:
             )
             raise ConfigError(
                 f"{name!r} of the data's samples is {kind}; a model is called with tensors by name",
-                hint="leave it out of what [i] returns, or make tensors of it: {'inputs': ..., 'targets': ..., 'NAME': tensor}",
+                hint="remove it from what [i] returns, or use tensors: {'inputs': ..., 'targets': ..., 'NAME': tensor}",
             )
 
 

@@ -106,7 +106,9 @@ class BatchLoader:
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
         spec = inspect_dataset(dataset, "the training data")
         if not len(spec):
-            raise ConfigError("the training data holds no samples", hint="give more data, or a shorter data.seq_len")
+            raise ConfigError(
+                "the training data contain no samples", hint="provide more data, or a shorter data.seq_len"
+            )
         self.dataset, self._seed = spec, seed
         self._global, self.micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -114,7 +116,7 @@ class BatchLoader:
         self._samples_consumed = samples_consumed
         if row_length is not None and row_length.fixed and spec.lengths is not None and spec.seq_len is None:
             raise ConfigError(
-                "samples differ in length, but pipelines and compiled models take rows of one length only",
+                "samples differ in length, but pipelines and compiled models need rows of equal length",
                 hint="give the data set an attribute seq_len, the length of its longest sample",
             )
         self.order = self._order(shuffle, sorted_steps)

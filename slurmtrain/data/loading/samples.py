@@ -104,17 +104,17 @@ def _check_count(
             done += sum(map(count_batches, islice(groups, 1)))
         if done > wanted:
             raise ConfigError(
-                f"get_batches has yielded more batches than were asked for: at least {done} instead of {wanted}",
+                f"get_batches yielded more batches than requested: at least {done} instead of {wanted}",
                 hint="yield one batch for each row of `indices`",
             )
         yield group
     if done < wanted and method is FetchMethod.GET_BATCHES:
         raise ConfigError(
-            f"get_batches has yielded fewer batches than were asked for: {done} instead of {wanted}",
+            f"get_batches yielded fewer batches than requested: {done} instead of {wanted}",
             hint="yield one batch for each row of `indices`",
         )
     if done < wanted:
-        raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
+        raise ConfigError("the data set raised StopIteration for a sample", hint="raise another exception there")
 
 
 def _retry_one_by_one(

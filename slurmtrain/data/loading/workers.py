@@ -290,7 +290,7 @@ def _dead_worker_error(worker: multiprocessing.process.BaseProcess) -> Slurmtrai
     code = worker.exitcode or 0
     return SlurmtrainError(
         f"a process that reads data (pid {worker.pid}) {how_it_ended(code)}",
-        hint="out of memory? Give the job more (cluster.mem_*), or set fewer train.data_workers"
+        hint="out of memory? Request more (cluster.mem_*), or set fewer train.data_workers"
         if code == -signal.SIGKILL
         else None,
     )

@@ -241,7 +241,7 @@ def load_chat_template(
         try:
             _compiled(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template of {choice.name} is no Jinja program: {error}") from None
+            raise ConfigError(f"the chat template of {choice.name} is not a valid Jinja template: {error}") from None
     return template
 
 
@@ -262,7 +262,7 @@ def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: 
         if content is None:
             raise ConfigError(
                 f"prepare.chat_template={given} cannot be read",
-                hint=f"the path of a Jinja file, {CHATML}, or {NO_TOKEN}: questions and answers end to end",
+                hint=f"the path of a Jinja file, {CHATML}, or {NO_TOKEN}: questions and answers concatenated",
             )
         return content.decode()
     content = _read(folder / TEMPLATE_FILE) if choice.name.endswith(".json") else None
@@ -276,7 +276,7 @@ def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: 
     raise ConfigError(
         f"the tokenizer {choice.name} has no chat template: there is no {TEMPLATE_FILE} and no entry chat_template in "
         f"{TOKENIZER_CONFIG} beside it",
-        hint=f"prepare.chat_template= the path of one, {CHATML}, or {NO_TOKEN}: questions and answers end to end",
+        hint=f"prepare.chat_template= the path of one, {CHATML}, or {NO_TOKEN}: questions and answers concatenated",
     )
 
 
@@ -285,7 +285,7 @@ def _settings_beside(folder: Path) -> Mapping[str, Any]:
     try:
         settings = json.loads(content or b"{}")
     except ValueError as error:
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG} is no JSON: {error}") from None
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG} is not valid JSON: {error}") from None
     return settings if isinstance(settings, dict) else {}
 
 

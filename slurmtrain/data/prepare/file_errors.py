@@ -19,9 +19,9 @@ def file_errors_reported(output: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(
-            f"{error.filename} has vanished while a data set was being prepared", hint=f"bring it back; {RERUN_HINT}"
+            f"{error.filename} disappeared while a data set was being prepared", hint=f"restore it; {RERUN_HINT}"
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(f"there is no space left for {output}", hint=f"make room; {RERUN_HINT}") from None
+            raise DataError(f"there is no space left for {output}", hint=f"free some space; {RERUN_HINT}") from None
         raise DataError(f"{error.filename or output}: {error.strerror or error}", hint=RERUN_HINT) from None

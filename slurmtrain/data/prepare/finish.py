@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from slurmtrain.checkpoint.format.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
@@ -18,6 +17,7 @@ from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.errors import ConfigError
+from slurmtrain.system.patience import refresh
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     splits = {split: found for split in SPLITS if (found := _split(records, split)).shards}
     if "train" not in splits:
         raise ConfigError(
-            "the inputs hold no document" + (" for training" if splits else ""),
-            hint="are they empty? or prepare.valid_fraction too high?",
+            "the inputs contain no document" + (" for training" if splits else ""),
+            hint="are they empty, or is prepare.valid_fraction too high?",
         )
     facts = plan.settings.facts
     if facts.file is not None:
@@ -104,7 +104,7 @@ def _report_bad(plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share:
         raise ConfigError(
             f"{bad} of {read} records are bad ({bad / read:.2g} of all), and prepare.max_bad_share is "
             f"{max_bad_share}; all are in {where}",
-            hint="with a higher prepare.max_bad_share the same command leaves them out, without doing its work again",
+            hint="with a higher prepare.max_bad_share, the same command skips them without repeating its work",
         )
 
 

@@ -71,7 +71,7 @@ def _facts(source: InputFile) -> tuple[int, int]:
 
 def _changed(source: InputFile) -> ConfigError:
     return ConfigError(
-        f"{source.path} was changed while it was being prepared", hint="prepare the data set again, in another output"
+        f"{source.path} was changed while it was being prepared", hint="prepare the data set again, with another output"
     )
 
 
@@ -233,7 +233,7 @@ class _Unpacked(io.RawIOBase):
                 self._reading.done = self._file.tell()
             if not self._packed:
                 if self._frame is not None:
-                    raise _TornError(f"the {self._unpacker.name} file is torn: it ends too early")
+                    raise _TornError(f"the {self._unpacker.name} file is truncated")
                 return 0
             self._content = memoryview(self._unpack())
         count = min(len(buffer), len(self._content))
@@ -308,7 +308,7 @@ def _arrow(reading: Reading) -> Iterator[Record]:
                     reading.done = file.tell() - piece.start
             file.seek(piece.source.size - len(ARROW_END))
             if file.read() != ARROW_END:
-                raise ConfigError(f"{path} is torn: it has no end", hint="copy it again")
+                raise ConfigError(f"{path} is incomplete: its end is missing", hint="copy it again")
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, "an Arrow stream, as `datasets` saves them", error) from None
 

@@ -71,14 +71,15 @@ def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
     matches = matches or [given] * os.path.exists(given)
     if not matches:
         raise ConfigError(
-            f"prepare.inputs: nothing matches {given!r}", hint="is the pattern quoted, and the path right?"
+            f"prepare.inputs: nothing matches {given!r}", hint="is the pattern quoted, and the path correct?"
         )
     found = False
     for match in matches:
         named = Path(os.path.abspath(match))
         if output.is_relative_to(named):
             raise ConfigError(
-                f"prepare.output={output} lies in the input {named}", hint="what is written there would be read, too"
+                f"prepare.output={output} lies in the input {named}",
+                hint="files written there would also be read as input",
             )
         for path in _files_in(named, format):
             found = True
@@ -105,7 +106,7 @@ def _files_in(path: Path, format: str) -> Iterator[Path]:
         if format in (RawFormat.AUTO, RawFormat.HF) and "dataset_dict.json" in files:
             raise ConfigError(
                 f"prepare.inputs: {folder} holds several splits of a data set: {', '.join(sorted(folders))}",
-                hint=f"name the one that is meant: {folder}/{min(folders, default='train')}",
+                hint=f"name one of them: {folder}/{min(folders, default='train')}",
             )
         saved = (
             _saved_shards(Path(folder)) if format in (RawFormat.AUTO, RawFormat.HF) and "state.json" in files else None
@@ -130,7 +131,7 @@ def _saved_shards(folder: Path) -> list[Path] | None:
         return None
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ConfigError(
-            f"prepare.inputs: {folder} holds a selection of rows in an order of its own",
+            f"prepare.inputs: {folder} contains a selection or permutation of rows",
             hint="dataset.flatten_indices() before save_to_disk writes these rows themselves",
         )
     return shards
@@ -143,7 +144,7 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
         raise ConfigError(f"prepare.inputs: {path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(facts.st_mode):
         raise ConfigError(
-            f"prepare.inputs: {path} is no plain file", hint="a pipe, a socket or a device has no bytes to come back to"
+            f"prepare.inputs: {path} is not a plain file", hint="a pipe, a socket or a device cannot be read again"
         )
     packing = PACKINGS.get(path.suffix)
     if format == RawFormat.AUTO:
@@ -156,10 +157,12 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
             )
         format = known[suffix]
     if packing and format in (RawFormat.PARQUET, RawFormat.HF):
-        raise ConfigError(f"prepare.inputs: {path} is packed as a whole", hint=f"unpack it: {format} is packed inside")
+        raise ConfigError(
+            f"prepare.inputs: {path} is compressed as a whole", hint=f"decompress it: {format} has its own compression"
+        )
     if format == RawFormat.TEXT and facts.st_size >= TOO_LONG:
         raise ConfigError(
             f"prepare.inputs: {path} is a single document of {facts.st_size / 1e9:.1f} GB, as a text file is; 4.2 are the most",
-            hint="cut it into its documents: files, or JSON lines",
+            hint="split it into documents: files, or JSON lines",
         )
     return InputFile(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)

@@ -161,7 +161,7 @@ def agree_on(plan: PreparePlan) -> None:
     difference = _difference(there, mine)
     if difference is not None:
         raise ConfigError(
-            f"{plan.output} was begun with something else: {difference}",
+            f"{plan.output} was started with other settings: {difference}",
             hint="give what it was begun with, or choose another output, or remove that one",
         )
 

@@ -38,7 +38,7 @@ def describe(
         partition: its name; None: the default one, or if there is none, the one with the most GPUs or CPUs.
         name: of the file; None: made of SLURM's names of the cluster and, unless it is the default one, the partition.
         account, qos: what the jobs are to be submitted with; None: SLURM's defaults.
-        slurm_conf: path of a slurm.conf other than the machine's own.
+        slurm_conf: path of a slurm.conf to use instead of the machine's own.
         taken: names that the file cannot have.
         version: of this package, for the first line.
 
@@ -83,7 +83,7 @@ def choose_partition(facts: ClusterFacts, name: str | None) -> Partition:
     """
     known = ", ".join(each.name for each in facts.partitions)
     if not facts.partitions:
-        raise ConfigError("SLURM shows no partitions", hint="`scontrol show partition` says why")
+        raise ConfigError("SLURM reports no partitions", hint="`scontrol show partition` says why")
     found = facts.partition(name)
     if found is not None:
         return found

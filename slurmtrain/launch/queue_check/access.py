@@ -20,15 +20,15 @@ def check_account(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
         return [
             Finding(
                 "cluster.account",
-                f"accounting knows no account of yours on cluster {facts.name}, and refuses jobs without one",
-                "ask who runs the cluster; `sacctmgr show associations user=$USER` shows yours",
+                f"accounting has no account for you on cluster {facts.name}, and refuses jobs without an account",
+                "ask your admins; `sacctmgr show associations user=$USER` shows your accounts",
             )
         ]
     if cluster.account is not None and cluster.account.lower() not in {each.lower() for each in mine}:
         return [
             Finding(
                 "cluster.account",
-                f"cluster.account={cluster.account} is none of your accounts on cluster {facts.name}",
+                f"cluster.account={cluster.account} is not one of your accounts on cluster {facts.name}",
                 f"yours are: {', '.join(mine)}",
             )
         ]
@@ -56,7 +56,7 @@ def check_access(
         )
     if partition.root_only and user_id not in (0, facts.slurm_user_id):
         certain = user_id is not None and facts.slurm_user_id is not None
-        found.append(Finding("cluster.partition", f"{of} takes jobs of root alone (RootOnly)", fatal=certain))
+        found.append(Finding("cluster.partition", f"{of} accepts only jobs of root (RootOnly)", fatal=certain))
     outside = (
         groups is not None and partition.allowed_groups is not None and not {*groups} & {*partition.allowed_groups}
     )
@@ -71,7 +71,7 @@ def check_access(
     if partition.needs_reservation and cluster.reservation is None:
         found.append(
             Finding(
-                "cluster.reservation", f"{of} takes jobs of a reservation alone (ReqResv)", "set cluster.reservation"
+                "cluster.reservation", f"{of} accepts only jobs with a reservation (ReqResv)", "set cluster.reservation"
             )
         )
     return [*found, *_check_account_and_qos(facts, partition, cluster)]
@@ -103,8 +103,10 @@ def _check_account_and_qos(facts: ClusterFacts, partition: Partition, cluster: C
         found.append(
             Finding(
                 "cluster.account",
-                f"partition {partition.name} does not take account {account} (AllowAccounts, DenyAccounts)",
-                f"it takes: {', '.join(usable)}" if usable else "it takes none of yours; set another cluster.partition",
+                f"partition {partition.name} does not accept account {account} (AllowAccounts, DenyAccounts)",
+                f"it takes: {', '.join(usable)}"
+                if usable
+                else "it accepts none of yours; set another cluster.partition",
                 fatal=False,  # newer releases mean the accounts below one, too, and whose parent it is is not known here
             )
         )
@@ -145,7 +147,7 @@ def _check_qos(
         return [
             Finding(
                 "cluster.qos",
-                f"{said}: partition {partition.name} does not take it (AllowQos, DenyQos)",
+                f"{said}: partition {partition.name} does not accept it (AllowQos, DenyQos)",
                 f"set cluster.qos to one of: {', '.join(usable)}" if usable else "set another cluster.partition",
             )
         ]

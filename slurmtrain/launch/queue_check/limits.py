@@ -33,8 +33,8 @@ def check_time(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig
     return [
         Finding(
             "cluster.time_limit_min",
-            f"cluster.time_limit_min={asked} is more than partition {partition.name} gives, {most} (MaxTime)",
-            f"write at most cluster.time_limit_min={most}; a run goes on after each job by itself",
+            f"cluster.time_limit_min={asked} is more than partition {partition.name} allows, {most} (MaxTime)",
+            f"set at most cluster.time_limit_min={most}; a run continues automatically after each job",
             fatal=not (_may_lift(facts, partition, cluster, "partitiontimelimit") or "time-min" in cluster.sbatch),
         )
     ]
@@ -49,8 +49,8 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {needed} nodes is more than partition {partition.name} gives, {partition.max_nodes} (MaxNodes)",
-                f"write at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
+                f"a job of {needed} nodes is more than partition {partition.name} allows, {partition.max_nodes} (MaxNodes)",
+                f"set at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionmaxnodes"),
             )
         )
@@ -58,9 +58,9 @@ def check_node_count(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(
             Finding(
                 "cluster.nodes",
-                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} asks for, "
+                f"a job of {most} node{'s' * (most != 1)} is less than partition {partition.name} requires, "
                 f"{partition.min_nodes} (MinNodes)",
-                f"write at least cluster.nodes={partition.min_nodes}",
+                f"set at least cluster.nodes={partition.min_nodes}",
                 fatal=not _may_lift(facts, partition, cluster, "partitionminnodes"),
             )
         )
@@ -82,7 +82,7 @@ def check_partition_memory(facts: ClusterFacts, partition: Partition, cluster: C
         Finding(
             "cluster.mem_per_node_gb",
             f"the job asks for {words} and partition {partition.name} gives it {most} (MaxMemPerNode)",
-            f"write at most cluster.mem_per_node_gb={most // 1024}",
+            f"set at most cluster.mem_per_node_gb={most // 1024}",
             fatal=cluster.mem_per_gpu_gb is None,  # which SLURM does not compare with it
         )
     ]
@@ -125,7 +125,7 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
             Finding(
                 "cluster.time_limit_min",
                 f"cluster.time_limit_min={cluster.time_limit_min} is more than {wall.of} gives a job, {wall.most}",
-                f"write at most cluster.time_limit_min={wall.most}; a run goes on after each job by itself",
+                f"set at most cluster.time_limit_min={wall.most}; a run continues automatically after each job",
                 fatal=denies or not ("time-min" in cluster.sbatch or "usagefactorsafe" in flags),
             )
         )
@@ -167,7 +167,7 @@ class Amount:
     def at_most(self, most: int) -> str:
         """Return what to write for no more than that amount on a node."""
         fits = most // self.unit
-        return f"write at most {self.field}={fits}" if fits > 0 else f"write a smaller {self.field}"
+        return f"set at most {self.field}={fits}" if fits > 0 else f"set a smaller {self.field}"
 
 
 def _memory_mb(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> int:
@@ -190,7 +190,7 @@ def _check_minutes(
     if limit is None or name == "mem" or total * minutes <= limit.most:
         return []
     fits = limit.most // total
-    most = f"write at most cluster.time_limit_min={fits}; a run goes on after each job by itself"
+    most = f"set at most cluster.time_limit_min={fits}; a run goes on after each job by itself"
     return [
         Finding(
             "cluster.time_limit_min",
@@ -209,7 +209,7 @@ def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int
     whole, of_node, at_least = job_limit(bounds, name), node_limit(bounds, name), least(bounds, name)
     if whole is not None and total > whole.most:
         fits = whole.most // each if each else 0
-        hint = f"write at most cluster.nodes={fits}" if fits else amount.at_most(whole.most)
+        hint = f"set at most cluster.nodes={fits}" if fits else amount.at_most(whole.most)
         message = f"the job asks for {total} {words}, and {whole.of} gives a job {whole.most}"
         found.append(Finding(field if not fits else "cluster.nodes", message, hint))
     elif of_node is not None and name != "node" and each > of_node.most:
@@ -218,5 +218,5 @@ def _check_amount(bounds: Sequence[Bound], name: str, amount: Amount, nodes: int
     # A job that names no amount of memory may get all of a node's.
     if at_least is not None and total < at_least.most and (total or name != "mem"):
         message = f"the job asks for {total} {words}, and {at_least.of} wants at least {at_least.most}"
-        found.append(Finding(field, message, f"write a larger {field}, or set another cluster.qos", fatal=denies))
+        found.append(Finding(field, message, f"set a larger {field}, or set another cluster.qos", fatal=denies))
     return found

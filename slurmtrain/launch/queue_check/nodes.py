@@ -72,7 +72,7 @@ def check_nodes(facts: ClusterFacts, partition: Partition, cluster: ClusterConfi
     usable = sum(group.usable for group in groups if all(suits(group) for _, suits, _, _ in rows))
     if usable < needed:
         message = f"{usable} of the nodes of {of} that suit this job work now, and it needs {needed}: it may wait long"
-        return [Finding("cluster.nodes", message, "`sinfo -R` says why the others do not", fatal=False)]
+        return [Finding("cluster.nodes", message, "`sinfo -R` says why the other nodes do not", fatal=False)]
     return []
 
 

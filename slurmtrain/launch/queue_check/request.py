@@ -67,7 +67,7 @@ def _check_partition(
         found.append(
             Finding(
                 "cluster.partition",
-                f"partition {partition.name} takes no jobs at present (State={partition.state}), and SLURM puts them into "
+                f"partition {partition.name} accepts no jobs at present (State={partition.state}), and SLURM puts them into "
                 f"{instead.name} (Alternate)",
                 fatal=False,
             )
@@ -156,7 +156,7 @@ def _check_container(facts: ClusterFacts, cluster: ClusterConfig) -> list[Findin
         Finding(
             "cluster.container.kind",
             "cluster.container.kind=pyxis, and srun on this machine knows no --container-image",
-            "is pyxis installed on the compute nodes? cluster.container.kind=apptainer does without it",
+            "is pyxis installed on the compute nodes? cluster.container.kind=apptainer does not need it",
             fatal=False,
         )
     ]

@@ -237,7 +237,7 @@ def serve(make: Callable[[], Page], *, port: int, every_s: float) -> int:
         server = Server(latest, port)
     except OSError as error:
         raise UsageError(
-            f"port {port} cannot be had: {error.strerror}", hint="leave out --port, and take any that is free"
+            f"port {port} cannot be used: {error.strerror}", hint="leave out --port to use any free port"
         ) from None
     with server:
         number = server.server_address[1]

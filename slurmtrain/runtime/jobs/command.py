@@ -23,27 +23,27 @@ from slurmtrain.config.launched_program import has_launcher, node_shape, program
 from slurmtrain.config.program_words import script_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_loggers import program_text_file
 from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, start_of
-from slurmtrain.runtime.jobs.program_stop import ProgramStopper
+from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
+from slurmtrain.runtime.leaving import undeterred
 from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
-from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
 
-SIGNAL_LAG_S = 1.0
+SIGNAL_LAG_S, SHORT_SIGNAL_LAG_S = 1.0, 0.25
 POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
@@ -94,26 +94,31 @@ def run_command(
     stopper = ProgramStopper(config.job, source, context, stop_flag, start.folder, rank)
     watch = _watch(config, environment, context, program.pid, stop_flag)
     text_file = program_text_file(config, environment, context)
-    code = program.wait()
+    code, ended_at = program.wait(), time.time()
+    # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
+    stop_flag.wait(signal_lag_s(code))
+    rule = FinishedWhen.of(config.job.finished_when)
+    crashed = code not in DIED_OF_A_STOP and is_crash(code, told=stop_flag.requested, rule=rule)
+    if crashed and start.folder is None and not (watch is not None and watch.fired):
+        # At once: what is done next takes time, in which other ranks fail for want of this one, and all are told to stop.
+        _record_crash(context.attempt_dir, environment.rank, start.name, code, ended_at)
     if text_file is not None:
         text_file.close()
     if watch is not None:
         watch.close()
     Published(context.attempt_dir.master_file, environment).forget()
-    if code in DIED_OF_A_STOP or code == 0:
-        # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
-        stop_flag.wait(SIGNAL_LAG_S)
     _wait_for_descendants(config, code, context, environment, stop_flag)
     stopper.close()
-    end = start.end(code, told=stop_flag.requested)
+    told = stop_flag.requested and not crashed  # a stop that came after a crash, perhaps because of it, excuses nothing
+    end = start.end(code, told=told)
     code = end.code
     if watch is not None and watch.fired:  # however it took that
         if environment.rank == 0:
-            attempt_context.update_attempt(context, program_code=code)
+            with undeterred("record how the program has ended"):
+                attempt_context.update_attempt(context, program_code=code)
         with contextlib.suppress(OSError):  # the others are told to leave, and those that save wait for all programs
             context.attempt_dir.ended_file(environment.rank).touch()
         return code if 0 < code < EXIT_REQUEUE else 1
-    told, rule = stop_flag.requested, FinishedWhen.of(config.job.finished_when)
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
         _wait_for_ranks(context.attempt_dir, environment)
     # Looked for after the wait: the file may be that of another rank.
@@ -121,15 +126,17 @@ def run_command(
     if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
         log.info("the program ended with %s after it was told to stop", _described(code))
     failed_rank = end.rank if end.rank >= 0 else first_rank(config, environment)
-    has_said_why = context.attempt_dir.failure_file(failed_rank).exists()
-    if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
-        sentence = f"{start.name} ended with {_described(code)}"
-        attempts.record_failure(context.attempt_dir, failed_rank, exit_code=code, sentence=sentence)
+    if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG):
+        _record_crash(context.attempt_dir, failed_rank, start.name, code, end.time or ended_at)
     if stop_watcher is not None and stop_flag.requested:
         stop_watcher.wait_for_record()
     if environment.rank == 0:
         said = {0: LastWord.FINISHED, EXIT_REQUEUE: LastWord.STOPPED}.get(left_with)
-        attempt_context.update_attempt(context, said=said, program_code=code)
+        if said is not None:
+            attempt_context.record_last_word(context, said, program_code=code)
+        else:
+            with undeterred("record how the program has ended"):
+                attempt_context.update_attempt(context, program_code=code)
     return left_with if left_with >= 0 else 128 - left_with
 
 
@@ -195,6 +202,29 @@ def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bo
     return EXIT_REQUEUE if told else code
 
 
+def signal_lag_s(code: int) -> float:
+    """Return how many seconds after the end of a program a stop signal may come that was the cause of that end.
+
+    A program that was killed by another signal has not ended for it. One that exits with an error may have handled it so; but
+    when a rank has crashed, all others are soon told to stop, too, and that must not be taken for the cause.
+    """
+    if code in DIED_OF_A_STOP or code == 0:
+        return SIGNAL_LAG_S
+    return SHORT_SIGNAL_LAG_S if code > 0 else 0.0
+
+
+def is_crash(code: int, *, told: bool, rule: FinishedWhen | None) -> bool:
+    """Return whether a program has crashed that ended with this code, as `contract_code`."""
+    return contract_code(code, told=told, rule=rule, there=False) not in (0, EXIT_REQUEUE, EXIT_CONFIG)
+
+
+def _record_crash(attempt_dir: AttemptDir, rank: int, name: str, code: int, when: float) -> None:
+    """Record that a rank's program has ended in this way, unless it has said itself why it failed."""
+    with undeterred("record the failure"):
+        if not attempt_dir.failure_file(rank).exists():
+            record_failure(attempt_dir, rank, Failure(code, f"{name} ended with {_described(code)}"), when=when)
+
+
 def _wait_for_descendants(
     config: Config, code: int, context: AttemptContext, environment: Environment, stop_flag: StopFlag
 ) -> None:
@@ -218,9 +248,8 @@ def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float |
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop_flag.first is not None
     told = stop_flag.first.time + (grace_s or SAVING_S)
-    facts = (read_json(context.attempt_dir.stop_file) or {}).get("facts") or {}
-    end = facts.get("end_time")
-    return min(told, float(end) - MARGIN_S) if end is not None else told
+    facts = told_facts(context.attempt_dir)
+    return told if facts is None or facts.end_time is None else min(told, facts.end_time - MARGIN_S)
 
 
 def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:

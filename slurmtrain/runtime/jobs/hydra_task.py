@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
-from slurmtrain.runs.attempts import record_failure
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.slurm.environment import own_job_id, rank_or_zero
 from slurmtrain.system.redaction import holds_secret, redact
@@ -44,7 +44,7 @@ def main(task_file: Path) -> int:
     if error is not None:
         traceback.print_exception(error)
         sentence = traceback.format_exception_only(error)[-1].strip()
-        record_failure(run_dir.attempt(int(os.environ[ATTEMPT_VARIABLE])), rank, exit_code=1, sentence=sentence)
+        record_failure(run_dir.attempt(int(os.environ[ATTEMPT_VARIABLE])), rank, Failure(1, sentence))
     if rank == 0:
         temporary = run_dir.path / f".{RESULT}"
         temporary.write_bytes(_pickled(returned))

@@ -18,7 +18,7 @@ from typing import Any
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
-from slurmtrain.runs.attempts import record_failure
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.environment import rank_or_zero
@@ -65,7 +65,7 @@ def main() -> int:
     if "value" in left:
         return 0
     attempt_dir = run_dir.attempt(int(os.environ[ATTEMPT_VARIABLE]))
-    record_failure(attempt_dir, rank, exit_code=EXIT_CONFIG, sentence=left["said"], on_any_node=True)
+    record_failure(attempt_dir, rank, Failure(EXIT_CONFIG, left["said"], on_any_node=True))
     return EXIT_CONFIG
 
 
@@ -94,7 +94,7 @@ def _with_value(value: Any) -> dict[str, Any]:
     except Exception as problem:
         raise TypeError(f"the result cannot be pickled: {type(problem).__name__}: {problem}") from problem
     if holds_secret(pickled):
-        raise TypeError("the result holds the value of a secret, which would lie on disk in clear text")
+        raise TypeError("the result holds the value of a secret, which would be stored on disk in clear text")
     return {"value": pickled}
 
 

@@ -58,7 +58,7 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
     elif before and not _is_seen_otherwise(config, run_dir):
         rule = f"job.checkpoints={job.checkpoints}" if job.checkpoints else None
         log.warning(
-            "attempt %d starts with NO CHECKPOINT to be seen%s: what the attempts before it have done may be done again%s",
+            "attempt %d starts with NO VISIBLE CHECKPOINT%s: it may repeat the work of earlier attempts%s",
             context.number,
             f" ({rule})" if rule else "",
             "" if rule else ". Where the program has some, job.checkpoints='out/checkpoint-*' shows them",

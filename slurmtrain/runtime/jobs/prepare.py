@@ -28,6 +28,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.leaving import undeterred
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -80,10 +81,10 @@ def run_prepare(
     if stop_watcher is not None and stop_flag.requested:
         stop_watcher.wait_for_record()
     if report is not None:
-        report.close()
-        attempt_context.update_attempt(
-            context, said=LastWord.FINISHED if finished else LastWord.STOPPED, last_step=report.done
-        )
+        with undeterred("write the last line of the log of metrics"):
+            report.close()
+        said = LastWord.FINISHED if finished else LastWord.STOPPED
+        attempt_context.record_last_word(context, said, last_step=report.done)
     return 0 if finished else EXIT_REQUEUE
 
 

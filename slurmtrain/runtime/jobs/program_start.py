@@ -261,8 +261,8 @@ def _check_given_port(variables: Mapping[str, str], environment: Environment) ->
         return
     if is_taken(int(port)):
         raise RendezvousError(
-            f"MASTER_PORT={port} of the environment is taken on {environment.node}: another program listens there",
-            hint="leave out MASTER_ADDR and MASTER_PORT: each attempt then gets a port that is free, and stays so",
+            f"MASTER_PORT={port} from the environment is in use on {environment.node}: another program listens there",
+            hint="unset MASTER_ADDR and MASTER_PORT: each attempt then gets its own free port",
         )
 
 
@@ -292,6 +292,7 @@ def _master(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
                 f"{cluster.rendezvous_timeout_s} s",
                 hint="see rank 0's log",
+                because_of_peer=True,
             )
         pauses.pause()
     host = "127.0.0.1" if found["machine"] == machine() else _reachable(found)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.schema import JobConfig
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.job_facts import JobFacts
@@ -88,9 +90,10 @@ class ProgramStopper:
         processes, missed = self._processes(), first.time < self._began
         pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
         descendants.send(stop_signal, pids)
+        facts = None
         while not self._closed.wait(LOOK_EVERY_S):
-            facts = (read_json(self._context.attempt_dir.stop_file) or {}).get("facts")
-            until = end_of_grace(first.time, self._job.stop_grace_s, JobFacts(**facts) if facts else None)
+            facts = told_facts(self._context.attempt_dir) or facts
+            until = end_of_grace(first.time, self._job.stop_grace_s, facts)
             if time.time() >= until:
                 self._end(time.time() - first.time)
                 return
@@ -112,7 +115,7 @@ class ProgramStopper:
         rule = (
             f"job.stop_grace_s={self._job.stop_grace_s}" if self._job.stop_grace_s else "SLURM is about to end the job"
         )
-        log.warning("the program has not ended within %.0f s of being told to stop, and is killed (%s)", took_s, rule)
+        log.warning("the program has not exited within %.0f s of being told to stop, and is killed (%s)", took_s, rule)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
             self._context.run_dir.event(
                 Event.KILLED_AFTER_GRACE, attempt=self._context.number, rank=self._rank, seconds=round(took_s, 1)
@@ -157,6 +160,19 @@ def to_tell(
     handle = [each.pid for each in processes if stop_signal in each.catches]
     between = [each.pid for each in processes if each.of_launcher]
     return [pid for pid in ([*handle, *between] if handle else everybody) if pid not in heard_by]
+
+
+def told_facts(attempt_dir: AttemptDir) -> JobFacts | None:
+    """Return what SLURM has said of the job when it was told to stop; None as long as rank 0 has not written it.
+
+    A storage that fails just now has None, too: whoever asks goes on by what is known, and asks again.
+    """
+    try:
+        facts = (read_json(attempt_dir.stop_file) or {}).get("facts")
+    except (OSError, UnreadableRecordError) as error:
+        log.debug("what SLURM has said of this job cannot be read now: %s", error)
+        return None
+    return JobFacts.from_json(facts) if isinstance(facts, dict) else None
 
 
 def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> float:

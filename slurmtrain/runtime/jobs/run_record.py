@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.node_ledger import NODE_NAME, NodeEvent, NodeRecord, append_to_ledger, ledger_file
+from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 class RunRecord(TrainingHook):
     """Writes the events of a run and the record of its attempt, on rank 0.
+
+    Events that cannot be written are left out: a full disk must not end a training for them.
 
     Args:
         context: the run and its attempt.
@@ -51,6 +53,7 @@ class RunRecord(TrainingHook):
         self._has_stepped = False
         self._stepped = time.monotonic()  # when the last step was done
         self._utilisation, self._blames_stragglers = utilisation, blames_stragglers
+        self._storage = BestEffort(f"events of the run {context.run_dir.id}")
 
     def start(self, state: TrainingState) -> None:
         restored = state.restored
@@ -82,13 +85,13 @@ class RunRecord(TrainingHook):
         self._stepped = time.monotonic()
         if not self._has_stepped:
             self._has_stepped = True
-            self._note(Event.FIRST_STEP, step=state.step)
+            self._event(Event.FIRST_STEP, step=state.step)
         if 0 < self._done_before <= state.step:
             self._done_before = 0
-            self._note(Event.CAUGHT_UP, step=state.step)
+            self._event(Event.CAUGHT_UP, step=state.step)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        self._note(Event.EVALUATED, step=step, seconds=round(time.monotonic() - self._stepped, 3))
+        self._event(Event.EVALUATED, step=step, seconds=round(time.monotonic() - self._stepped, 3))
 
     def event(self, event: Event, values: Mapping[str, Any]) -> None:
         self._event(event, **values)
@@ -117,11 +120,6 @@ class RunRecord(TrainingHook):
         if self._exports is not None:
             self._exports.committed(ending.step)
 
-    def _note(self, event: Event, **values: Any) -> None:
-        """Record what only the accounts of time need: a full disk must not end a training for it."""
-        with contextlib.suppress(OSError):
-            self._event(event, **values)
-
     def _blame(self, values: Mapping[str, Any]) -> None:
         """Put a node with slow ranks on record; outside of SLURM, and where there is no ledger, nobody does."""
         cluster = cluster_of_this_job()
@@ -137,4 +135,5 @@ class RunRecord(TrainingHook):
             log.warning("%s cannot be written: %s", error.filename or "the ledger of nodes", error.strerror)
 
     def _event(self, event: Event, **values: Any) -> None:
-        self._context.run_dir.event(event, attempt=self._context.number, **values)
+        run_dir, number = self._context.run_dir, self._context.number
+        self._storage.attempt(lambda: run_dir.event(event, attempt=number, **values))

@@ -50,7 +50,7 @@ from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.exports import Exports
+from slurmtrain.runtime.exports import Exports, finish_waits_s
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline
@@ -160,7 +160,7 @@ def _build_source(config: Config, vocabulary: int | None) -> SourceSpec:
     if source.train is None:
         raise ConfigError(
             f"data._target_={config.data['_target_']} has no attribute `train`",
-            hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
+            hint="the data object must have `train` and, optionally, `valid`: data sets with len() and [i]",
         )
     check_vocabulary(vocabulary, source.vocab_size)
     return source
@@ -223,7 +223,8 @@ def _exports(config: Config, context: AttemptContext) -> Exports | None:
     if not config.checkpoint.export_every_steps:
         return None
     record = partial(context.run_dir.event, attempt=context.number)
-    return Exports(context.run_dir, config.checkpoint.export_dtype, record)
+    waits_s = finish_waits_s(config.cluster.collective_timeout_s)
+    return Exports(context.run_dir, config.checkpoint.export_dtype, record, waits_s)
 
 
 def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseClock:
@@ -310,7 +311,7 @@ def _configured_hooks(config: Config) -> list[TrainingHook]:
         hook = build(f"train.hooks[{index}]", values)
         if not isinstance(hook, TrainingHook):
             raise ConfigError(
-                f"train.hooks[{index}]._target_={values['_target_']} is no hook",
+                f"train.hooks[{index}]._target_={values['_target_']} is not a hook",
                 hint="derive it from slurmtrain.training.hooks.TrainingHook",
             )
         hooks.append(hook)
@@ -339,7 +340,7 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
     if not train.repeat and samples > once:
         raise ConfigError(
             f"train.steps={train.steps} of {train.global_batch_size} samples see one of them again after {once:,}",
-            hint=f"train.steps={once // train.global_batch_size} see none twice; train.repeat=true lets them",
+            hint=f"train.steps={once // train.global_batch_size} repeat none; train.repeat=true allows it",
         )
 
 
@@ -579,5 +580,5 @@ def build(group: str, values: dict[str, Any]) -> Any:
         reason = f": {cause}" if cause is not None and str(cause) not in first else ""
         raise ConfigError(
             f"{group}._target_={values.get('_target_')}: {first}{reason}",
-            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled right?",
+            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
         ) from None

@@ -78,9 +78,9 @@ class Exchange:
             missing = [rank for rank, key in zip(wanted, keys, strict=True) if not self._store.check([key])]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise RendezvousError(
-                f"{len(missing)} of {len(wanted)} ranks did not tell their facts within "
+                f"{len(missing)} of {len(wanted)} ranks did not report their facts within "
                 f"{self._timeout_s:.0f} s: rank {shown}",
-                hint="their logs say why; preflight=off begins without",
+                hint="their logs say why; preflight=off skips the checks",
             ) from None
 
     def meet(self, what: str) -> None:

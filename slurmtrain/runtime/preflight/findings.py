@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -141,12 +141,7 @@ def error_of(found: Sequence[Finding]) -> PreflightError | None:
     also = f" (and {more} more: {', '.join(dict.fromkeys(str(each.kind) for each in fatal[1:]))})" if more else ""
     return PreflightError(
         f"preflight, {first.kind}: {first.sentence}{also}",
-        hint=f"{first.advice}; preflight.ignore=[{first.kind}] goes on nevertheless",
+        hint=f"{first.advice}; preflight.ignore=[{first.kind}] ignores it",
         nodes=nodes,
         told_all=True,
     )
-
-
-def as_warning(finding: Finding) -> Finding:
-    """Return it as one with which training may begin."""
-    return replace(finding, fatal=False)

@@ -2,7 +2,8 @@
 
 An archive is named by a digest of the names, sizes and times of the environment's files, and by the sha256 of its own
 content. So an environment that has changed since gets another archive, and a name never stands for two contents. What
-Python has compiled is packed, too, but does not count as a change: each import of a module may add to it.
+Python has compiled is packed, too, but does not count as a change: each import of a module may add to it. Two jobs may pack
+one environment at the same time; that makes two archives at most, each whole and each used by whoever has named it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import stat
 import subprocess
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ KEPT_DAYS = 14  # an archive that no job has used for so long is removed when an
 UNFINISHED_S = 3600  # who packs an archive writes all the time: one untouched for so long is that of a killed job
 QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
 ASK_S = 300
+# Folders at the top of conda's base environment: downloaded packages, and whole other environments. No rank imports from them.
+OF_CONDA_ALONE = frozenset({"pkgs", "envs", "conda-bld"})
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ def archive_of(environment: PythonEnvironment, folder: Path) -> Path:
         folder: the folder of archives that all nodes see; only this user may write there, since code of it is run.
 
     Raises:
-        ConfigError: the folder is open to others.
-        OSError: it cannot be read or written.
+        ConfigError: the folder is open to others, or a part of the environment cannot be read.
+        OSError: the folder cannot be read or written.
     """
     _own_folder(folder)
     key = key_of(environment.prefix)
@@ -90,7 +93,12 @@ def archive_of(environment: PythonEnvironment, folder: Path) -> Path:
         if (found := _archive_with(key, folder)) is not None:
             return found
         archive = folder / f"{key}-{digest}.tar"
-        temporary.replace(archive)
+        try:
+            os.link(temporary, archive)
+        except FileExistsError:  # another job has made it in this very moment: the same bytes, which may be read by now
+            pass
+        except OSError:  # a file system without links
+            temporary.replace(archive)
     finally:
         temporary.unlink(missing_ok=True)
     size_gb, seconds = archive.stat().st_size / 1e9, time.monotonic() - began
@@ -107,8 +115,8 @@ def digest_of(archive: Path) -> str:
 def key_of(prefix: Path) -> str:
     """Return a digest of the names, sizes, modes and times of an environment's files, but those that Python compiles."""
     digest = hashlib.sha256(f"{prefix}\0".encode())
-    for folder, folders, names in os.walk(prefix):
-        folders[:] = sorted(name for name in folders if name != COMPILED)
+    for folder, folders, names in _walk(prefix):
+        folders[:] = [name for name in folders if name != COMPILED]
         for name in sorted([*names, *folders]):
             path = os.path.join(folder, name)
             found = os.lstat(path)
@@ -124,8 +132,7 @@ def pack(prefix: Path, archive: Path) -> str:
     """Write an environment into a tar archive, the same bytes each time, and return their sha256."""
     with archive.open("xb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as packed:
-            for folder, folders, names in os.walk(prefix):
-                folders.sort()
+            for folder, folders, names in _walk(prefix):
                 links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
                 for name in sorted([*names, *links]):
                     try:
@@ -137,6 +144,32 @@ def pack(prefix: Path, archive: Path) -> str:
         os.fsync(file.fileno())
     with archive.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _walk(prefix: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk through an environment, as os.walk does, in the order of names, without what only conda itself uses.
+
+    Raises:
+        ConfigError: a folder cannot be read: without it, an archive would lack packages for all jobs that use it.
+    """
+
+    def stop(error: OSError) -> None:
+        if os.path.basename(str(error.filename)) == COMPILED and isinstance(error, FileNotFoundError):
+            return  # removed by somebody who cleans up
+        raise ConfigError(
+            f"cluster.stage.environment: {error.filename} cannot be read: {error.strerror}",
+            hint="let yourself read it, or remove it: an environment is copied as a whole",
+        )
+
+    for folder, folders, names in os.walk(prefix, onerror=stop):
+        folders[:] = sorted(each for each in folders if not _is_left_out(prefix, os.path.join(folder, each)))
+        yield folder, folders, names
+
+
+def _is_left_out(prefix: Path, path: str) -> bool:
+    """Return whether a path of an environment is, or is in, what only conda itself uses."""
+    first, *_ = Path(path).relative_to(prefix).parts or ("",)
+    return first in OF_CONDA_ALONE and (prefix / "conda-meta").is_dir()
 
 
 def point_to(prefix: Path, target: Path) -> None:
@@ -223,8 +256,11 @@ def _link_in_copies(link: str, prefix: Path, path: str) -> str:
     folder = os.path.dirname(path)
     leads_to = os.path.normpath(os.path.join(folder, link))
     if Path(leads_to).is_relative_to(prefix):
+        if _is_left_out(prefix, leads_to):  # conda links to downloads where it can give files no second names
+            return os.path.realpath(path)
         return os.path.relpath(leads_to, folder) if os.path.isabs(link) else link
     real = os.path.realpath(path)
-    if Path(real).is_relative_to(os.path.realpath(prefix)):  # by another name of the environment
+    own = os.path.realpath(prefix)
+    if Path(real).is_relative_to(own) and not _is_left_out(Path(own), real):  # by another name of the environment
         return os.path.relpath(real, os.path.realpath(folder))
     return link if os.path.isabs(link) else real

@@ -13,16 +13,18 @@ import shlex
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.stage_record import Item, NodeReport, Plan
 from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import point_to
 from slurmtrain.runtime.staging.plan import DATA, ENVIRONMENT
-from slurmtrain.system.file_systems import Mount, mount_here
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.file_systems import IN_MEMORY, Mount, mount_here
+from slurmtrain.system.modes import make_own_folder, open_parent
 from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED_PYTHON
 
 USE = "use"
@@ -30,6 +32,28 @@ ROOM = 0.02  # share of a disk that stays free: others need it, too
 OF_A_JOB = re.compile(
     r"(?P<cluster>.+)-(?P<job>\d+)-\d+"
 )  # the name of a job's folder, which the batch script gives it
+CLOCKS_S = 60.0  # so much may the clocks of two nodes differ
+
+
+@dataclass(frozen=True)
+class LiveJobs:
+    """This user's jobs that SLURM had not ended.
+
+    Attributes:
+        asked: when SLURM was asked, in unix seconds, by the clock of another node.
+    """
+
+    asked: float
+    ids: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.asked:.0f}", *self.ids])
+
+    @classmethod
+    def parse(cls, words: str) -> LiveJobs:
+        """Return what `str` has made."""
+        asked, *ids = words.split()
+        return cls(float(asked), tuple(ids))
 
 
 def stage_node(
@@ -37,15 +61,18 @@ def stage_node(
     folder: Path,
     node: str,
     *,
-    live_jobs: Collection[str] | None = None,
+    live_jobs: LiveJobs | None = None,
     mount: Callable[[Path], Mount | None] = mount_here,
+    memory: Callable[[], int | None] = available_memory,
 ) -> NodeReport:
     """Make the copies of a node, and return what has become of them.
 
     Args:
         folder: the job's folder on this node, `TOP/slurmtrain-stage-UID/CLUSTER-JOB-RESTARTS`.
         node: name of this node.
-        live_jobs: this user's jobs that SLURM has not ended: what others have left here is removed. None: nothing is.
+        live_jobs: jobs that SLURM has not ended: what others have left here is removed. None: nothing is.
+        mount: returns what a folder lies on.
+        memory: returns the bytes of memory that the job has left on this node; None: not known.
     """
     began = time.monotonic()
     own = folder / node
@@ -60,18 +87,24 @@ def stage_node(
                 f"{folder.parent.parent} is no folder of the node: it is {lies_on.kind}, which nodes share"
             )
         _check_room(plan, folder.parent)
+        in_memory = lies_on is not None and lies_on.kind in IN_MEMORY
+        if in_memory:
+            _check_memory(plan, folder.parent, memory())
         own.mkdir(parents=True)
-        for item in plan.items:
-            digests[item.name] = _copy(item, own, plan)
-        temporary = own / f"{USE}.tmp"
-        temporary.write_text(use_lines(plan, own))
-        temporary.replace(own / USE)
+        try:
+            for item in plan.items:
+                digests[item.name] = _copy(item, own, plan)
+            temporary = own / f"{USE}.tmp"
+            temporary.write_text(use_lines(plan, own))
+            temporary.replace(own / USE)
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)  # nobody uses it, and a full disk is not left full
+            raise
     except ConfigError as error:
         return NodeReport(node, _since(began), digests, error.message)
     except (OSError, tarfile.TarError) as error:
-        shutil.rmtree(own, ignore_errors=True)  # a full disk is not left full
         return NodeReport(node, _since(began), digests, _words(error))
-    return NodeReport(node, _since(began), digests)
+    return NodeReport(node, _since(began), digests, in_memory=in_memory)
 
 
 def use_lines(plan: Plan, own: Path) -> str:
@@ -99,8 +132,11 @@ def use_lines(plan: Plan, own: Path) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def remove_left_over(folder: Path, live_jobs: Collection[str]) -> None:
-    """Remove the folders of this cluster's jobs that have ended without removing them, beside the folder of this job."""
+def remove_left_over(folder: Path, live_jobs: LiveJobs) -> None:
+    """Remove the folders of this cluster's jobs that have ended without removing them, beside the folder of this job.
+
+    One that was made after SLURM was asked belongs to a job that has started since.
+    """
     own = OF_A_JOB.fullmatch(folder.name)
     if own is None:
         return
@@ -108,8 +144,15 @@ def remove_left_over(folder: Path, live_jobs: Collection[str]) -> None:
         other = OF_A_JOB.fullmatch(path.name)
         if other is None or other["cluster"] != own["cluster"] or path.name == folder.name:
             continue
-        if other["job"] == own["job"] or other["job"] not in live_jobs:
+        if other["job"] == own["job"] or _is_left_over(path, other["job"], live_jobs):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left_over(path: Path, job: str, live_jobs: LiveJobs) -> bool:
+    try:
+        return job not in live_jobs.ids and path.stat().st_mtime < live_jobs.asked - CLOCKS_S
+    except FileNotFoundError:  # another job removes it
+        return False
 
 
 def _copy(item: Item, own: Path, plan: Plan) -> str:
@@ -135,6 +178,10 @@ def _own_folder(folder: Path) -> None:
     """Make the folder of this user's jobs."""
     if not make_own_folder(folder, closed=0o022):
         raise ConfigError(f"{folder} is not a folder that only its owner, user {os.getuid()}, can write to")
+    if (parent := open_parent(folder)) is not None:
+        raise ConfigError(
+            f"{folder} could be replaced by others: they can write to {parent}, which has no sticky bit (chmod +t)"
+        )
 
 
 def _check_room(plan: Plan, folder: Path) -> None:
@@ -143,6 +190,15 @@ def _check_room(plan: Plan, folder: Path) -> None:
     if plan.size_bytes > left:
         raise ConfigError(
             f"{plan.size_bytes / 1e9:.2f} GB are to be copied to {folder.parent}, which has {max(left, 0) / 1e9:.2f} GB to give"
+        )
+
+
+def _check_memory(plan: Plan, folder: Path, left: int | None) -> None:
+    """Raise where copies in memory would take more than the job has left."""
+    if left is not None and plan.size_bytes > left:
+        raise ConfigError(
+            f"{plan.size_bytes / 1e9:.2f} GB are to be copied to {folder.parent}, which is memory of the job, and it has "
+            f"{left / 1e9:.2f} GB left"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.runs.run_dir import ENVIRONMENTS, RunDir
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.stage_record import Item, Plan
 from slurmtrain.runtime.staging.copying import copy_tree, size_of
 from slurmtrain.runtime.staging.environment import archive_of, digest_of, find_environment
@@ -41,8 +41,7 @@ def make_plan(run_dir: RunDir, config: Config, nodes: Sequence[str], python: Seq
         imports = list(dict.fromkeys([workdir, CODE, *(f"{CODE}/{root}" for root in info.get("import_roots", ()))]))
     environment = find_environment(python) if stage.environment else None
     if environment is not None:
-        archives = run_dir.path.parent.parent / f"{ENVIRONMENTS}{os.getuid()}"
-        archive = archive_of(environment, archives)
+        archive = archive_of(environment, run_dir.environments)
         items.append(Item(ENVIRONMENT, str(archive), archive.stat().st_size, digest_of(archive)))
     for path in stage.data:
         items.append(Item(f"{DATA}/{Path(path).name}", path, size_of(Path(path))))

@@ -123,15 +123,6 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def describe_children(pid: int, log: Path | None) -> list[dict[str, Any]]:
-    """Return what is known of each process below one, such as its data workers, with its stacks if it writes them.
-
-    Args:
-        log: where such a process writes to; None: it is not known.
-    """
-    return describe_processes(process.living_descendants(pid), log)
-
-
 def describe_processes(pids: Iterable[int], log: Path | None, *, last: bool = False) -> list[dict[str, Any]]:
     """Return what is known of each of these processes.
 

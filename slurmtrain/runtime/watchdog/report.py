@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import SlurmtrainError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import failures
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.watchdog import evidence, phases
 from slurmtrain.runtime.watchdog.heartbeats import Beat
@@ -289,7 +289,7 @@ def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mappi
     nodes = [each for path in attempt_dir.hang_nodes() if (each := NodeWitness.read(path)) is not None]
     absent = find_absent(witnesses, world_size, expected_nodes, dumps, nodes)
     sentence = sentence_of(absent, witnesses, world_size)
-    attempts.record_hang(
+    failures.record_hang(
         attempt_dir,
         sentence=sentence,
         nodes=sorted({each.node for each in absent}),
@@ -320,7 +320,7 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
     waited = f"; {others} other rank{'s' * (others != 1)} waited" if others else ""
     sentence = f"{shown}{more}{waited}"
     nodes = sorted({each.node for each in named})
-    attempts.record_hang(
+    failures.record_hang(
         attempt_dir,
         sentence=sentence,
         nodes=nodes if len(nodes) == 1 else [],  # else it is no fault of one of them

@@ -22,8 +22,8 @@ from typing import NoReturn, TextIO
 
 from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.config.schema import WatchdogConfig
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.watchdog import evidence, phases, report
 from slurmtrain.runtime.watchdog.heartbeats import (
@@ -382,12 +382,8 @@ class Watchdog:
         sentence = f"left since rank {alert.rank} has failed, at {self._phase.name}: {self._phase.where}"
         if self._attempt_dir is not None:
             with contextlib.suppress(OSError):
-                attempts.record_failure(
-                    self._attempt_dir,
-                    self._environment.rank,
-                    exit_code=EXIT_CODE,
-                    sentence=sentence,
-                    because_of_peer=True,
+                record_failure(
+                    self._attempt_dir, self._environment.rank, Failure(EXIT_CODE, sentence, because_of_peer=True)
                 )
         say(f"slurmtrain: {sentence}")
         end_process()

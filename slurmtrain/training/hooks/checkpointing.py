@@ -151,7 +151,7 @@ class Checkpointing(TrainingHook):
             raise ConfigError(
                 f"checkpoint.restore_from={path} is at step {state.step} already, and "
                 f"train.steps={state.total_steps}: there is nothing left to train",
-                hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
+                hint="to restart with its weights: checkpoint.restore_only=model; to continue from its step: more train.steps",
             )
         return restored
 

@@ -147,23 +147,19 @@ class RunReporter(TrainingHook):
         self._reporter: Reporter | None = None
 
     def start(self, state: TrainingState) -> None:
-        self._open(state, state.first_step)
-        if self._heading:
-            self.message(self._heading)
-
-    def _open(self, state: TrainingState, step: int) -> None:
-        """Begin to write after step `step`; what was written of later ones is dropped."""
         self._reporter = Reporter(
             metrics_file=self._metrics_file,
             tensorboard=self._tensorboard,
             total_steps=state.total_steps,
-            resume_step=step,
+            resume_step=state.first_step,
             evaluated_at=state.counters.evaluated_at,
         )
+        if self._heading:
+            self.message(self._heading)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        self.close(state)
-        self._open(state, state.step)
+        if self._reporter is not None:
+            self._reporter.rewind(state.step, evaluated_at=state.counters.evaluated_at)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
         if self._reporter is not None:

@@ -72,8 +72,8 @@ def test_checkpoints_are_ordered_by_step_beyond_seven_digits(directory: Path) ->
 
 
 KILLED_AT = {
-    "before the manifest": "kill_at('write_synced', 1)",
-    "before COMPLETE": "kill_at('write_synced', 2)",
+    "before the manifest": "kill_at('write_synced', 1, format_manifest)",
+    "before COMPLETE": "kill_at('write_synced', 2, format_manifest)",
     "before the directory is synced": "kill_at('fsync_directory', 1)",
     "before the rename": "kill_at('check_fence', 1)",
 }
@@ -81,17 +81,17 @@ KILLED_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from tests.unit.checkpoint import test_commit as t
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format import blocks, manifest as format_manifest
 from slurmtrain.checkpoint.store import commit
 
-def kill_at(name, number):
-    original, calls = getattr(commit, name), []
+def kill_at(name, number, module=commit):
+    original, calls = getattr(module, name), []
     def counted(*args):
         calls.append(name)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
-    setattr(commit, name, counted)
+    setattr(module, name, counted)
 
 directory = Path(sys.argv[1])
 temporary = commit.begin(directory, 2, t.FIRST)

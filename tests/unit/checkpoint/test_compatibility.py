@@ -305,7 +305,7 @@ def test_a_checkpoint_or_run_without_a_config_is_not_bound_to_one(
 
 
 def test_an_unknown_kind_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
-    sentence = r"'shape' is no kind of difference that can be allowed\n  hint: .*shapes"
+    sentence = r"'shape' is not a kind of difference that can be allowed\n  hint: .*shapes"
     with pytest.raises(UsageError, match=sentence):
         compatibility.check_allowed(["keys", "shape"])
     with pytest.raises(UsageError, match=sentence):  # before anything is looked for

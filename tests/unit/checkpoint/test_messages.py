@@ -79,7 +79,7 @@ def hostile(canary: Path) -> Iterator[bytes]:
 
 def test_what_is_no_message_is_refused_and_executes_nothing(tmp_path: Path) -> None:
     for data in hostile(tmp_path / "canary"):
-        with pytest.raises(CheckpointError, match="begins no message"):
+        with pytest.raises(CheckpointError, match="is not the beginning of a message"):
             decode(memoryview(data))
     assert list(tmp_path.iterdir()) == []
 

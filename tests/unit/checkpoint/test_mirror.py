@@ -600,8 +600,8 @@ def test_a_file_that_cannot_be_read_here_is_not_the_stores_fault(store: Mirror, 
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("scratch/run", "is no URL"),
-        ("s3:/bucket/run", "is no URL"),
+        ("scratch/run", "is not a URL"),
+        ("s3:/bucket/run", "is not a URL"),
         ("nowhere://bucket", "Protocol not known"),
         ("memory://", "names no folder"),
         ("file:///", "names no folder"),

@@ -141,7 +141,7 @@ def test_a_folder_that_somebody_else_has_made_is_not_used(tmp_path: Path, trap: 
     else:
         there.mkdir()
         there.chmod(0o777)
-    with pytest.raises(NodeFolderError, match="not a folder of yours that nobody else may enter"):
+    with pytest.raises(NodeFolderError, match="not your own folder with mode 0700"):
         folder.open()
 
 

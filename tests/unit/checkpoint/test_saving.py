@@ -379,7 +379,7 @@ def test_a_checkpointer_that_a_script_drops_lives_until_its_save_has_ended(tmp_p
     checkpointer.save(1, model=nn.Linear(2, 2))
     del checkpointer
     gc.collect()
-    with pytest.raises(CheckpointError, match="has a Checkpointer in this process already"):
+    with pytest.raises(CheckpointError, match="already has a Checkpointer in this process"):
         Checkpointer(tmp_path, incarnation=incarnation)
     writing.open()
     still = dropped()
@@ -564,7 +564,7 @@ def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[...
 
 def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-    with pytest.raises(CheckpointError, match="has a Checkpointer in this process already"):
+    with pytest.raises(CheckpointError, match="already has a Checkpointer in this process"):
         Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
     first.close()
     Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
@@ -586,7 +586,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(traini
 @pytest.mark.parametrize("step", [-1, 2.5, None, "3"])
 def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Training], step: Any) -> None:
     run = training()
-    with pytest.raises(CheckpointError, match="is no number of optimiser steps"):
+    with pytest.raises(CheckpointError, match="is not a number of optimiser steps"):
         run.save(step)
     assert run.save(1).result(PATIENCE_S).step == 1
 

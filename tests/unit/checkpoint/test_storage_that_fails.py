@@ -22,6 +22,8 @@ from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.store.retention import Keep, prune
 from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableError
+from slurmtrain.system import patience
+from slurmtrain.system.patience import Patience
 
 OUTAGES = [errno.EIO, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ESTALE]
 
@@ -94,7 +96,7 @@ def test_an_outage_that_lasts_ends_the_attempt_and_leaves_all_checkpoints_as_the
 ) -> None:
     before = names(directory)
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "RETRY_S", 0.2)
+        patch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
         Outage(patch, function, errno.EIO, calls=float("inf"))
         with pytest.raises(UnreadableError, match="cannot be read: Input/output error, still after") as caught:
             restore(directory)
@@ -113,7 +115,7 @@ def test_a_file_that_is_gone_is_damage(directory: Path) -> None:
 def test_what_cannot_be_read_back_is_kept_and_nothing_older_is_removed(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
     Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
     with closing(Checkpointer(directory)) as checkpointer:
         for step in (3, 4):
@@ -155,7 +157,7 @@ def test_verify_asks_again_as_a_restore_does(
 def test_verify_calls_nothing_damaged_that_it_could_not_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
     monkeypatch.setattr(blocks, "digest_mapped", blocks.digest_block)
     Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
     assert main(["checkpoints", str(directory), "verify"]) == 1
@@ -187,7 +189,7 @@ def test_list_and_prune_call_nothing_damaged_for_a_failure_that_passes(
 def test_list_says_what_it_could_not_read_and_prune_removes_nothing(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    monkeypatch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
     Outage(monkeypatch, "open", errno.EIO, calls=float("inf"))
     assert main(["checkpoints", str(directory), "list"]) == 0
     said = capsys.readouterr().out
@@ -208,7 +210,7 @@ def test_the_best_stays_when_its_metrics_cannot_be_read_for_a_moment(
         for step, loss in ((1, 0.5), (2, 2.0), (3, 2.0)):
             checkpointer.save(step, model=nn.Linear(2, 2), metrics={"valid_loss": loss}).result()
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "RETRY_S", 0.2)
+        patch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
         Outage(patch, "open", errno.EIO, calls=float("inf"))
         assert prune(tmp_path, keep, 1) == []
     Outage(monkeypatch, "open", errno.EIO, calls=2)

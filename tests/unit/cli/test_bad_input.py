@@ -28,7 +28,7 @@ BAD_CONFIGS = [
     ([*SLURM, "job.name='../x'"], "job.name is '../x'", "folder"),
     ([*SLURM, "job.name=.."], "job.name is '..'", "folder"),
     ([*SLURM, "job.name=''"], "job.name is ''", "folder"),
-    ([*SLURM, "job.name=" + "x" * 65], "64 at most", "folder"),
+    ([*SLURM, "job.name=" + "x" * 65], "at most 64", "folder"),
     ([*SLURM, "job.name=-rf"], "job.name is '-rf'", "folder"),
     ([*SLURM, "job.kind=trian"], "job.kind=trian is not known", "train, command"),
     ([*SLURM, "job.snapshot=git"], "job.snapshot=git is not known", "auto, cwd, none"),
@@ -51,7 +51,7 @@ BAD_CONFIGS = [
     ([*SLURM, "cluster.tasks_per_node=8"], "tasks_per_node=8 ranks would share", "tasks_per_node=4"),
     ([*SLURM, "cluster.nodes=0"], "cluster.nodes=0 must be at least 1", ""),
     ([*SLURM, "cluster.backend=slrum"], "cluster.backend=slrum is not known", "slurm, local"),
-    ([*LOCAL, "cluster.nodes=2"], "cluster.nodes=2, but cluster.backend=local has this machine only", "sandbox"),
+    ([*LOCAL, "cluster.nodes=2"], "cluster.nodes=2, but cluster.backend=local has only this machine", "sandbox"),
     ([*SLURM, "train.global_batch_size=18"], "18 does not divide by 4 ranks", "16 or 20"),
     ([*SLURM, "train.global_batch_size=3"], "3 does not divide by 4 ranks", "do: 4"),
     ([*SLURM, "train.micro_batch_size=3"], "4 ranks x train.micro_batch_size=3", "12 or 24"),
@@ -93,7 +93,7 @@ BAD_CONFIGS = [
     ([*SLURM, "parallel.tp=2", "parallel.sequence_parallel=false", "model.dropout=0.1"], "dropout=0.1 with", "true"),
     (
         [*SLURM, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "parallel.compile=true"],
-        "a compiled backward pass cannot be done in two parts",
+        "a compiled backward pass cannot be split in two",
         "interleaved_1f1b",
     ),
     (
@@ -103,12 +103,12 @@ BAD_CONFIGS = [
     ),
     (
         [*SLURM, "parallel=hsdp", "parallel.gradient_compression=powersgd"],
-        "gradient_compression=powersgd is for whole replicas",
+        "gradient_compression=powersgd works only with whole replicas",
         "parallel.reduce_dtype=bfloat16",
     ),
     (
         [*SLURM, "parallel.param_dtype=bfloat16", "parallel.gradient_compression=bf16"],
-        "does not go with parallel.param_dtype",
+        "not with parallel.param_dtype",
         "parallel.reduce_dtype=bfloat16",
     ),
     ([*SLURM, "parallel.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", "DDP"),
@@ -145,26 +145,30 @@ BAD_CONFIGS = [
     (COMMAND, "job.command is empty", "submit -- python"),
     ([*COMMAND, "job.command='  '"], "job.command is empty", "submit -- python"),
     ([*COMMAND, "job.command='echo \"a'"], "No closing quotation", "close the quote"),
-    ([*SLURM, "job.command='echo a'"], "job.kind is 'train', which runs no command", "job=command"),
+    ([*SLURM, "job.command='echo a'"], "job.kind is 'train', which does not run a command", "job=command"),
     ([*SLURM, "+cluster.sbatch.outp=x"], "cluster.sbatch has no option 'outp'", "decided by the run directory"),
     ([*SLURM, "+cluster.sbatch.test-only=true"], "cluster.sbatch has no option 'test-only'", "slurmtrain itself"),
-    ([*SLURM, "+cluster.sbatch.mail_type=END"], "cluster.sbatch has 'mail_type', which is no long option", "mail-type"),
+    (
+        [*SLURM, "+cluster.sbatch.mail_type=END"],
+        "cluster.sbatch has 'mail_type', which is not a long option",
+        "mail-type",
+    ),
     (
         [*SLURM, "+cluster.sbatch={--comment: x}"],
-        "cluster.sbatch has '--comment', which is no long",
-        "without the dashes",
+        "cluster.sbatch has '--comment', which is not a long",
+        "without the leading dashes",
     ),
     ([*SLURM, "+cluster.sbatch.output=x"], "cluster.sbatch has no option 'output'", "decided by the run directory"),
     ([*SLURM, "+cluster.sbatch.requeue=true"], "cluster.sbatch has no option 'requeue'", "decided by requeue.mode"),
     ([*SLURM, "+cluster.sbatch.mem=1"], "cluster.sbatch has no option 'mem'", "decided by cluster.mem_per_node_gb"),
     (
         [*SLURM, "+cluster.sbatch.comment={a: 1}"],
-        "cluster.sbatch.comment={'a': 1} cannot be written",
+        "cluster.sbatch.comment={'a': 1} cannot be passed",
         "a list of texts",
     ),
-    ([*SLURM, "+cluster.sbatch.comment=[[1]]"], "cluster.sbatch.comment=[[1]] cannot be written", "a list of texts"),
-    ([*SLURM, "+cluster.sbatch.comment=[true]"], "cluster.sbatch.comment=[True] cannot be written", "a list of texts"),
-    ([*SLURM, "+cluster.sbatch.comment=[1.5]"], "cluster.sbatch.comment=[1.5] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[[1]]"], "cluster.sbatch.comment=[[1]] cannot be passed", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[true]"], "cluster.sbatch.comment=[True] cannot be passed", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[1.5]"], "cluster.sbatch.comment=[1.5] cannot be passed", "a list of texts"),
     ([*SLURM, "+cluster.env={a-b: c}"], "cluster.env has 'a-b'", "NCCL_DEBUG"),
     ([*SLURM, "+cluster.env={1A: c}"], "cluster.env has '1A'", "NCCL_DEBUG"),
     ([*SLURM, "cluster.partition='a\n#SBATCH --uid=0'"], "cluster.partition holds", "cluster.setup"),
@@ -174,11 +178,11 @@ BAD_CONFIGS = [
     ([*SLURM, "cluster.srun_args=['--a\nb']"], "cluster.srun_args holds '--a\\nb'", "cluster.setup"),
     ([*SLURM, "cluster.modules=['cuda\nx']"], "cluster.modules holds", "cluster.setup"),
     ([*SLURM, "+cluster.sbatch.comment='x\ny'"], "cluster.sbatch holds", "cluster.setup"),
-    ([*SLURM, "cluster.venv=/v", "cluster.conda_env=c"], "'/v' and cluster.conda_env='c' exclude one another", "null"),
-    ([*SLURM, "cluster.container.kind=pyxis"], "kind=pyxis with cluster.container.image=None", "needs both"),
-    ([*SLURM, "cluster.container.image=a.sif"], "kind=None with cluster.container.image=a.sif", "needs both"),
+    ([*SLURM, "cluster.venv=/v", "cluster.conda_env=c"], "'/v' and cluster.conda_env='c' exclude each other", "null"),
+    ([*SLURM, "cluster.container.kind=pyxis"], "kind=pyxis with cluster.container.image=None", "set both or neither"),
+    ([*SLURM, "cluster.container.image=a.sif"], "kind=None with cluster.container.image=a.sif", "set both or neither"),
     ([*SLURM, "cluster.container.kind=docker"], "cluster.container.kind=docker is not known", "pyxis, apptainer"),
-    ([*SLURM, "cluster.slurm_conf=/x", "cluster.sandbox=y"], "exclude one another", "its own slurm.conf"),
+    ([*SLURM, "cluster.slurm_conf=/x", "cluster.sandbox=y"], "exclude each other", "its own slurm.conf"),
     ([*SLURM, "cluster.slurm_conf=/no/such/file"], "cluster.slurm_conf=/no/such/file is not a file", "null"),
     ([*SLURM, "job.runs_dir=file/below"], "cannot create a run directory under", "job.runs_dir"),
     ([*SLURM, "job.runs_dir=/proc/nowhere"], "cannot create a run directory under /proc/nowhere", "job.runs_dir"),
@@ -192,7 +196,7 @@ BAD_CONFIGS = [
         "oc.env:WANDB_API_KEY",
     ),
     ([*SLURM, "+cluster.env.HF_TOKEN=abc"], "cluster.env.HF_TOKEN looks like a secret", "oc.env:HF_TOKEN"),
-    ([*SLURM, "hooks.on_finish=' '"], "hooks.on_finish is ' ', which is no command", "null"),
+    ([*SLURM, "hooks.on_finish=' '"], "hooks.on_finish is ' ', which is not a command", "null"),
     ([*SLURM, "hooks.timeout_s=0"], "hooks.timeout_s=0 must be at least 1", ""),
     ([*SLURM, "+secrets.HF=x"], "secrets.HF is neither env nor file:PATH", "not what it is"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET}'"], "variable SURELY_NOT_SET is not set", "export"),
@@ -218,7 +222,7 @@ BAD_WORDS = [
     ([*SLURM, "sweep=2"], "sweep is a group of fields", "one by one: sweep.pack"),
     ([*SLURM, "cluster.container=pyxis"], "cluster.container is a group", "write cluster.container.kind=pyxis"),
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
-    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is none called 'USER'", "for bash write $USER"),
+    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is no key called 'USER'", "for bash write $USER"),
 ]
 
 
@@ -236,7 +240,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     ending = "".join(
         line
         for line in said.err.splitlines(keepends=True)
-        if not re.search("; trying again in about |; looking whether the job is there", line)
+        if not re.search("; trying again in about |; checking whether the job exists", line)
     )
     sentence, *hint = ending.rstrip("\n").split("\n  hint: ")
     assert "\n" not in sentence and sentence.startswith("slurmtrain: error: ")
@@ -419,7 +423,7 @@ def test_train_of_a_folder_that_is_no_run(project: Path, capsys: pytest.CaptureF
 
 def test_train_of_a_run_takes_no_overrides(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said, _ = refused(["train", str(project), "train.steps=3"], capsys)
-    assert code == EXIT_USAGE and "takes its config from the run directory" in said
+    assert code == EXIT_USAGE and "takes its config only from the run directory" in said
 
 
 @pytest.fixture

@@ -278,7 +278,7 @@ def test_what_somebody_reads_stays(run: RunDir, capsys: Out) -> None:
     with retention.reading(run.checkpoints / "checkpoint_0000010"):
         assert main(["checkpoints", "last", "prune"]) == 0
     assert steps(run) == [10, 30, 40]
-    assert "checkpoint_0000010 is being read and stays" in capsys.readouterr().out
+    assert "checkpoint_0000010 is being read and is kept" in capsys.readouterr().out
 
 
 def test_damaged_ones_go_on_request_alone(run: RunDir) -> None:
@@ -293,7 +293,7 @@ def test_the_last_trace_of_a_run_is_never_removed(run: RunDir, capsys: Out) -> N
     for path in committed(run.checkpoints):
         set_aside(path)
     assert main(["checkpoints", "last", "prune", "--damaged"]) == 1
-    assert "has no sound checkpoint, so nothing was removed" in capsys.readouterr().err
+    assert "has no valid checkpoint, so nothing was removed" in capsys.readouterr().err
     assert len(list(run.checkpoints.glob("*damaged*"))) == 4
 
 
@@ -323,7 +323,7 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
         (["--keep-last", "1"], "keeping the last 1 checkpoints is not enough"),
         (["--keep-last", "0"], "keeping the last 0 checkpoints is not enough"),
         (["--keep-every", "-5"], "keeping a checkpoint every -5 steps is not possible"),
-        (["--metric", "loss"], "say which checkpoints are the best"),
+        (["--metric", "loss"], "define which checkpoints are best"),
         (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
         (["--best", "x"], "invalid int value"),
         (["--mode", "least"], "invalid choice"),
@@ -371,7 +371,7 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
     assert main(["checkpoints", "start", "import", "folder"]) == 0
     path = Path("start/checkpoint_0000000")
     assert capsys.readouterr().out.splitlines()[1] == (
-        f"to begin with them: checkpoint.restore_from={path} checkpoint.restore_only=model"
+        f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
     )
     assert main(["checkpoints", str(path), "verify"]) == 0
     assert (
@@ -388,10 +388,10 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
     [
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
         (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
-        (["out.pt", "--format", "safetensors"], 2, "out.pt is no name for --format safetensors"),
+        (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
         (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
-        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is no size"),
-        (["out"], 2, "out has no suffix of a known format"),
+        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is not a size"),
+        (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )
 def test_an_export_that_cannot_be_is_one_sentence(

@@ -324,8 +324,8 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence", "hint"),
     [
-        ([], "no verb was given", "submit, render, train, status"),
-        (["train.steps=3"], "no verb was given", "--help"),
+        ([], "no verb given", "submit, render, train, status"),
+        (["train.steps=3"], "no verb given", "--help"),
         (["submt"], "there is no verb 'submt'", "submit"),
         (["stauts", "last"], "there is no verb 'stauts'", "status"),
         (["submit", "xyz"], "cannot read 'xyz'", "known are"),
@@ -370,7 +370,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
         (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
         (["submit", "cluster=3"], "there is no cluster called '3'", ""),
-        (["--multirun", "render", "train.steps=1,2"], "goes with submit", "-m"),
+        (["--multirun", "render", "train.steps=1,2"], "works with submit", "-m"),
     ],
 )
 def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(

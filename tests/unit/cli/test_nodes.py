@@ -25,7 +25,7 @@ def crash(node: str, attempt: int, run: str = "run") -> NodeRecord:
 
 def test_the_list_says_what_is_left_out_for_how_long_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nodes", "list"]) == 0
-    assert capsys.readouterr().out == "nothing is on record against any node\n"
+    assert capsys.readouterr().out == "no incidents are recorded for any node\n"
     on_record(crash("n3", 1), crash("n3", 2), crash("n4", 1, "other"))
     on_record(NodeRecord(time.time() - 30 * 3600, "n1", NodeEvent.HARDWARE, "old", 1), cluster="small")
     assert main(["nodes", "list"]) == 0
@@ -65,9 +65,9 @@ def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too(capsys: pytest.
     ("words", "code", "said"),
     [
         (["blame", "n9"], 2, "cluster big has no node 'n9'"),
-        (["blame", "n[1-3]"], 2, "'n[1-3]' is no name of a node"),
+        (["blame", "n[1-3]"], 2, "'n[1-3]' is not a node name"),
         (["forgive"], 2, "nodes forgive NODE, or nodes forgive --all"),
-        (["forgive", "n3", "--all"], 2, "which nodes are to be forgiven?"),
+        (["forgive", "n3", "--all"], 2, "name the nodes to forgive"),
         (["forgive", "n3", "--cluster", "../x"], 2, "there is no ledger of cluster '../x'"),
     ],
 )

@@ -131,14 +131,14 @@ def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--tokens", "many"], 2, "--tokens many: a number of tokens was expected"),
-        (["--tokens", "0"], 2, "--tokens 0: a number of tokens was expected"),
+        (["--tokens", "many"], 2, "--tokens many: expected a number of tokens"),
+        (["--tokens", "0"], 2, "--tokens 0: expected a number of tokens"),
         (["--tokens", "1e99"], 2, "--tokens 1e99"),
         (["--from", "nothing"], 2, "there are no runs under"),
-        (["job=command", "job.command=true"], 78, "plan is for the trainer's runs"),
-        (["model._target_=my.Model"], 78, "the arithmetic of plan is that of our own decoder"),
-        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is no rate"),
-        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is no rate"),
+        (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),
+        (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
+        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is not a valid rate"),
+        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is not a valid rate"),
         (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = a_run(project, [logged(1, forward_backward=1.0)], ["job=command", "job.command=true"])
-    assert "plan is for the trainer's runs" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
+    assert "plan works with the built-in trainer" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
     run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
     assert "Traceback" not in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
     run_dir.config_file.write_text("# Frozen by slurmtrain, schema version 4.\nmodel: 3\n")

@@ -40,14 +40,14 @@ def test_probe_writes_a_file_that_cluster_finds_in_this_folder(
     assert main(["+cluster=alpha", "submit", "--dry-run"]) == 0
     assert "#SBATCH --gpus-per-node=a100:4" in capsys.readouterr().out
     assert main(["probe", "--check", "alpha"]) == 0
-    assert capsys.readouterr().out == f"{project}/conf/cluster/alpha.yaml suits cluster alpha\n"
+    assert capsys.readouterr().out == f"{project}/conf/cluster/alpha.yaml fits cluster alpha\n"
 
 
 def test_probe_never_replaces_a_file_unasked(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     Path("conf/cluster").mkdir(parents=True)
     Path("conf/cluster/alpha.yaml").write_text("nodes: 7\n")
     assert main(["probe"]) == 2
-    assert "conf/cluster/alpha.yaml is there already" in capsys.readouterr().err
+    assert "conf/cluster/alpha.yaml already exists" in capsys.readouterr().err
     assert Path("conf/cluster/alpha.yaml").read_text() == "nodes: 7\n"
     assert main(["probe", "--force"]) == 0
     assert "gpus_per_node: 4" in Path("conf/cluster/alpha.yaml").read_text()
@@ -126,9 +126,9 @@ def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
     ("text", "code", "words"),
     [
         ("[]\n", 78, "has no fields"),
-        ("a: [\n", 78, "is no YAML"),
+        ("a: [\n", 78, "is not valid YAML"),
         ("nodez: 3\n", 2, "nodez"),
-        ("backend: local\n", 2, "is no cluster of SLURM's"),
+        ("backend: local\n", 2, "is not a SLURM cluster"),
         ("nodes: many\n", 78, "many"),
     ],
 )

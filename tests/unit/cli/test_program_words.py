@@ -91,9 +91,12 @@ def test_what_only_a_rank_knows_is_filled_in_where_no_shell_does_it(words: list[
     ("line", "sentence"),
     [
         (["submit", "--"], "there is no program after --"),
-        (["--", "submit"], "goes with submit and render and train and drill, not with no verb at all"),
+        (["--", "submit"], "works with submit and render and train and drill, not with no verb at all"),
         (["layout", "--", "python"], "not with layout"),
-        (["job.command=date", "submit", "--", "python"], "job.command=date and a program after --: which is it?"),
+        (
+            ["job.command=date", "submit", "--", "python"],
+            "job.command=date and a program after -- contradict each other",
+        ),
         (["job=prepare", "submit", "--", "python"], "job=prepare and a program after --"),
     ],
 )

@@ -92,7 +92,7 @@ def test_where_ssh_fails_a_sentence_says_what_to_try(
     fake_slurm.command("ssh", 'echo "ssh: Could not resolve hostname login" >&2; exit 255')
     assert main([*LOGIN, "cluster=a100x4", "submit"]) == 1
     said = capfd.readouterr().err
-    assert "it is not known whether it was done" in said and "`ssh me@login true` has to work" in said
+    assert "it is not known whether the command was executed" in said and "`ssh me@login true` must work" in said
 
 
 def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.CaptureFixture[str]) -> None:

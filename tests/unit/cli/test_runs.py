@@ -318,8 +318,8 @@ def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is no tolerance"),
-        (("last", "last", "--tolerance", "nan"), "--tolerance nan is no tolerance"),
+        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is not a valid tolerance"),
+        (("last", "last", "--tolerance", "nan"), "--tolerance nan is not a valid tolerance"),
         (("last", "x"), "no run's id begins with 'x'"),
         (("last",), "required: B"),
     ],
@@ -369,8 +369,8 @@ def test_only_runs_of_the_states_that_were_named_are_removed(make: Make, capsys:
         ((), "this would remove every run that has ended"),
         (("--state", "running"), "invalid choice: 'running'"),
         (("--state", "unknown"), "invalid choice: 'unknown'"),
-        (("--older-than", "-1"), "--older-than -1 is no number of days"),
-        (("--older-than", "nan"), "--older-than nan is no number of days"),
+        (("--older-than", "-1"), "--older-than -1 is not a number of days"),
+        (("--older-than", "nan"), "--older-than nan is not a number of days"),
         (("--keep-checkpoints",), "this would remove every run that has ended"),
     ],
 )

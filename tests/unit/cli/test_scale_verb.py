@@ -99,11 +99,11 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--steps", "3"], 2, "--steps 3: at least 10 were expected"),
-        (["--nodes", "1"], 2, "two sizes at least can be compared"),
+        (["--steps", "3"], 2, "--steps 3: expected at least 10"),
+        (["--nodes", "1"], 2, "expected at least two sizes"),
         (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
-        (["--strong", "--weak"], 2, "exclude one another"),
-        (["--at-once", "0"], 2, "--at-once 0: a number of sizes was expected"),
+        (["--strong", "--weak"], 2, "exclude each other"),
+        (["--at-once", "0"], 2, "--at-once 0: expected a number of sizes"),
         (["cluster=local", "cluster.nodes=1", "--nodes", "1,2"], 78, "cluster.backend=local has"),
         (["model=llama3_405b"], 78, "needs"),
     ],

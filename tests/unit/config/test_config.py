@@ -239,8 +239,8 @@ def test_the_early_warning_leaves_room_for_a_first_step(lead: int, limit: int) -
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["checkpoint.local=copies"], r"checkpoint\.local=copies is no absolute path"),
-        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 without a folder on the nodes"),
+        (["checkpoint.local=copies"], r"checkpoint\.local=copies is not an absolute path"),
+        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 needs a folder on the nodes"),
         (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=-1"], "must be at least 0"),
         (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"], None),
     ],
@@ -304,7 +304,7 @@ def test_options_that_slurmtrain_does_not_set_itself_are_left_to_sbatch(option: 
 def test_a_name_in_cluster_sbatch_holds_one_option_only() -> None:
     config = compose_once()
     config.cluster.sbatch = {"comment=x --array": 1}
-    with pytest.raises(ConfigError, match="which is no long option of sbatch"):
+    with pytest.raises(ConfigError, match="which is not a long option of sbatch"):
         validate(config)
 
 

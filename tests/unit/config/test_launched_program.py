@@ -92,9 +92,9 @@ def test_a_command_is_taken_apart(
         ("accelerate", "accelerate launch --num_machines 2 train.py", "--num_machines is derived"),
         ("deepspeed", "deepspeed -H hosts train.py", "-H is derived"),
         ("torchrun", "torchrun ./train", "which word of"),
-        ("torchrun", "python", "names no program"),
-        ("torchrun", "train.py --log $RANK.log", "$RANK cannot be filled in"),
-        ("torchrun", r"train.py --log a\${LOCAL_RANK}", "${LOCAL_RANK} cannot be filled in"),
+        ("torchrun", "python", "contains no program"),
+        ("torchrun", "train.py --log $RANK.log", "$RANK cannot be replaced"),
+        ("torchrun", r"train.py --log a\${LOCAL_RANK}", "${LOCAL_RANK} cannot be replaced"),
     ],
 )
 def test_a_command_that_does_not_suit_its_launcher_is_refused(launcher: str, command: str, sentence: str) -> None:
@@ -116,7 +116,7 @@ def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() 
 
 
 def test_a_launcher_is_for_programs_only() -> None:
-    with pytest.raises(ConfigError, match=r"job\.launcher is for a job\.command"):
+    with pytest.raises(ConfigError, match=r"job\.launcher works only with a job\.command"):
         validate(compose(["cluster=a100x4", "job.launcher=torchrun"]))
-    with pytest.raises(ConfigError, match=r"job\.stop_signal is for a job\.command"):
+    with pytest.raises(ConfigError, match=r"job\.stop_signal works only with a job\.command"):
         validate(compose(["cluster=a100x4", "job.stop_signal=SIGUSR1"]))

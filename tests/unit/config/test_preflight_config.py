@@ -43,7 +43,7 @@ def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> 
         (["preflight.clock_offset_s=nan"], "must be above 0"),
         (["preflight.min_free_gb=-1"], "preflight.min_free_gb=-1.0 must be at least 0"),
         (["preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0, and below 1"),
-        (["preflight.exclude_slow=true"], "preflight.mode=quick does not measure what is slow"),
+        (["preflight.exclude_slow=true"], "preflight.mode=quick does not measure speed"),
         (["job.kind=preflight"], "job.kind=preflight is not known"),
     ],
 )

@@ -18,6 +18,7 @@ from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UsageEr
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs import attempts
+from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs import map_task
@@ -80,8 +81,8 @@ def test_results_come_back_and_what_raised_raises_with_the_traceback_of_the_job(
     assert "in twice" in str(unread.value.__cause__)
     with pytest.raises((NoLuckError, RunFailedError)):
         calls.results(timeout_s=5)
-    failure = attempts.first_failure(calls[1]._run_dir.attempt(1))
-    assert failure is not None and failure.exit_code == 78 and "no luck with 2" in failure.sentence
+    first = Failures.read(calls[1]._run_dir.attempt(1)).first()
+    assert first is not None and first.failure.exit_code == 78 and "no luck with 2" in first.sentence
 
 
 def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:
@@ -131,9 +132,9 @@ def test_lambdas_closures_and_several_iterables_are_sent(
         (([],), {}, "there are no items"),
         ((), {}, "there are no items"),
         (([1, 2], [1]), {}, "the iterables have 2, 1 items"),
-        ((3,), {}, "the items are 3, and a list"),
+        ((3,), {}, "the items are 3, expected a list"),
         (([1],), {"max_parallel": 0}, "max_parallel=0"),
-        (([1],), {"overrides": "optim.lr=1"}, "a list was expected"),
+        (([1],), {"overrides": "optim.lr=1"}, "expected a list"),
     ],
 )
 def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
@@ -145,7 +146,7 @@ def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
 
 
 def test_what_cannot_be_called_is_refused_before_anything_is_submitted(project: Path) -> None:
-    with pytest.raises(UsageError, match="was given 3, which cannot be called"):
+    with pytest.raises(UsageError, match="was given 3, which is not callable"):
         slurmtrain.map(3, [1])  # type: ignore[arg-type]
     assert not (project / "runs").exists()
 

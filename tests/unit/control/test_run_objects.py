@@ -107,7 +107,7 @@ def test_threads_may_submit_at_the_same_time(project: Path, fake_slurm: FakeSlur
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ("+cluster=local", UsageError, "a list of overrides was expected"),
+        ("+cluster=local", UsageError, "expected a list of overrides"),
         ([1], UsageError, "1 is no override"),
         (["optim.learning=1"], UsageError, "learning"),
         (["train.steps=-1"], ConfigError, "train.steps"),

@@ -433,7 +433,7 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="the tokenizer bytes has no chat template"):
         prepare(tmp_path, [record])
     (tmp_path / "broken.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="is no Jinja program"):
+    with pytest.raises(ConfigError, match="is not a valid Jinja template"):
         prepare(tmp_path, [record], chat_template=str(tmp_path / "broken.jinja"))
     with pytest.raises(ConfigError, match="cannot be read"):
         prepare(tmp_path, [record], chat_template=str(tmp_path / "none.jinja"))
@@ -457,7 +457,7 @@ def test_chatml_has_no_form_for_tools_and_leaves_none_out(tmp_path: Path) -> Non
 def test_another_template_makes_another_data_set(tmp_path: Path) -> None:
     record = {"prompt": "a", "completion": "b"}
     output = prepare(tmp_path, [record], chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"was begun with something else: prepare\.chat_template"):
+    with pytest.raises(ConfigError, match=r"was started with other settings: prepare\.chat_template"):
         prepare_files(tmp_path / "raw.jsonl", output, chat_template="none")
     manifest = read_manifest(output)
     assert manifest.chat is not None and manifest.chat.loss_on == "answers"

@@ -302,7 +302,7 @@ class Miscounted(Numbers):
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (2, "more batches than were asked for: at least [23] instead of [12]"),
+        (2, "more batches than requested: at least [23] instead of [12]"),
         (0, "fewer batches .*: 0 instead of [12]"),
     ],
 )
@@ -310,14 +310,14 @@ def test_get_batches_that_yields_another_number_of_batches_trains_on_none(
     workers: int, times: int, message: str
 ) -> None:
     with loader(Miscounted(100, times), num_workers=workers, global_batch_size=4) as batches:
-        with pytest.raises(ConfigError, match=f"get_batches has yielded {message}"):
+        with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
             next(batches)
         assert batches.samples_consumed == 0
 
 
 @pytest.mark.parametrize(("times", "message"), [(2, "more .* at least 2 instead of 1"), (0, "fewer .* 0 instead of 1")])
 def test_get_batches_that_yields_another_number_of_batches_is_evaluated_on_none(times: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"get_batches has yielded {message}"):
+    with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
         next(eval_batches(Miscounted(8, times), 2))
 
 

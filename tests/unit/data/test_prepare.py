@@ -553,7 +553,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     path.write_bytes(data)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
     *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
-    assert isinstance(last, BadRecord) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
+    assert isinstance(last, BadRecord) and ("is truncated" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
 
@@ -627,16 +627,16 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
         (lambda raw: raw.joinpath("a.arrow").write_bytes(b"nothing, but long enough"), "cannot be read as an Arrow stream"),
         (lambda raw: save_damaged(raw / "d", 700), "00001-of"),
-        (lambda raw: save_damaged(raw / "d", -8), "is torn"),
+        (lambda raw: save_damaged(raw / "d", -8), "is incomplete"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
-        (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is packed as a whole"),
-        (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs hold no document"),
+        (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is compressed as a whole"),
+        (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs contain no document"),
         (lambda raw: write_sparse(raw / "a.txt", 1 << 32), "a single document of 4.3 GB"),
-        (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is no plain file"),
+        (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is not a plain file"),
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
         (save_splits, "several splits"),
-        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection of"),
+        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection or"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read_are_told_in_a_sentence(
@@ -666,16 +666,16 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
     plan = plan_of(path, tmp_path / "out")
     error = interfering(plan, lambda: path.rename(tmp_path / "away"))
     assert isinstance(error, DataError) and error.exit_code == 1
-    assert error.message == f"{path} has vanished while a data set was being prepared"
+    assert error.message == f"{path} disappeared while a data set was being prepared"
     (tmp_path / "away").rename(path)
     error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))
     assert isinstance(error, ConfigError) and "was changed while it was being prepared" in error.message
     with pytest.raises(
-        ConfigError, match=r"was begun with something else: the input a.jsonl had \d+ bytes of jsonl, now"
+        ConfigError, match=r"was started with other settings: the input a.jsonl had \d+ bytes of jsonl, now"
     ):
         plan_of(path, tmp_path / "out")
     path.write_bytes(json_lines(texts(20, seed=1)))
-    with pytest.raises(ConfigError, match=r"was begun with something else: the input a.jsonl has changed"):
+    with pytest.raises(ConfigError, match=r"was started with other settings: the input a.jsonl has changed"):
         plan_of(path, tmp_path / "out")
     os.utime(path, ns=(when, when))
     assert work(plan_of(path, tmp_path / "out"), plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
@@ -705,7 +705,7 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
         ({"tokenizer": str(first), **ranks, "text_field": "x"}, "prepare.text_field was text, now x"),
     ]
     for settings, differs in changes:
-        with pytest.raises(ConfigError, match="was begun with something else") as refused:
+        with pytest.raises(ConfigError, match="was started with other settings") as refused:
             plan_of(tmp_path / "a.txt", tmp_path / "out", **settings)
         assert differs in refused.value.message
     shutil.copy(second, first)

@@ -94,18 +94,24 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
     ("choice", "said"),
     [
         (TokenizerChoice("nowhere.json"), "prepare.tokenizer=nowhere.json cannot be read: No such file"),
-        (TokenizerChoice("model.model"), "prepare.tokenizer=model.model is no tokenizer that is known"),
-        (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is no tokenizer.json of Hugging Face"),
+        (TokenizerChoice("model.model"), "prepare.tokenizer=model.model is not a known tokenizer"),
+        (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is not a Hugging Face tokenizer.json"),
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
-        (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is no token of good.json"),
+        (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is not a token of good.json"),
         (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),
-        (TokenizerChoice("good.json", pattern="gpt2"), "prepare.tiktoken_pattern=gpt2, but good.json is no file"),
+        (
+            TokenizerChoice("good.json", pattern="gpt2"),
+            "prepare.tiktoken_pattern=gpt2, but good.json is not a tiktoken file",
+        ),
         (TokenizerChoice("mine.tiktoken", eos="256"), "prepare.tokenizer=mine.tiktoken is not one of gpt2"),
-        (TokenizerChoice("mine.tiktoken", pattern="gpt2"), "which token ends a document is not clear: mine.tiktoken"),
+        (
+            TokenizerChoice("mine.tiktoken", pattern="gpt2"),
+            "it is not clear which token ends a document: mine.tiktoken",
+        ),
         (TokenizerChoice("mine.tiktoken", pattern="(", eos="256"), "prepare.tiktoken_pattern=( cannot be used"),
         (TokenizerChoice("torn.tiktoken", pattern="gpt2"), "prepare.tokenizer=torn.tiktoken, line 2: b'!!'"),
         (TokenizerChoice("short.tiktoken", pattern="gpt2"), "prepare.tokenizer=short.tiktoken lacks single bytes"),
-        (TokenizerChoice("bytes", eos="</s>"), "prepare.eos=</s> is no token of bytes"),
+        (TokenizerChoice("bytes", eos="</s>"), "prepare.eos=</s> is not a token of bytes"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -126,7 +132,7 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
 
 def test_a_tokenizer_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no plain file"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a plain file"):
         load_tokenizer(TokenizerChoice(str(tmp_path / "tokenizer.json")))
 
 

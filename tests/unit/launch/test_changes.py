@@ -102,7 +102,7 @@ def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_re
         UsageError, match=rf"(?s){word.lstrip('+').partition('=')[0]}: .* cannot change after step 100.*{reason}"
     ) as error:
         check_meaning(OURS, changes, 100)
-    assert "submit it as a run of its own" in (error.value.hint or "")
+    assert "submit it as a separate run" in (error.value.hint or "")
     check_meaning(OURS, changes, None)  # without a checkpoint there is nothing that it could change
     check_meaning(OURS, OURS, 100)
 
@@ -295,7 +295,7 @@ def test_a_run_whose_code_is_older_than_its_new_config_is_refused_before_anythin
     (package / "migrations.py").write_text("SCHEMA_VERSION = 1\n")
     before = waiting.config_file.read_text()
     assert main(["resume", waiting.id, "cluster.nodes=2"]) == EXIT_CONFIG
-    assert "holds an earlier slurmtrain" in (told := capsys.readouterr().err) and "--code" in told
+    assert "holds an older slurmtrain" in (told := capsys.readouterr().err) and "--code" in told
     assert waiting.config_file.read_text() == before and len(fake_slurm.submitted) == 1
     assert main(["resume", waiting.id]) == 0  # as it is, it goes on
 
@@ -451,7 +451,7 @@ def test_a_kept_change_whose_maker_is_killed_each_time_is_given_up(
         with pytest.raises(SystemExit):
             next_change.apply_next_change(waiting)
     assert not next_change.apply_next_change(waiting) and not waiting.next_change_file.exists()
-    assert "have ended before it was made" in waiting.events()[-1]["why"]
+    assert "ended without making it" in waiting.events()[-1]["why"]
 
 
 def test_a_kept_change_is_made_once(waiting: RunDir) -> None:

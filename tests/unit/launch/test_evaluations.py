@@ -104,16 +104,16 @@ def test_what_was_the_training_s_own_is_not_the_evaluation_s() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["cluster=local", "eval=job"], "cluster.backend=local has no queue"),
+        (["cluster=local", "eval=job"], "cluster.backend=local has no job queue"),
         ([*JOB, "checkpoint.keep_best=2"], "checkpoint.keep_best=2 with eval.mode=job"),
         ([*JOB, "eval.cluster.nodez=2"], "Key 'nodez' not in 'ClusterConfig'"),
-        ([*JOB, "eval.cluster.time_limit_min=1"], "the job of an evaluation .* cannot be: cluster.signal_lead_s"),
+        ([*JOB, "eval.cluster.time_limit_min=1"], "the evaluation job .* is invalid: cluster.signal_lead_s"),
         ([*JOB, "eval.parallel.tp=3"], "parallel.tp=3"),
         (["eval.mode=later"], "eval.mode=later is not known"),
         (["eval.metrics.acuracy=true"], "eval.metrics.acuracy: there is no such metric"),
         (["eval.metrics.top5=5"], "eval.metrics.top5=5 has no _target_"),
         (["eval.sets.wiki=/data/wiki"], "eval.sets.wiki='/data/wiki' has no _target_"),
-        (["eval.sets.valid={_target_: a.B}"], "'valid', which is no name for a set"),
+        (["eval.sets.valid={_target_: a.B}"], "'valid', which is not a valid name of a set"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(overrides: list[str], words: str) -> None:

@@ -425,7 +425,7 @@ def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(
     job.file("calls", "")
     assert job.go_on() == "job 100 is requeued"
     assert not any("ExcNodeList" in call for call in job.changes)
-    assert "n2 cannot be left out, since the job may then never start: not available" in capsys.readouterr().err
+    assert "n2 cannot be excluded, since the job might then never start: not available" in capsys.readouterr().err
 
 
 def test_every_run_of_a_pack_has_its_bad_nodes_left_out(make: Make, slurm: FakeSlurm) -> None:
@@ -441,6 +441,26 @@ def test_every_run_of_a_pack_has_its_bad_nodes_left_out(make: Make, slurm: FakeS
     said = resubmit.requeue(runs, "100", SlurmClient(), restart_count=0, sleep=no_sleep)
     assert said == "job 100 is requeued, without n2,n3"
     assert "update JobId=100 ExcNodeList=n2,n3" in job.changes
+
+
+def test_where_slurm_refuses_to_requeue_a_pack_each_run_gets_a_job_or_says_why_it_has_none(
+    make: Make, slurm: FakeSlurm
+) -> None:
+    job = Requeued(slurm, make, refuse=99, words="Requested operation is presently disabled")
+    others = [make(job_ids=("100",)) for _ in range(2)]
+    for run in others:
+        stopped(run, "requeue", sentence="preempted; it is requeued")
+    runs = [job.run, *others]
+    submitted = (slurm.directory / "sbatch").read_text()
+    refusal = f'case "$*" in *:{job.run.id}:1*) echo "sbatch: error: Invalid account" >&2; exit 1;; esac\n'
+    slurm.command("sbatch", refusal + submitted.partition("here=")[2].partition("\n")[2])
+    with pytest.raises(ClusterError, match=f"for 1 of 3 runs: run {job.run.id}: .*Invalid account") as raised:
+        resubmit.requeue([(run, 1) for run in runs], "100", SlurmClient(), restart_count=0, sleep=no_sleep)
+    assert "submitted again as job 101, 102" in raised.value.message
+    records = [attempts.read_attempt(run, 1) for run in runs]
+    assert [record.verdict for record in records] == ["end", "resubmit", "resubmit"]
+    assert "preempted; no new job could be submitted: " in (records[0].sentence or "")
+    assert [run.info()["job_ids"][1:] for run in runs] == [[], ["101"], ["102"]]
 
 
 # requeue.mode=chain.
@@ -512,7 +532,7 @@ def test_a_chain_before_its_first_attempt(
 
 def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make)
-    stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain goes on")
+    stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain continues")
     in_queue(
         slurm,
         "101|101_N/A|RUNNING|N/A|None",
@@ -617,7 +637,7 @@ def test_finish_attempt_counts_the_links_that_are_left_and_ends_the_chain_with_t
     in_queue(slurm, "101|101_N/A|RUNNING|N/A|None")
     assert main([*words, str(run.new_attempt())]) == 0
     assert capsys.readouterr().out == "end\n"
-    assert "no job of the chain is left" in (attempts.read_attempt(run, 2).sentence or "")
+    assert "the chain has no jobs left" in (attempts.read_attempt(run, 2).sentence or "")
 
 
 # submit --after, job.singleton.

@@ -86,7 +86,7 @@ def test_a_partition_that_is_drained_takes_no_jobs_unless_another_gets_them() ->
     assert "State=DRAIN" in found.message
     instead = findings(changed("gpu", state="DRAIN", alternate="urgent"), account="physics")
     assert [each.message for each in instead] == [
-        "partition gpu takes no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
+        "partition gpu accepts no jobs at present (State=DRAIN), and SLURM puts them into urgent (Alternate)"
     ]
     assert not instead[0].fatal
     first, *_ = findings(changed("gpu", state="INACTIVE", alternate="mig"), account="physics")
@@ -170,7 +170,7 @@ def test_a_limit_of_the_partition_on_what_a_job_has_of_a_node_counts() -> None:
         WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0}
     )  # sbatch takes it, and it waits: MaxMemPerLimit
     assert "all memory of a node, 128000 MB, and partition debug gives it 64000" in found.message
-    assert found.hint == "write at most cluster.mem_per_node_gb=62"
+    assert found.hint == "set at most cluster.mem_per_node_gb=62"
 
 
 def test_nodes_that_may_still_join_refuse_no_job() -> None:
@@ -191,7 +191,7 @@ def test_nodes_in_a_cloud_that_are_powered_down_and_not_listed_refuse_no_job() -
 def test_the_partition_of_a_reservation_is_not_known_here_and_refuses_no_job() -> None:
     without_default = replace(ALPHA, partitions=tuple(replace(each, default=False) for each in ALPHA.partitions))
     assert findings(without_default, reservation="course", nodes=99) == []
-    assert "none of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
+    assert "not one of your accounts" in fatal(without_default, reservation="course", account="chemistry").message
 
 
 def test_of_a_list_of_qos_slurm_takes_one_that_suits() -> None:
@@ -376,16 +376,16 @@ def test_accounts_and_qos_are_compared_as_accounting_does_without_case_and_allow
         findings(changed("gpu", allowed_accounts=("Physics",), denied_accounts=("physics",)), account="physics") == []
     )
     (found,) = findings(changed("gpu", denied_accounts=("PHYSICS",)), account="physics")
-    assert "does not take account physics" in found.message and found.hint == "it takes: biology"
+    assert "does not accept account physics" in found.message and found.hint == "it takes: biology"
     denied = changed("gpu", allowed_qos=None, denied_qos=("Normal",))
     found = next(each for each in findings(denied, account="physics") if each.field == "cluster.qos")
-    assert "your default QOS normal: partition gpu does not take it" in found.message
+    assert "your default QOS normal: partition gpu does not accept it" in found.message
 
 
 def test_limits_of_a_qos_come_before_those_of_an_account() -> None:
     found = fatal(account="physics", qos="high", nodes=3, time_limit_min=240)
     assert found.message == "the job asks for 12 GPUs, and QOS high gives a job 8"
-    assert found.hint == "write at most cluster.nodes=2"
+    assert found.hint == "set at most cluster.nodes=2"
     found = fatal(time_limit_min=1441)
     assert "account biology gives a job, 1440" in found.message
     assert "QOS high gives a job, 240" in fatal(qos="high", time_limit_min=1440).message
@@ -395,7 +395,7 @@ def test_what_all_jobs_of_an_account_may_have_together_bounds_one_job() -> None:
     found = fatal(account="physics", nodes=4)
     assert "16 GPUs" in found.message
     assert "account physics (all of its jobs together) gives a job 12" in found.message
-    assert found.hint == "write at most cluster.nodes=3"
+    assert found.hint == "set at most cluster.nodes=3"
 
 
 def test_accounts_above_the_persons_own_bound_a_job_too_and_the_least_counts() -> None:
@@ -420,11 +420,11 @@ def limited(qos: str, **limits: Any) -> ClusterFacts:
 def test_a_hint_is_in_the_unit_of_its_field() -> None:
     found = fatal(limited("normal", tres={"mem": 65536}), account="physics", mem_per_node_gb=100)
     assert found.message == "the job asks for 102400 MB of memory, and QOS normal gives a job 65536"
-    assert found.hint == "write at most cluster.mem_per_node_gb=64"
-    assert fatal(limited("normal", tres={"cpu": 30}), account="physics").hint == "write at most cluster.cpus_per_task=7"
+    assert found.hint == "set at most cluster.mem_per_node_gb=64"
+    assert fatal(limited("normal", tres={"cpu": 30}), account="physics").hint == "set at most cluster.cpus_per_task=7"
     assert (
         fatal(limited("normal", tres_per_node={"cpu": 3}), account="physics").hint
-        == "write a smaller cluster.cpus_per_task"
+        == "set a smaller cluster.cpus_per_task"
     )
 
 
@@ -452,7 +452,7 @@ def test_gpu_minutes_of_a_job_are_bounded_and_a_shorter_job_may_run() -> None:
     facts = limited("normal", tres_min={"gres/gpu": 480})
     found = fatal(facts, account="physics", nodes=2, time_limit_min=61)
     assert found.message == "the job asks for 8 GPUs for 61 min, and QOS normal gives a job 480 of them x minutes"
-    assert found.hint.startswith("write at most cluster.time_limit_min=60;")
+    assert found.hint.startswith("set at most cluster.time_limit_min=60;")
     assert findings(facts, account="physics", nodes=2, time_limit_min=60) == []
     assert "ask for less" in fatal(limited("normal", tres_min={"gres/gpu": 3}), account="physics").hint
 
@@ -480,7 +480,7 @@ def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:
 
 
 def test_somebody_without_an_account_is_told_so() -> None:
-    assert "no account of yours" in fatal(replace(ALPHA, associations=())).message
+    assert "no account for you" in fatal(replace(ALPHA, associations=())).message
 
 
 def test_a_partition_of_other_groups_is_a_warning_since_the_controller_looks_groups_up_itself() -> None:

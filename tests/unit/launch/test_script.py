@@ -219,8 +219,8 @@ def test_nodes_are_asked_for_behind_switches_and_in_segments_and_the_order_of_ra
     for words, said in {
         "cluster.nodes=3  cluster.segment=2": "cluster.segment=2 does not divide the 3 nodes",
         "cluster.nodes=2  cluster.spare_nodes=1  cluster.segment=2": "does not divide the 3 nodes",
-        "cluster.switches_wait_min=5": "waits for nothing",
-        "cluster.switches=1  +cluster.sbatch.switches=1": "are the same option of sbatch",
+        "cluster.switches_wait_min=5": "has nothing to wait for",
+        "cluster.switches=1  +cluster.sbatch.switches=1": "set the same option of sbatch",
         "cluster.switches=0": "cluster.switches=0",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
@@ -814,14 +814,17 @@ def test_the_batch_shell_outlives_the_signals_and_finishes_the_attempt_after_the
 # Copies on the nodes.
 
 COPYING = compose(["cluster=a100x4", "cluster.nodes=2", "cluster.stage.code=true"])
-# What the verb `stage --judge` does comes from $judged; srun notes its steps down, and those of the ranks what they are given.
-JUDGES = '[ "$3" != stage ] || { eval "$judged"; exit; }; [ "$3" = finish-attempt ] || exit 0\n' + (
+# What the verbs `stage --look` and `stage --judge` do comes from $looked and $judged; srun notes its steps down, and those of
+# the ranks what they are given.
+JUDGES = (
+    'case "$*" in *" stage "*--look) eval "$looked"; exit ;; *" stage "*) eval "$judged"; exit ;; esac\n'
+    '[ "$3" = finish-attempt ] || exit 0\n'
     'echo "${*:4}" >>"$here/../finished"; read -r word <"$here/../words"; sed -i 1d "$here/../words"; echo "$word"'
 )
 STEPS = """case "$*" in
   *--plan*) echo plan >>"$here/../steps"; eval "$planned" ;;
-  *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copied" ;;
-  *" rm -rf "*) echo "removed ${@: -1}" >>"$here/../steps" ;;
+  *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copies" ;;
+  *" rm -rf "*) eval "$removed"; echo "removed ${@: -1}" >>"$here/../steps" ;;
   *) echo "ranks [$SLURMTRAIN_STAGE] [$SLURMTRAIN_NOT_STAGED]" >>"$here/../steps"; [ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137 ;;
 esac"""
 
@@ -831,9 +834,11 @@ def copying(
 ) -> tuple[int, list[str], list[str]]:
     """The exit code of the script, the steps that it started, and how its attempts ended."""
     (tmp_path / "words").write_text(words.replace(" ", "\n") + "\n")
-    given = {"planned": "", "copied": "", "judged": "echo", "TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"} | what
+    given = dict.fromkeys(("planned", "copies", "removed"), "") | {"looked": "echo 1000 77", "judged": "echo"}
+    given |= {"TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"} | what
+    again = 'echo "goes on" >>"$here/../steps"; touch "$here/../gone-on"'
     done = run_script(
-        script_for(run_dir, config=COPYING), tmp_path, srun=STEPS, verbs=JUDGES, squeue="echo 77", **given
+        script_for(run_dir, config=COPYING), tmp_path, srun=STEPS, verbs=JUDGES, squeue="echo 77", again=again, **given
     )
     steps, finished = ((tmp_path / name) for name in ("steps", "finished"))
     ends = [line.split("--exit-code ")[1] for line in finished.read_text().splitlines()]
@@ -846,7 +851,7 @@ def test_the_nodes_copy_once_for_all_starts_of_the_ranks_and_the_copies_end_with
     code, steps, ends = copying(run_dir, tmp_path, judged="echo n1")
     folder = "/local/UID/cluster-77-0"
     ranks = f"ranks [{folder}] [n1]"
-    copied = f"nodes=2 copy {folder} --jobs 77 "
+    copied = f"nodes=2 copy {folder} --jobs 1000 77 "
     assert steps == ["plan", copied + ranks, ranks, f"removed {folder}"]
     assert (code, ends) == (0, ["137", "0"])
 
@@ -856,12 +861,32 @@ def test_copies_lie_in_another_folder_than_checkpoints_on_nodes_whose_dead_runs_
     assert f"/{checkpoints}/".replace(str(os.geteuid()), "$(id -u)") not in golden_text("stage")
 
 
-@pytest.mark.parametrize("signalled", [{"planned": "exit 143"}, {"copied": "exit 140"}, {"copied": "exit 143"}])
+@pytest.mark.parametrize(
+    "signalled", [{"planned": "exit 143"}, {"looked": "exit 75"}, {"copies": "exit 140"}, {"copies": "exit 143"}]
+)
 def test_a_signal_while_the_nodes_copy_ends_the_attempt_as_stopped(
     run_dir: Path, tmp_path: Path, signalled: dict[str, str]
 ) -> None:
     _, steps, ends = copying(run_dir, tmp_path, "requeue", **signalled)
     assert ends == ["75"] and not any("ranks" in step for step in steps)
+    assert "looked" not in signalled or not any("copy" in step for step in steps)
+
+
+def test_a_run_that_goes_on_does_not_wait_until_its_copies_are_removed(run_dir: Path, tmp_path: Path) -> None:
+    slow = 'until [ -e "$here/../gone-on" ]; do sleep 0.02; done'
+    code, steps, _ = copying(run_dir, tmp_path, "requeue", copies="exit 143", removed=slow)
+    assert code == 75 and steps[-2].endswith("goes on") and steps[-1] == "removed /local/UID/cluster-77-0"
+
+
+def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_not_end_it_for_the_others(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    script = script_for(run_dir, config=COPYING)
+    assert "timeout --kill-after=60 1800 srun --overlap --nodes" in script  # 30 minutes
+    assert 'srun --overlap --no-kill --nodes="$1"' in golden_text("stage")  # which can go on with fewer nodes
+    judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
+    _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
+    assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
 
 
 def test_without_copies_the_ranks_start_as_ever_unless_the_copies_are_required(run_dir: Path, tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_a_file_that_others_may_read_is_refused(mode: int, file: Path) -> None:
         ("+secrets.HF=file:/no/such/file", "cannot be read: No such file"),
         ("+secrets.HF=file:/dev/null", "must be a file of your own"),
         ("+secrets.SURELY_NOT_SET=env", "the environment variable SURELY_NOT_SET is not set"),
-        ("+secrets={a-b: env}", "secrets has 'a-b', which is no name"),
-        ("+secrets.EMPTY=env", "has no value"),
+        ("+secrets={a-b: env}", "secrets has 'a-b', which is not a valid name"),
+        ("+secrets.EMPTY=env", "does not contain a valid value"),
     ],
 )
 def test_what_is_no_source_is_said_without_the_value(

@@ -34,7 +34,7 @@ def test_a_lead_shorter_than_a_step_and_a_save_is_refused_with_one_that_works() 
     assert refused.value.exit_code == 78
     assert "cluster.signal_lead_s=30 is shorter than one step (12 s) plus a save (41 s)" in refused.value.message
     assert "run RUN" in refused.value.message
-    assert refused.value.hint == "write at least cluster.signal_lead_s=70"
+    assert refused.value.hint == "set at least cluster.signal_lead_s=70"
     assert check(cluster(70), SLOW, None) == []
 
 
@@ -52,7 +52,7 @@ def test_a_time_limit_that_leaves_no_time_to_train_is_refused_with_one_that_work
 ) -> None:
     with pytest.raises(ConfigError, match=f"cluster.time_limit_min={limit_min} is too short") as refused:
         check(cluster(lead_s, limit_min), measured, None)
-    assert refused.value.hint == f"write at least cluster.time_limit_min={enough}"
+    assert refused.value.hint == f"set at least cluster.time_limit_min={enough}"
     assert check(cluster(lead_s, enough), measured, None) == []
 
 
@@ -134,7 +134,7 @@ def test_submit_refuses_a_plan_that_cannot_work_and_leaves_nothing(
     trained(project, step_s=12.0, save_s=41.0)
     words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=30", "submit"]
     assert main(words) == 78
-    assert "write at least cluster.signal_lead_s=70" in capsys.readouterr().err
+    assert "set at least cluster.signal_lead_s=70" in capsys.readouterr().err
     assert fake_slurm.submitted == [] and len(list(project.glob("runs/train/*"))) == 1
 
 

@@ -144,5 +144,5 @@ def test_a_file_of_safetensors_is_imported(model: Decoder, tmp_path: Path) -> No
     done = import_weights(tmp_path / "weights.safetensors", tmp_path / "start")
     assert same(restored(done.path, model), model.state_dict())
     (tmp_path / "weights.safetensors").write_bytes(b"no file of safetensors")
-    with pytest.raises(CheckpointError, match="is damaged, or no file of safetensors"):
+    with pytest.raises(CheckpointError, match="is damaged, or not a safetensors file"):
         safetensors_files.tensors_of(tmp_path / "weights.safetensors")

@@ -126,7 +126,7 @@ LLAMA = {"model_type": "llama", **theirs.SIZES}
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"hidden_size": None}, "a value that is no number"),
+        ({"hidden_size": None}, "a value that is not a number"),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(values: dict[str, Any], message: str) -> None:
@@ -172,7 +172,9 @@ def test_a_folder_that_is_not_whole_is_refused(folders: dict[str, Path], tmp_pat
     with pytest.raises(ConfigError, match="lacks tensors that the model has"):
         begun(tmp_path / "m")
     index.write_text(json.dumps({"weight_map": {**files, "more": "../other/model.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"names '\.\./other/model.safetensors', which is no file of that folder"):
+    with pytest.raises(
+        CheckpointError, match=r"names '\.\./other/model.safetensors', which is not a file in that folder"
+    ):
         begun(tmp_path / "m")
 
 
@@ -194,7 +196,7 @@ def test_weights_of_eight_bits_are_refused_and_not_read_as_if_they_were_whole(
         load_pretrained(model, tmp_path / "m")
     save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(2)}, file, {"format": "pt"})
     if group == "hf":
-        with pytest.raises(ConfigError, match=r"has no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        with pytest.raises(ConfigError, match=r"does not have: model\.layers\.0\.self_attn\.q_proj\.bias"):
             load_pretrained(model, tmp_path / "m")
 
 
@@ -303,7 +305,7 @@ def test_force_replaces_an_export_and_no_folder_of_other_files(
         export_hf(checkpoint, tmp_path / "mine", force=True)
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["export", "thesis"]
     monkeypatch.chdir(tmp_path / "mine" / "export")
-    with pytest.raises(UsageError, match="is no name for a folder that is to be made"):
+    with pytest.raises(UsageError, match="cannot be the name of a new folder"):
         export_hf(checkpoint, Path(), force=True)
 
 

@@ -336,9 +336,9 @@ def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
     ("override", "said"),
     [
         ("+observe.loggers.mine={a: 1}", "has no _target_"),
-        ("+observe.loggers.wandb={_target_: x.Y}", "no name for a logger of yours"),
+        ("+observe.loggers.wandb={_target_: x.Y}", "not a valid name of a logger"),
         ("observe.wandb.project=me/lm", "observe.wandb.entity"),
-        ("observe.textfile_dir=prom", "no absolute path"),
+        ("observe.textfile_dir=prom", "not an absolute path"),
         ("observe.mlflow.experiment=''", "is no name"),
     ],
 )
@@ -351,7 +351,7 @@ def test_what_cannot_work_is_refused_before_the_queue(override: str, said: str) 
 def test_a_logger_of_yours_is_not_for_a_program_of_yours() -> None:
     config = compose(["+observe.loggers.mine={_target_: my.Logger}"])
     config.job.kind, config.job.command = JobKind.COMMAND, "python x.py"
-    with pytest.raises(ConfigError, match="is for our own trainer"):
+    with pytest.raises(ConfigError, match="works only with the built-in trainer"):
         validate(config)
 
 

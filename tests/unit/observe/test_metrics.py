@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -149,3 +150,104 @@ def test_throughput_is_taken_over_the_last_steps_and_leaves_pauses_out() -> None
     now += 1.0
     meter.step(1000)
     assert meter.step_time_s == 2.0
+
+
+class Disk:
+    """A disk that is full when it is told to be, after it has taken some more bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.full, self.room = False, 0
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes) -> int:
+        if not self.full:
+            return self._write(descriptor, data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room, self.room = self.room, 0
+        return self._write(descriptor, data[:room])
+
+
+def test_what_a_full_disk_refuses_is_written_later_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(tmp_path / "whole.jsonl", 1, 10, resume_step=0)
+    disk, log = Disk(monkeypatch), MetricsLog(tmp_path / "m.jsonl", 0)
+    for step in range(1, 11):
+        disk.full, disk.room = 4 <= step <= 7, 5 if step == 4 else 0
+        log.write(step, loss=1 / step)
+        if step == 6:
+            assert [record["step"] for record in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
+    log.close()
+    assert (tmp_path / "m.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert caplog.text.count("No space left on device") == 1 and "can be written again" in caplog.text
+
+
+def test_a_step_back_on_a_full_disk_is_made_up_for_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "m.jsonl", tmp_path / "whole.jsonl"
+    write_steps(whole, 1, 12, resume_step=0)
+    disk, log = Disk(monkeypatch), MetricsLog(path, 0)
+    for step in range(1, 9):
+        log.write(step, loss=0.5)
+    log.rewind(0)
+    for step in range(1, 6):
+        log.write(step, loss=1 / step)
+    with monkeypatch.context() as failing:
+
+        def cannot_be_cut(*args: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        failing.setattr(metrics, "_drop", cannot_be_cut)
+        log.rewind(4)
+        disk.full = True
+        for step in range(5, 10):
+            log.write(step, loss=1 / step if step < 8 else 0.5)
+        log.rewind(7)
+        log.write(8, loss=1 / 8)
+    disk.full = False
+    for step in range(9, 13):
+        log.write(step, loss=1 / step)
+    log.close()
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_the_oldest_records_are_lost_when_too_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "KEPT_BYTES", 200)
+    disk, log = Disk(monkeypatch), MetricsLog(tmp_path / "m.jsonl", 0)
+    disk.full, disk.room = True, 5
+    for step in range(1, 101):
+        log.write(step, loss=0.5)
+    disk.full = False
+    log.write(101, loss=0.5)
+    log.close()
+    steps = [record["step"] for record in read_metrics(tmp_path / "m.jsonl")]
+    assert steps[0] == 1 and steps[1:] == list(range(steps[1], 102)) and 3 < len(steps) < 10
+    assert f"lacks {101 - len(steps)} records" in caplog.text
+
+
+def test_curves_that_cannot_be_written_are_left_out_and_go_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    class Full:
+        def add_scalar(self, *point: object) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    log = TensorBoardLog(tmp_path, 0)
+    log.write(1, loss=1.0)
+    log._writer.close()
+    log._writer = Full()
+    log.write(2, loss=2.0)
+    log.write(3, loss=3.0)
+    log._again = 0.0
+    log.write(4, loss=4.0)
+    log.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 4]
+    assert caplog.text.count("Disk quota exceeded") == 1

@@ -159,7 +159,7 @@ def test_steps_that_nobody_takes_do_not_pile_up(clock: Clock) -> None:
     phases.start()
     for _ in range(1500):
         step(phases, clock)
-    assert len(phases._marks) == 1 or len(phases._marks) < 20
+    assert len(phases._marks) < 20  # those of the step that is going on
     assert len(phases.take_steps()) == 1000
     assert phases.take_steps() == []
 

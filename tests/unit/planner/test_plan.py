@@ -183,7 +183,7 @@ def test_nothing_is_ranked_without_a_rate() -> None:
 
 def test_other_models_are_refused_with_a_way_out() -> None:
     config = compose(["model._target_=my.Model"])
-    with pytest.raises(ConfigError, match=r"our own decoder, and the model is my\.Model") as caught:
+    with pytest.raises(ConfigError, match=r"the built-in decoder, but the model is my\.Model") as caught:
         plan_of(config, validate(config))
     assert "model=llama3_8b" in str(caught.value.hint)
 

@@ -381,10 +381,10 @@ def test_a_table_holds_no_formula_for_a_spreadsheet(runs: Path) -> None:
     [
         (["report"], "the following arguments are required"),
         (["report", "nobody"], "no run's id begins with 'nobody'"),
-        (["report", "last", "--port", "8000"], "--port goes with --serve"),
+        (["report", "last", "--port", "8000"], "--port needs --serve"),
         (["report", "last", "--serve", "--port", "80"], "a port from 1024 to 65535"),
         (["report", "last", "--serve", "--every", "0"], "at least 1 second"),
-        (["report", "last", "--serve", "--out", "x.html"], "--serve writes no files"),
+        (["report", "last", "--serve", "--out", "x.html"], "--serve does not write files"),
         (["report", "last", "--metric", "loss"], "--metric and --mode are for a sweep"),
         (["report", "last", "--out", "."], "is a folder"),
         (["report", "last", "--out", "no/such/folder/x.html"], "cannot write"),

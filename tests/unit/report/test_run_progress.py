@@ -144,37 +144,37 @@ def test_a_moment_has_its_day_unless_that_is_today() -> None:
     ("reason", "says", "advises"),
     [
         ("Priority", "higher priority", ""),
-        ("Resources", "not free", ""),
+        ("Resources", "waits for free resources", ""),
         ("BeginTime", "begin time", "`requeue R` starts it now"),
         ("DependencyNeverSatisfied", "will never start", "`cancel R`"),
-        ("JobArrayTaskLimit", "as many points", ""),
+        ("JobArrayTaskLimit", "limit of parallel points", ""),
         ("JobHeldUser", "owner", "`requeue R` releases"),
-        ("JobHeldAdmin", "administrator", "only who runs the cluster"),
+        ("JobHeldAdmin", "administrator", "only an administrator can release it"),
         ("launch failed requeued held", "could not start", "`requeue R`"),
         ("launch_failed_requeued_held", "could not start", "`requeue R`"),
-        ("QOSMaxJobsPerUserLimit", "your jobs run at the limit of its QOS", "have ended"),
-        ("QOSMaxGRESPerUser", "your jobs run at the limit of its QOS", "have ended"),
-        ("AssocMaxJobsLimit", "your jobs run at the limit of its account", "have ended"),
+        ("QOSMaxJobsPerUserLimit", "your jobs have reached the limit of its QOS", "have ended"),
+        ("QOSMaxGRESPerUser", "your jobs have reached the limit of its QOS", "have ended"),
+        ("AssocMaxJobsLimit", "your jobs have reached the limit of its account", "have ended"),
         ("MaxGRESPerAccount", "all jobs of its account", "have ended"),
         ("AssocGrpCpuLimit", "all jobs of its account", "have ended"),
         ("QOSGrpGRES", "all jobs of its QOS", "have ended"),
         ("AssocGrpGRESMinutes", "the time of its account is used up", "ask"),
-        ("AssocGrpCPURunMinutesLimit", "time before them", "have ended"),
-        ("QOSMaxWallDurationPerJobLimit", "more than its QOS gives a single job", "`cancel R`; ask for less"),
-        ("AssocMaxNodePerJobLimit", "more than its account gives a single job", "ask for less"),
+        ("AssocGrpCPURunMinutesLimit", "limit on remaining time", "have ended"),
+        ("QOSMaxWallDurationPerJobLimit", "more than its QOS allows for a single job", "`cancel R`; ask for less"),
+        ("AssocMaxNodePerJobLimit", "more than its account allows for a single job", "ask for less"),
         ("AssociationResourceLimit", "its account is at a limit", ""),
-        ("QOSMinGRES", "less than its QOS wants", "ask for more"),
-        ("PartitionTimeLimit", "that much time", "cluster.time_limit_min"),
+        ("QOSMinGRES", "less than its QOS requires", "ask for more"),
+        ("PartitionTimeLimit", "exceeds that of its partition", "cluster.time_limit_min"),
         ("PartitionNodeLimit", "number or kind of nodes", "cluster.spare_nodes"),
         ("PartitionDown", "starts no jobs", "`sinfo`"),
         ("ReqNodeNotAvail, UnavailableNodes:n[0-3]", "down, drained or reserved", "`sinfo -R`"),
-        ("ReqNodeNotAvail, Reserved for maintenance", "kept for maintenance", "cluster.time_limit_min"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "reserved for maintenance", "cluster.time_limit_min"),
         (
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
             "drained",
             "sinfo",
         ),
-        ("BadConstraints", "no node is as it asks for", "cluster.constraint"),
+        ("BadConstraints", "no node meets its requirements", "cluster.constraint"),
         ("InvalidAccount", "account", "cluster.account"),
         ("InvalidQOS", "QOS", "cluster.qos"),
     ],
@@ -214,7 +214,7 @@ def test_the_table_shows_how_far_each_run_is_and_why_one_waits(make: Make, fake_
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == "run name state step loss valid loss tokens/s ETA attempts".split()
     assert " ".join(rows[0].split()) == f"{trains.id} train running 60/200 2.1250 2.2500 12.3k 5 min 1 attempt 1, job 1"
-    assert "not free yet (Resources); SLURM expects to start it in about 2 h 10 min (" in rows[1]
+    assert "waits for free resources (Resources); SLURM expects to start it in about 2 h 10 min (" in rows[1]
     assert rows[2].rstrip().endswith("jobs of higher priority come first (Priority)")  # its estimate has passed by
     assert (fake_slurm.directory / "asked").read_text() == "squeue\n"
 
@@ -257,7 +257,7 @@ def test_the_points_of_a_sweep_are_summed_up_first(project: Path, fake_slurm: Fa
     assert headline == f"{sweep['sweep']}: 2 running, 1 waiting; about 1 h 5 min left; lowest loss 1.0000 (point 1)"
     assert header.split() == "point train.steps state step loss tokens/s ETA attempts run".split()
     assert rows[0].split()[:9] == "0 40 running 10/40 2.0000 50 30 min 1".split()
-    assert "as many points of its sweep run as may at once (JobArrayTaskLimit)" in rows[2]
+    assert "its sweep has reached its limit of parallel points (JobArrayTaskLimit)" in rows[2]
     assert main(["sweep", "status", "last", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["eta_s"] for point in points] == [1800.0, 2400.0, None] and points[2]["steps"] == 60
@@ -401,10 +401,10 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--watch"], "--watch draws on a terminal"),
-        (["--watch", "--json"], "--watch is for a person"),
-        (["--watch", "--every", "0"], "--every 0: at least 1 second"),
-        (["--watch", "--every", "nan"], "--every nan: at least 1 second"),
+        (["--watch"], "--watch needs a terminal"),
+        (["--watch", "--json"], "--watch and --json exclude each other"),
+        (["--watch", "--every", "0"], "--every 0: expected at least 1 second"),
+        (["--watch", "--every", "nan"], "--every nan: expected at least 1 second"),
     ],
 )
 def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, make: Make, capsys: Out) -> None:

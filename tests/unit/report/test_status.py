@@ -454,7 +454,7 @@ def test_a_stop_that_would_reach_nobody_is_refused(
     queue({JOB: ("RUNNING", "None")})
     assert main([verb, run.id]) == 1
     error = capsys.readouterr().err
-    assert "is still setting up" in error and "shows steps" in error
+    assert "is still starting" in error and "shows steps" in error
     assert asked(fake_slurm) == [] and not run.request_file.exists()
 
 
@@ -479,7 +479,7 @@ def test_a_stop_does_not_wait_for_ever_for_an_attempt_that_does_not_begin(
     monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.01)
     monkeypatch.setattr(stop_module, "LOOK_EVERY_S", 0.02)
     assert main(["requeue", run.id]) == 1
-    assert "is still setting up" in capsys.readouterr().err and not run.request_file.exists()
+    assert "is still starting" in capsys.readouterr().err and not run.request_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -871,5 +871,5 @@ def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, caps
     for words in (["--set", "train.steps=500"], ["--set", "optim.lr=1"], ["--code"]):
         assert main(["resume", run.id, *words]) == EXIT_USAGE
         told = capsys.readouterr().err
-        assert "is finished, so nothing of it is changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
+        assert "is finished, so it cannot be changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
     assert run.info_file.read_text() == before

@@ -132,7 +132,7 @@ def test_only_what_was_after_a_time_counts(run: RunDir, root: Path, capsys: Out)
 
 @pytest.mark.parametrize("text", ["soon", "7", "d7", "7M", "7 days", "2999-01-01", "2026-13-01", "-1d", ""])
 def test_a_time_that_is_none_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time in the past"):
+    with pytest.raises(UsageError, match="is not a time in the past"):
         moment_of(text, time.time())
 
 

@@ -14,21 +14,25 @@ import pytest
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt, Failure
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import Failure, Failures, Hang, RankFailure, found_hang, record_failure, record_hang
 from slurmtrain.runs.node_blame import blamed_for
 from slurmtrain.runs.outcome import AttemptOutcome, Reason, RunAction, Verdict, decide_outcome
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
+from slurmtrain.runtime.jobs.program_stop import told_facts
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import BlamePolicy
+from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
+from slurmtrain.system import records
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
 
@@ -91,7 +95,21 @@ def test_why_it_was_told_to_stop_is_part_of_the_record(run: RunDir) -> None:
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=9.5, seconds_left=100.0, facts=facts)
     attempt = attempts.read_attempt(run, 1)
     assert (attempt.cause, attempt.cause_time, attempt.seconds_left) == ("SIGTERM", 9.5, 100.0)
-    assert attempt.facts is not None and attempt.facts["preempt_time"] == 5.0
+    assert attempt.facts_when_told == facts == told_facts(run.attempt(1))
+
+
+def test_what_another_version_has_recorded_of_the_job_is_read_as_far_as_it_is_known(run: RunDir) -> None:
+    begin(run)
+    for facts, known in (
+        ({"state": "RUNNING", "end_time": 9.0, "of_another_version": 1}, JobFacts("RUNNING", end_time=9.0)),
+        ({"state": "RUNNING", "end_time": "soon", "restarts": None}, JobFacts("RUNNING")),
+        ({"end_time": 9.0}, None),
+        (None, None),
+    ):
+        write_json(run.attempt(1).stop_file, {"cause": "SIGTERM", "time": 1.0, "facts": facts})
+        assert attempts.read_attempt(run, 1).facts_when_told == known == told_facts(run.attempt(1))
+    run.attempt(1).stop_file.write_text('{"facts": "none"}')
+    assert told_facts(run.attempt(1)) is None
 
 
 def test_the_last_logged_step_is_read_past_a_torn_line(run: RunDir) -> None:
@@ -229,7 +247,7 @@ def test_the_outcome_of_an_abandoned_attempt_is_decided_by_what_it_left_behind(
             run.attempt(1), cause=str(left_behind["cause"]), cause_time=time.time(), seconds_left=left, facts=None
         )
     if "failure" in left_behind:
-        attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence=str(left_behind["failure"]))
+        record_failure(run.attempt(1), 0, Failure(1, str(left_behind["failure"])))
     if "request" in left_behind:
         attempts.write_request(run, RunAction(str(left_behind["request"])))
     begin(run)
@@ -334,7 +352,7 @@ def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
             (run.attempt(number).path / "setup-failed").write_text("set-up failed with code 1: module load cuda\n")
         else:
             attempts.write_attempt(run, Attempt(number, started=time.time(), committed_before=10))
-            attempts.record_failure(run.attempt(number), 0, exit_code=78, sentence="no GPU is visible")
+            record_failure(run.attempt(number), 0, Failure(78, "no GPU is visible"))
         verdict = finish_attempt(run, number, 78, config, None).verdict
         return verdict, attempts.read_attempt(run, number).bad_nodes
 
@@ -360,7 +378,7 @@ def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_
     assert finish_attempt(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
     write_json(run.info_file, {"job_ids": [], "changes": [{"time": time.time(), "set": ["optim.lr=1"]}]})
     failed = begin(run)
-    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="no such thing")
+    record_failure(run.attempt(2), 0, Failure(78, "no such thing"))
     outcome = finish_attempt(run, failed.number, 78, Config(), None)
     assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
@@ -371,7 +389,7 @@ def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypat
     commit(run, 10)
     assert finish_attempt(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
     failed = begin(run)
-    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="another model", on_any_node=True)
+    record_failure(run.attempt(2), 0, Failure(78, "another model", on_any_node=True))
     outcome = finish_attempt(run, failed.number, 78, Config(), None)
     assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
@@ -383,9 +401,9 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
     def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
         attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
         folder = run.attempt(attempt.number)
-        attempts.record_failure(folder, 3, exit_code=1, sentence="rank 0 left before all ranks had met")
+        record_failure(folder, 3, Failure(1, "rank 0 exited before all ranks had connected"))
         said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
-        attempts.record_failure(folder, 0, exit_code=78, sentence=said, bad_nodes=bad)
+        record_failure(folder, 0, Failure(78, said, bad_nodes=bad))
         return finish_attempt(run, attempt.number, 78, config, None)
 
     outcome = refused("n2", "n3")  # which has never trained
@@ -399,11 +417,49 @@ def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_th
         assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
 
+def test_nobody_is_blamed_for_what_it_says_of_most_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    begin(run, stepping=time.time(), said="stopped")
+    failed = begin(run, nodes=["n0", "n1", "n2"])
+    said = "preflight, disk_full: n0, n1, n2"
+    record_failure(run.attempt(2), 0, Failure(78, said, bad_nodes=("n0", "n1", "n2")))
+    outcome = finish_attempt(run, failed.number, 78, Config(), None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if trained:
+        begin(run, stepping=time.time(), said="stopped", nodes=["n0", "n1", "n2"])
+
+    def refused(*without: str) -> AttemptOutcome:
+        number = run.new_attempt()
+        folder = run.attempt(number)
+        folder.stage_dir.mkdir()
+        stage_record.write_refusal(folder, stage_record.Plan((), ("n0", "n1", "n2")), without)
+        folder.setup_failure_file.write_text(f"{without[0]} has no sound copy: disk full (cluster.stage.required)\n")
+        return finish_attempt(run, number, 78, Config(), SlurmSays(JobFacts("RUNNING")))
+
+    outcome = refused("n2")
+    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2",))
+    assert outcome.sentence.startswith("n2 has no sound copy: disk full (cluster.stage.required) (the fault of n2)")
+    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2"]
+    assert [each.node for each in read_ledger(ledger_file("here"))] == ["n2"]
+    outcome = refused("n0", "n1", "n2")  # what is copied may be at fault
+    assert outcome.reason is (Reason.BAD_NODE if trained else Reason.CONFIG)
+    assert outcome.bad_nodes == () and outcome.fault is None
+
+
 def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:
     config = Config()
     config.cluster.backend = Backend.LOCAL
     attempt = begin(run, nodes=["vm"])
-    attempts.record_failure(run.attempt(attempt.number), 0, exit_code=78, sentence="a disk is full", bad_nodes=["vm"])
+    record_failure(run.attempt(attempt.number), 0, Failure(78, "a disk is full", bad_nodes=("vm",)))
     outcome = finish_attempt(run, attempt.number, 78, config, None)
     assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
 
@@ -462,7 +518,7 @@ def test_a_newer_attempt_that_has_failed_for_good_supersedes_nobody(
     begin(run, job_id="8", **newer)
     facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
     if fenced:
-        attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence="may not commit", superseded=True)
+        record_failure(run.attempt(1), 0, Failure(1, "may not commit", superseded=True))
     outcome = finish_attempt(run, 1, 1 if fenced else 75, Config(), SlurmSays(facts))
     assert outcome.reason == reason
     assert words in outcome.sentence
@@ -521,16 +577,66 @@ def test_a_crash_before_the_first_step_is_no_progress_whatever_was_saved_before(
 def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.new_attempt()
     directory = run.attempt(1)
-    assert attempts.first_failure(directory) is None
+    assert Failures.read(directory).first() is None
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     clock = iter([10.0, 11.0, 12.0])
     monkeypatch.setattr(time, "time", lambda: next(clock))
-    attempts.record_failure(directory, 0, exit_code=1, sentence="Connection closed by peer", because_of_peer=True)
-    attempts.record_failure(directory, 3, exit_code=78, sentence="no GPU")
-    attempts.record_failure(directory, 2, exit_code=1, sentence="ValueError: later")
-    assert attempts.first_failure(directory) == Failure(78, "rank 3: no GPU", node="n2")
-    lost = attempts.first_failure(directory, because_of_peer=True)
-    assert lost is not None and (lost.exit_code, lost.sentence) == (1, "rank 0: Connection closed by peer")
+    record_failure(directory, 0, Failure(1, "Connection closed by peer", because_of_peer=True))
+    record_failure(directory, 3, Failure(78, "no GPU"))
+    record_failure(directory, 2, Failure(1, "ValueError: later"))
+    found = Failures.read(directory)
+    first, lost = found.first(), found.first(because_of_peer=True)
+    assert first == RankFailure(3, Failure(78, "no GPU"), 11.0, "n2") and first.sentence == "rank 3: no GPU"
+    assert lost is not None and (lost.failure.exit_code, lost.sentence) == (1, "rank 0: Connection closed by peer")
+
+
+def test_what_a_rank_died_of_counts_from_then_however_late_it_is_on_record_and_no_torn_record_hides_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.new_attempt()
+    directory = run.attempt(1)
+    directory.failure_file(7).write_text('{"rank": 7, "exit_')
+    directory.failure_file(8).write_text('{"rank": 8, "exit_code": "one", "sentence": [], "time": 0}')
+    directory.failure_file(9).write_text('{"rank": 9}')
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    record_failure(directory, 0, Failure(1, "ValueError: I noticed"))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    record_failure(directory, 3, Failure(-9, "python ended with signal 9 (SIGKILL)"), when=time.time() - 5)
+    found = Failures.read(directory)
+    first = found.first()
+    assert first is not None and (first.rank, first.node) == (3, "n1")
+    assert sorted(found.nodes) == ["n0", "n1"]
+
+
+def test_all_evidence_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grace time of a preemption goes on meanwhile, and there may be a thousand ranks."""
+    begin(run, nodes=["n0", "n1"])
+    directory = run.attempt(1)
+    directory.srun_log.write_text("srun: error: n1: task 1: Killed\n")
+    for rank in range(2):
+        record_failure(directory, rank, Failure(1, "boom"))
+    opened: list[str] = []
+    real = records.open_with_size
+
+    def open_with_size(path: Path) -> tuple[int, int]:
+        opened.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(records, "open_with_size", open_with_size)
+    finish_attempt(run, 1, 137, Config(), None)
+    assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
+
+
+def test_a_node_is_not_blamed_for_ranks_that_only_lost_another_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    for nodes, failed_on in ((["n0", "n1"], None), (["n0"], "n0")):
+        attempt = begin(run, nodes=nodes)
+        lost = Failure(1, "Connection closed by peer", because_of_peer=True)
+        record_failure(run.attempt(attempt.number), 0, lost)
+        finish_attempt(run, attempt.number, 1, Config(), None)
+        assert attempts.read_attempt(run, attempt.number).failed_on == failed_on
 
 
 @pytest.mark.parametrize(("nodes", "node"), [(["n2"], "n2"), (["n2", "n3"], None), ([], None)])
@@ -538,15 +644,15 @@ def test_a_hang_of_ranks_on_several_nodes_is_the_fault_of_none_of_them(
     run: RunDir, nodes: list[str], node: str | None
 ) -> None:
     run.new_attempt()
-    attempts.record_hang(run.attempt(1), sentence="they wait for data", nodes=nodes, ranks=[1, 2])
-    assert attempts.found_hang(run.attempt(1)) == attempts.Hang("they wait for data", node)
+    record_hang(run.attempt(1), sentence="they wait for data", nodes=nodes, ranks=[1, 2])
+    assert found_hang(run.attempt(1)) == Hang("they wait for data", node)
 
 
 def test_a_hang_is_the_fault_of_no_node_that_slurm_does_not_know_by_that_name(run: RunDir) -> None:
     """Ranks of a torchrun that a program starts itself know the other nodes by their numbers alone."""
     for named, failed_on in (("n2", "n2"), ("node1", None)):
         attempt = add_attempt(run, nodes=["n1", "n2"])
-        attempts.record_hang(run.attempt(attempt.number), sentence="it hangs", nodes=[named], ranks=[1])
+        record_hang(run.attempt(attempt.number), sentence="it hangs", nodes=[named], ranks=[1])
         finish_attempt(run, attempt.number, 1, Config(), None)
         assert attempts.read_attempt(run, attempt.number).failed_on == failed_on
 
@@ -573,7 +679,7 @@ def test_a_hang_is_the_fault_of_no_node_that_slurm_does_not_know_by_that_name(ru
 def test_sruns_words_on_killed_tasks_are_found(log: str | None, found: str | None, tmp_path: Path) -> None:
     if log is not None:
         (tmp_path / "srun.log").write_text("srun: job 5 queued\n" + log)
-    assert attempts.killed_tasks(AttemptDir(tmp_path)) == found
+    assert SrunLog.read(AttemptDir(tmp_path)).killed_tasks == found
 
 
 # As 22.05.8 and 25.05.9 write it: into a job's log, and of a step into srun.log.
@@ -592,13 +698,13 @@ def test_why_slurm_ended_a_job_is_read_from_its_log(version: str, tmp_path: Path
 
     log = tmp_path / "slurm-2.log"
     log.write_text(line.format(what="JOB 2", at=at(-60), why=" DUE TO PREEMPTION") + "rank got TERM\n")
-    assert attempts.cancelled_due_to(log, began) is None  # that was the attempt before
+    assert cancelled_due_to(log, began) is None  # that was the attempt before
     for why in (" DUE TO JOB REQUEUE", " DUE TO PREEMPTION"):
         with log.open("a") as file:
             file.write(line.format(what="JOB 2", at=at(0), why=why))
-        assert attempts.cancelled_due_to(log, began) == why.removeprefix(" DUE TO ")
+        assert cancelled_due_to(log, began) == why.removeprefix(" DUE TO ")
     log.write_text(line.format(what="JOB 2", at=at(1), why=""))  # scancel
-    assert attempts.cancelled_due_to(log, began) is None
+    assert cancelled_due_to(log, began) is None
 
 
 def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: RunDir) -> None:
@@ -707,7 +813,7 @@ def test_a_crash_loop_ends_and_a_checkpoint_resets_it(run: RunDir) -> None:
 
     def crash() -> Verdict:
         attempt = begin(run, first_step=attempts.newest_checkpoint_step(run) or 0)
-        attempts.record_failure(run.attempt(attempt.number), 0, exit_code=1, sentence="boom")
+        record_failure(run.attempt(attempt.number), 0, Failure(1, "boom"))
         return finish_attempt(run, attempt.number, 1, config, None).verdict
 
     assert crash() == Verdict.REQUEUE
@@ -721,7 +827,7 @@ def test_a_crash_loop_ends_and_a_checkpoint_resets_it(run: RunDir) -> None:
 
 def test_without_another_cause_the_rank_that_lost_its_peer_is_named(run: RunDir) -> None:
     begin(run)
-    attempts.record_failure(run.attempt(1), 1, exit_code=1, sentence="Connection reset by peer", because_of_peer=True)
+    record_failure(run.attempt(1), 1, Failure(1, "Connection reset by peer", because_of_peer=True))
     assert "rank 1: Connection reset by peer" in finish_attempt(run, 1, 1, Config(), None).sentence
     (run.attempt(1).path / "srun.log").write_text("srun: error: n0: task 0: Killed\n")
     assert "n0: task 0: Killed" in finish_attempt(run, 1, 137, Config(), None).sentence

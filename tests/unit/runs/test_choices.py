@@ -465,7 +465,7 @@ def test_resume_of_a_run_that_was_cancelled_while_it_waited_submits_it_to_each_a
     queued: RunDir, slurm: FakeSlurm
 ) -> None:
     run = queued
-    assert starts(run, "h100x8", "2", Slurm(run, j2="RUNNING")) or True
+    assert starts(run, "h100x8", "2", Slurm(run, j2="RUNNING"))
     run.update_info(job_ids=[])  # as if it had died before it noted its job
     assert main(["cancel", run.id]) == 0 and main(["resume", run.id]) == 0
     assert [choice.job_id for choice in choices_of(run)] == ["3", "4"] and claim_of(run) is None
@@ -576,7 +576,7 @@ def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found
     with monkeypatch.context() as patch, contextlib.suppress(OSError):
         patch.setattr(Choice, "write", full)
         assert main([*TO_TWO, "submit"]) != 0
-    assert "may be in some of the queues" in capsys.readouterr().err
+    assert "may be queued on some clusters" in capsys.readouterr().err
     (run,) = lookup.all_runs(project / "runs")
     assert state(run).status == "waiting" and "a100x4: job 1 is pending" in state(run).explanation
     assert main(["cancel", run.id]) == 0
@@ -589,12 +589,12 @@ def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found
         (["cluster=first", "submit"], "cluster=first names no clusters"),
         ([*TO_TWO, "layout"], "is for `submit` of one run"),
         ([*TO_TWO, "-m", "optim.lr=1e-3,1e-4", "submit"], "is for `submit` of one run"),
-        ([*TO_TWO, "render"], "render is for one cluster"),
-        ([*TO_TWO, "requeue=chain", "submit"], "a chain is a queue of its own"),
+        ([*TO_TWO, "render"], "render works with one cluster"),
+        ([*TO_TWO, "requeue=chain", "submit"], "a chain belongs to one cluster"),
         ([*TO_TWO, "job.singleton=true", "submit"], "would wait for each other"),
         (["cluster=first", "cluster.choices=[a100x4,local]", "submit"], "which has no queue"),
         (["cluster=first", "cluster.choices=[a100x4,local]", "submit", "--dry-run"], "which has no queue"),
-        (["cluster=first", "cluster.choices=[a100x4,first]", "submit", "--dry-run"], "'first' is no cluster"),
+        (["cluster=first", "cluster.choices=[a100x4,first]", "submit", "--dry-run"], "'first' is not a cluster"),
         (["cluster=first", "cluster.choices=[a100x4,a100x4]", "submit"], "there twice"),
         (["cluster=first", "cluster.choices=[a100x4,../x]", "submit"], "is no name"),
         (["cluster=first", "cluster.choices=[a100x4,nowhere]", "submit"], "nowhere"),

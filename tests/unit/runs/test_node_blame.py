@@ -12,6 +12,7 @@ import pytest
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.node_blame import blamed_for
 from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, fault_of_node
 from slurmtrain.runs.run_dir import RunDir
@@ -162,7 +163,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def crash_on(run: RunDir, monkeypatch: pytest.MonkeyPatch, node: str) -> None:
     attempt = add_attempt(run, nodes=[node, "n9"], job_id="7", started=time.time() - 2)
     monkeypatch.setenv("SLURMD_NODENAME", node)
-    attempts.record_failure(run.attempt(attempt.number), 0, exit_code=1, sentence="OSError: /data is not there")
+    record_failure(run.attempt(attempt.number), 0, Failure(1, "OSError: /data is not there"))
     assert finish_attempt(run, attempt.number, 1, Config(), Running()).reason is Reason.CRASH
 
 
@@ -194,7 +195,7 @@ def test_where_the_ledger_cannot_be_written_the_run_goes_by_its_own_attempts(
     crash_on(run, monkeypatch, "n3")
     crash_on(run, monkeypatch, "n3")
     assert [each.node for each in blamed_for([run], BlamePolicy(), "big", time.time())] == ["n3"]
-    assert "cannot be written here: Not a directory; other runs do not hear of this attempt" in caplog.text
+    assert "cannot be written here: Not a directory; other runs will not know about this attempt" in caplog.text
 
 
 def test_a_run_that_ends_well_writes_nothing_to_the_ledger(run: RunDir) -> None:
@@ -205,7 +206,7 @@ def test_a_run_that_ends_well_writes_nothing_to_the_ledger(run: RunDir) -> None:
 
 def test_a_threshold_of_0_keeps_no_ledger(run: RunDir) -> None:
     add_attempt(run, nodes=["n4"], job_id="7", started=time.time())
-    attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence="no")
+    record_failure(run.attempt(1), 0, Failure(1, "no"))
     finish_attempt(run, 1, 1, Config(requeue=RequeueConfig(blame_threshold=0)), Running())
     assert not ledger_file("big").exists()
 
@@ -218,7 +219,7 @@ def test_a_rank_that_fails_beside_a_broken_gpu_says_so(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
     attempt = add_attempt(run, nodes=["n3", "n9"], job_id="7", started=time.time() - 7200)
-    attempts.record_failure(run.attempt(attempt.number), 0, exit_code=1, sentence="RuntimeError: no")
+    record_failure(run.attempt(attempt.number), 0, Failure(1, "RuntimeError: no"))
     outcome = finish_attempt(run, attempt.number, 1, Config(), Running())
     assert "rank 0: RuntimeError: no (GPU 3 has 2 uncorrectable ECC errors)" in outcome.sentence
     other = create_run_dir(run.path.parents[1], "train")  # one such record is enough

@@ -430,7 +430,7 @@ def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_g
     ending: dict[str, object],
 ) -> None:
     early, late = (decide_outcome(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))  # type: ignore[arg-type]
-    assert early.verdict == Verdict.REQUEUE and "nothing shows that it got anywhere (4 of 10 such" in early.sentence
+    assert early.verdict == Verdict.REQUEUE and "there is no sign of progress (4 of 10 such" in early.sentence
     assert late.verdict == Verdict.END and "giving up (requeue.max_unseen_attempts)" in late.sentence
     assert "slurmtrain progress STEP" in early.sentence and "slurmtrain progress STEP" in late.sentence
 
@@ -440,8 +440,8 @@ def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_g
 NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
 GOES_ON = {
     "resubmit": (Policy(mode=RequeueMode.RESUBMIT), "resubmit", "it is submitted again"),
-    "chain": (Policy(mode=RequeueMode.CHAIN, links_left=2), "next", "the next job of the chain goes on"),
-    "last of a chain": (Policy(mode=RequeueMode.CHAIN), "end", "no job of the chain is left to go on"),
+    "chain": (Policy(mode=RequeueMode.CHAIN, links_left=2), "next", "the next job of the chain continues"),
+    "last of a chain": (Policy(mode=RequeueMode.CHAIN), "end", "the chain has no jobs left"),
     "off": (Policy(mode=RequeueMode.OFF), "end", "it is not requeued"),
 }
 

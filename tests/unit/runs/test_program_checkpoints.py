@@ -271,11 +271,11 @@ def test_a_restart_with_no_checkpoint_to_be_seen_is_reported(run: RunDir, caplog
     for config in (config_of(), config_of(None, None)):
         begin(run, config)
         finish_attempt(run, run.attempt_numbers()[-1], 1, config, None)
-    assert "NO CHECKPOINT to be seen" in caplog.text  # not at the first start
-    assert trouble_of_checkpoints(run.events()) == "NONE to be seen at the start of attempt 2"
+    assert "NO VISIBLE CHECKPOINT" in caplog.text  # not at the first start
+    assert trouble_of_checkpoints(run.events()) == "none visible at the start of attempt 2"
     save(run, 5)
     begin(run, config_of())
-    assert trouble_of_checkpoints(run.events()) == "NONE to be seen at the start of attempt 2"
+    assert trouble_of_checkpoints(run.events()) == "none visible at the start of attempt 2"
 
 
 def test_a_newer_complete_checkpoint_is_progress_and_reported_steps_are_not(run: RunDir) -> None:

@@ -16,6 +16,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.outcome import (
     IN_PLACE_LEAST_S,
     PAUSES_S,
@@ -31,6 +32,7 @@ from slurmtrain.runs.outcome import (
     nodes_of_next_start,
 )
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import node_of_killed_tasks
 from slurmtrain.runtime import in_place
 from slurmtrain.runtime.finish_attempt import finish_attempt
 from slurmtrain.slurm.client import SlurmClient
@@ -312,7 +314,7 @@ def test_the_record_of_a_crash_names_the_node_of_the_killed_rank(run: RunDir, mo
     ],
 )
 def test_srun_names_the_node_of_killed_ranks_if_it_is_one(killed: str, node: str | None) -> None:
-    assert attempts.node_of_killed_tasks(killed) == node
+    assert node_of_killed_tasks(killed) == node
 
 
 def test_ranks_start_again_in_place_although_the_signal_after_a_crash_made_rank_0_say_that_it_was_stopped(
@@ -321,7 +323,7 @@ def test_ranks_start_again_in_place_although_the_signal_after_a_crash_made_rank_
     """As a program of the user's own does, whose other rank was killed."""
     monkeypatch.setattr(in_place, "STEP_POLL_S", 0.0)
     add_attempt(run, job_id="7", step_id="7.0", nodes=["n0", "n1"], said="stopped", cause="SIGTERM")
-    attempts.record_failure(run.attempt(1), 1, exit_code=137, sentence="python ended with signal 9 (SIGKILL)")
+    record_failure(run.attempt(1), 1, Failure(137, "python ended with signal 9 (SIGKILL)"))
     config = Config(cluster=ClusterConfig(nodes=2))
     assert finish_attempt(run, 1, 137, config, Slurm(RUNNING), can_start_again=True).verdict == "in-place"
 
@@ -419,7 +421,7 @@ def test_ranks_start_again_in_place_unless_the_config_says_otherwise(requeue: Re
         (["requeue=off"], "ranks start again in the same job only with requeue.in_place=true"),
         (["sweep.pack=2"], "would disagree on its nodes"),
         (["cluster.spare_nodes=-1"], "must be at least 0"),
-        (["cluster=local"], "has this machine only"),
+        (["cluster=local"], "has only this machine"),
     ],
 )
 def test_spare_nodes_that_nothing_could_use_are_refused(words: list[str], why: str) -> None:

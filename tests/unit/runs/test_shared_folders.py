@@ -272,7 +272,7 @@ def test_a_run_of_somebody_else_is_neither_started_nor_changed(
     """Its script and its config would be run as whoever resumes it."""
     run = plant()
     assert main([words[0], run.id, *words[1:]]) == 2
-    assert "only who has submitted a run may change it" in capsys.readouterr().err
+    assert "only the user who submitted a run may change" in capsys.readouterr().err
     assert asked() == []
 
 
@@ -347,7 +347,7 @@ def test_nothing_is_pruned_through_a_link(
     mine.checkpoints.rmdir()
     mine.checkpoints.symlink_to(elsewhere)
     assert main(["checkpoints", "last", "prune", "--leftovers"]) == 2
-    assert "nothing is removed through a link" in capsys.readouterr().err
+    assert "removes nothing through a link" in capsys.readouterr().err
     os.utime(mine.info_file, (0, 0))
     main(["runs", "prune", "--state", "lost", "stopped"])
     assert list(elsewhere.iterdir())
@@ -374,7 +374,7 @@ def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
     stranger.does(write)
     for action in ("retry", "cancel"):
         assert main(["sweep", action, "x.sweep-1"]) == 2
-        assert "only who has submitted a sweep may change it" in capsys.readouterr().err
+        assert "only the user who submitted a sweep may change" in capsys.readouterr().err
         assert main(["sweep", action, "last"]) == 2
         assert "is yours" in capsys.readouterr().err
     assert main(["sweep", "list"]) == 0
@@ -392,14 +392,14 @@ def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
         (shared / "train").chmod(mode)
 
     stranger.does(make_it)
-    with pytest.raises(ConfigError, match=r"may replace what is in|cannot create"):
+    with pytest.raises(ConfigError, match=r"can replace files in|cannot create"):
         create_run_dir(shared, "train")
 
 
 def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train").chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody may replace what is in"):
+    with pytest.raises(ConfigError, match="everybody can replace files in"):
         create_run_dir(tmp_path, "train")
     (tmp_path / "train").chmod(0o1777)
     assert create_run_dir(tmp_path, "train").path.exists()

@@ -41,11 +41,11 @@ def test_a_range_is_read_as_it_is_typed() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("many", "is no range of ports"),
-        ("29000-", "is no range of ports"),
+        ("many", "is not a range of ports"),
+        ("29000-", "is not a range of ports"),
         ("29100-29000", "29000 is less than 29100"),
-        ("80-90", "beyond the ports from 1024 to 65535"),
-        ("65000-70000", "beyond the ports from 1024 to 65535"),
+        ("80-90", "outside of the ports from 1024 to 65535"),
+        ("65000-70000", "outside of the ports from 1024 to 65535"),
     ],
 )
 def test_what_is_no_range_of_ports_is_refused_with_the_value(typed: str, said: str) -> None:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.runtime import compile_cache
 from slurmtrain.runtime.compile_cache import (
     CompileCache,
     Part,
@@ -33,27 +35,76 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 from slurmtrain.runtime.compile_cache import CompileCache, Part
 
+functions = {"a": lambda x: torch.sin(x) * 2, "b": lambda x: torch.cos(x) + 1}
 cache = CompileCache(Path(sys.argv[1]), {"torch": torch.__version__}, Part(0, 0, True))
 loaded = cache.load()
-torch.compile(lambda x: torch.sin(x) * 2)(torch.ones(8))
+for name in sys.argv[2]:
+    torch.compile(functions[name])(torch.ones(8))
 print(loaded > 0, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], cache.publish())
 """
 
 
-def test_a_later_job_compiles_nothing_that_is_in_the_archive_and_publishes_only_what_is_new(tmp_path: Path) -> None:
-    said = []
-    for job in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", JOB, str(tmp_path / "archives")],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"node-{job}")},
-            capture_output=True,
+def test_a_later_job_compiles_nothing_that_any_job_before_has_published(tmp_path: Path) -> None:
+    def begin(functions: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", JOB, str(tmp_path / "archives"), functions],
+            # Without a look at what this CPU's vectors can do, which compiles programs of its own.
+            env={
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"node-{functions}"),
+                "TORCHINDUCTOR_VEC_ISA_OK": "0",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
             text=True,
-            check=True,
         )
-        said.append(done.stdout.split())
-    assert said == [["False", "0", "1", "True"], ["True", "1", "0", "False"]]
-    (archive,) = (tmp_path / "archives").iterdir()
-    assert archive.stat().st_mode & 0o777 == 0o600
+
+    for job in [begin("a"), begin("b")]:  # at the same time
+        said, _ = job.communicate()
+        assert said.split()[1:] == ["0", "1", "True"]
+    said, _ = begin("ab").communicate()
+    assert said.split() == ["True", "2", "0", "False"]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "archives").iterdir()} == {0o600}
+
+
+def test_archives_add_up_and_one_that_holds_all_of_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_cache, "MOST_ARCHIVES", 3)
+
+    def info(names: str) -> object:
+        return SimpleNamespace(artifacts={"inductor": list(names)})
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: info(content.decode()))
+
+    def job(compiles: str, cache: CompileCache | None = None) -> CompileCache:
+        cache = cache or CompileCache(tmp_path, KEY, Part(0, 1, publishes=True))
+        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (compiles.encode(), info(compiles)))
+        cache.publish()
+        return cache
+
+    def held() -> list[str]:
+        paths = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        return [(read_archive(path, KEY) or b"").decode() for path in paths]
+
+    early = CompileCache(tmp_path, KEY, Part(0, 1, publishes=True))  # begins when there is nothing yet
+    job("ab")
+    job("bc", early)
+    assert held() == ["ab", "bc"]  # of two jobs at the same time, neither loses what the other one has published
+    later = CompileCache(tmp_path, KEY, Part(0, 1, publishes=True))
+    assert later.load() == 3
+    job("ac", later)  # all of that is there
+    assert held() == ["ab", "bc"]
+    job("abd", later)
+    assert held() == ["bc", "abd"]
+    other = CompileCache(tmp_path, KEY, Part(0, 11, publishes=True))
+    assert other.load() == 0
+    for index, path in enumerate(sorted(tmp_path.iterdir())):
+        os.utime(path, (index, index))
+    oldest = held()[0]
+    job("e")
+    job("f")
+    assert len(held()) == 3 and oldest not in held()
 
 
 @pytest.mark.parametrize(
@@ -90,8 +141,9 @@ def test_whatever_torch_raises_the_training_goes_on(
         raise RuntimeError("no such kind of artifact")
 
     cache = CompileCache(tmp_path, KEY, Part(0, 0, publishes=True))
-    cache.path.write_bytes(archive_bytes(b"content", KEY))
-    cache.path.chmod(0o600)
+    path = tmp_path / f"{cache.name}-0.compiled"
+    path.write_bytes(archive_bytes(b"content", KEY))
+    path.chmod(0o600)
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", fail)
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", fail)
     assert cache.load() == 0 and cache.publish() is False
@@ -106,11 +158,18 @@ def test_other_versions_shapes_and_layouts_have_other_archives(monkeypatch: pyte
         config = compose([*words, *more])
         cache = compile_cache_of(config, parallel_dims_of(config), Environment("single"), CPU)
         assert cache is not None
-        return cache.path
+        return cache.folder / cache.name
 
     plain = path()
-    assert plain.parent == Path("/shared/compiled") and path("train.steps=7", "optim.lr=1.0") == plain
-    assert len({plain, path("model.dim=128"), path("train.global_batch_size=32"), path("lora.r=4")}) == 4
+    assert plain.parent == Path("/shared/compiled")
+    assert path("train.steps=7", "optim.lr=1.0", "data.max_bytes=7") == plain
+    others = ("model.dim=128", "train.global_batch_size=32", "lora.r=4", "data.seq_len=32", "+eval.sets.x={seq_len: 8}")
+    assert len({plain, *map(path, others)}) == len(others) + 1
+    mixed = [
+        f"+data.sources.a={{path: /{where}, seq_len: {length}}}" for where, length in (("a", 8), ("b", 8), ("a", 16))
+    ]
+    first, moved, longer = (path("data=mixture", words) for words in mixed)
+    assert first == moved != longer
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     assert path() != plain and "torch-9.9.9" in path().name
 

@@ -137,7 +137,7 @@ def test_two_ranks_that_see_one_and_the_same_gpu_are_refused(gpus: pytest.Monkey
     store.set("gpu/2", "GPU-0")
     _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
     store.set("gpu/2", "GPU-1")
-    with pytest.raises(EnvironmentMismatchError, match="ranks 2, 3 on n1 see one and the same GPU"):
+    with pytest.raises(EnvironmentMismatchError, match="ranks 2, 3 on n1 see the same GPU"):
         _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
 
 

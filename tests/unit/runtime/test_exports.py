@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import exports
-from slurmtrain.runtime.exports import Exports
+from slurmtrain.runtime.exports import Exports, finish_waits_s
 
 
 def test_training_neither_ends_nor_waits_for_an_export_that_a_full_disk_prevents(
@@ -25,8 +26,7 @@ def test_training_neither_ends_nor_waits_for_an_export_that_a_full_disk_prevents
 
     monkeypatch.setattr(Exports, "_checkpoint", lambda self, step: tmp_path)
     monkeypatch.setattr(Exports, "_run", lambda self, words: ("no space is left", 1))
-    monkeypatch.setattr(exports, "FINISH_WAITS_S", 20.0)
-    made = Exports(RunDir(tmp_path), None, full)
+    made = Exports(RunDir(tmp_path), None, full, 20.0)
     made.ask(3)
     made.committed(3)
     made.finish()
@@ -36,6 +36,39 @@ def test_training_neither_ends_nor_waits_for_an_export_that_a_full_disk_prevents
     made.ask(4)
     made.close()
     assert "step 4 is not exported" in caplog.text and not made._due
+
+
+def test_a_storage_that_fails_ends_one_export_and_not_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = [errno.ESTALE]
+
+    def export(self: Exports, step: int) -> tuple[str, int, float]:
+        if numbers:
+            raise OSError(number := numbers.pop(), os.strerror(number))
+        return "", 0, 1.0
+
+    def cannot_be_listed(directory: Path) -> list[Path]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    told: list[tuple[Event, int]] = []
+    monkeypatch.setattr(Exports, "_export", export)
+    made = Exports(RunDir(tmp_path), None, lambda event, **values: told.append((event, values["step"])), 20.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(exports, "committed", cannot_be_listed)
+        made.ask(2, restored=True)  # in the thread that trains
+    monkeypatch.setattr(Exports, "_checkpoint", lambda self, step: tmp_path)
+    for step in (3, 4):
+        made.ask(step)
+        made.committed(step)
+    made.finish()
+    made.close()
+    assert told == [(Event.EXPORT_FAILED, 3), (Event.EXPORTED, 4)]
+    assert "OSError" in caplog.text and "Stale file handle" in caplog.text and "has not ended" not in caplog.text
+
+
+def test_the_last_exports_are_waited_for_within_the_time_of_a_collective() -> None:
+    assert (finish_waits_s(1800), finish_waits_s(300)) == (600.0, 150.0)
 
 
 class Training:

@@ -52,4 +52,4 @@ def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_sta
         once = ("cluster.tasks_per_node=2", "requeue.max_attempts_without_progress=1")
         code, said = ended(start(project, "touch started", *once))
     assert code == 1 and not (project / "started").exists()
-    assert f"MASTER_PORT={taken} of the environment is taken on" in said and "leave out MASTER_ADDR" in said
+    assert f"MASTER_PORT={taken} from the environment is in use on" in said and "unset MASTER_ADDR" in said

@@ -742,7 +742,7 @@ def test_all_ranks_meet_and_the_one_that_does_not_come_is_named() -> None:
         assert list(pool.map(lambda rank: rank.meet("clock"), ranks)) == [None] * 3
     ranks = exchanges(0.01)
     ranks[1].send("facts", "mine")
-    with pytest.raises(RendezvousError, match="1 of 2 ranks did not tell their facts within 0 s: rank 2"):
+    with pytest.raises(RendezvousError, match="1 of 2 ranks did not report their facts within 0 s: rank 2"):
         ranks[0].collect("facts", [1, 2])
 
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code
+from slurmtrain.config.compose import compose
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.failures import Failure, Failures, record_failure
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.jobs import command
+from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code, run_command
+from slurmtrain.runtime.jobs.launchers import ProcessEnd
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import descendants
+from slurmtrain.system.signals import StopCause, StopFlag
 
 ROWS = [
     # the program's own code, told to stop, job.finished_when, its file is there -> the contract's code
@@ -33,3 +46,40 @@ ROWS = [
 @pytest.mark.parametrize(("code", "told", "rule", "there", "meaning"), ROWS)
 def test_what_the_end_of_a_program_means(code: int, told: bool, rule: str | None, there: bool, meaning: int) -> None:
     assert contract_code(code, told=told, rule=FinishedWhen.of(rule), there=there) == meaning
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "records"),
+    [(-9, False, -9), (137, False, 137), (3, False, 3), (-15, True, None), (3, True, None)],
+)
+def test_a_crash_is_on_record_before_what_is_left_of_the_program_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, told: bool, records: int | None
+) -> None:
+    """Meanwhile the other ranks fail for want of this one, and all are told to stop, which is no reason for its end."""
+    run = create_run_dir(tmp_path, "train")
+    context = AttemptContext(run, run.new_attempt(), supervised=True)
+    nodes = Environment("slurm", rank=1, world_size=2, node_rank=1, nodes=("n0", "n1"), tasks_per_node=(1, 1))
+    stop_flag = StopFlag()
+    start = SimpleNamespace(words=["train"], variables={}, prepare=None, folder=None, name="train")
+    start.end = lambda code, told: ProcessEnd(-1, code, 0.0)
+
+    def end_the_rest(*_: object) -> None:
+        record_failure(context.attempt_dir, 0, Failure(1, "I noticed"))
+        stop_flag.request(StopCause.SIGTERM)
+
+    monkeypatch.setattr(command, "start_of", lambda *_: start)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda: code, pid=0))
+    monkeypatch.setattr(command, "_wait_for_descendants", end_the_rest)
+    monkeypatch.setattr(command, "ProgramStopper", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(descendants, "adopt_orphans", lambda: None)
+    if told:
+        stop_flag.request(StopCause.SIGTERM)
+    config = compose(["job=command", "job.command=train", "train.device=cpu"])
+    left_with = run_command(config, nodes, context, stop_flag, None)
+    first = Failures.read(context.attempt_dir).first()
+    assert first is not None
+    if records is None:
+        assert (left_with, first.rank) == (75, 0)
+    else:
+        assert (left_with, first.rank) == (records if records > 0 else 128 - records, 1)
+        assert first.failure.exit_code == records

@@ -146,9 +146,9 @@ def test_the_first_report_of_an_attempt_and_when_it_has_caught_up_are_told(
 
 def test_outside_of_a_run_the_verb_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["progress", "10"]) == 2
-    assert "works inside of a run only: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
+    assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
     assert main(["progress", "ten"]) == 2
-    assert "'ten' is no number of steps" in capsys.readouterr().err
+    assert "'ten' is not a number of steps" in capsys.readouterr().err
 
 
 def test_a_script_that_exits_75_after_each_reported_chunk_comes_to_its_end(cli: Cli, project: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 from slurmtrain.config.schema import JobConfig
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.jobs.program_start import _block_stops, heard_signals
-from slurmtrain.runtime.jobs.program_stop import ProgramProcess, ProgramStopper, end_of_grace, to_tell
+from slurmtrain.runtime.jobs.program_stop import ProgramProcess, ProgramStopper, end_of_grace, to_tell, told_facts
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import descendants
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -107,3 +111,25 @@ def test_a_shell_that_traps_the_early_warning_can_do_so(project: Path) -> None:
     assert heard_signals("SIGTERM", ["./traps.sh", "x"]) == both
     assert heard_signals("SIGTERM", ["bash", "-c", "trap 'x' USR2; sleep 9"]) == both
     assert heard_signals("SIGUSR1", ["bash", "traps.sh"]) == ["SIGUSR1"]
+
+
+def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = AttemptDir(tmp_path)
+    assert told_facts(folder) is None
+    facts = JobFacts("RUNNING", end_time=1000.0)
+    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=None)
+    assert told_facts(folder) is None
+    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=facts)
+    assert told_facts(folder) == facts
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail)
+        assert told_facts(folder) is None
+    folder.stop_file.unlink()
+    folder.stop_file.mkdir()
+    assert told_facts(folder) is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +145,24 @@ def test_pauses_grow_and_differ_between_ranks() -> None:
     assert seen[0] < 0.03 and 0.75 <= seen[-1] <= 1.25 and len(set(seen)) == 30
     for number in range(1, 30):
         assert seen[number] <= 0.05 + sum(seen[:number])  # nobody waits longer than it has waited
+
+
+@pytest.mark.parametrize("function", ["listdir", "pread"])
+def test_a_storage_that_fails_for_moments_is_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    write_json(folder / "x.json", {"address": "n0"})
+    waits, numbers = Published(folder / "x.json", rank_on(0, 0, nodes=1, per_node=1)), [errno.ESTALE, errno.EIO]
+    real = getattr(os, function)
+
+    def fail(*args: Any) -> Any:
+        if numbers:
+            raise OSError(number := numbers.pop(0), os.strerror(number))
+        return real(*args)
+
+    monkeypatch.setattr(os, function, fail)
+    assert [waits.look(), waits.look(), waits.look()] == [None, None, {"address": "n0"}]
+    assert caplog.text.count("is looked for again: Stale file handle") == 1 and "Input/output" not in caplog.text
+    numbers.append(errno.EACCES)
+    with pytest.raises(PermissionError if function == "listdir" else OSError):
+        waits.look()

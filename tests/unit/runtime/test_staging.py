@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import subprocess
 import tarfile
@@ -13,17 +14,32 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.cli.batch.stage import look
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.stage_record import Item, NodeReport, Plan, progress, read_plan, read_reports, write_plan
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.stage_record import (
+    LINE_BYTES,
+    Item,
+    NodeReport,
+    Plan,
+    progress,
+    read_plan,
+    read_reports,
+    refused_nodes,
+    write_plan,
+    write_refusal,
+)
 from slurmtrain.runtime.staging import copying, environment
 from slurmtrain.runtime.staging.copying import copy_tree, unpack
 from slurmtrain.runtime.staging.environment import PythonEnvironment, archive_of, digest_of
 from slurmtrain.runtime.staging.judge import judge
-from slurmtrain.runtime.staging.node import remove_left_over, stage_node
+from slurmtrain.runtime.staging.node import LiveJobs, remove_left_over, stage_node
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.file_systems import Mount
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
 
@@ -81,6 +97,7 @@ def test_without_a_sound_copy_nothing_is_left_that_ranks_could_use(code: Path, t
     (code / "train.py").write_text("changed")
     changed = stage_node(plan, folder, "n0", mount=local)
     assert changed.error is not None and f"{code} was read here with the digest" in changed.error
+    assert list(folder.iterdir()) == []  # what nobody uses takes no room
     gone = dataclasses.replace(plan, items=(Item("data/x", str(tmp_path / "gone"), 1),))
     assert str(stage_node(gone, folder, "n1", mount=local).error).endswith("gone: No such file or directory")
     large = dataclasses.replace(plan, items=(dataclasses.replace(plan.items[0], size_bytes=10**18),))
@@ -101,6 +118,31 @@ def test_what_python_compiles_meanwhile_changes_no_digest_and_is_not_copied(code
     assert copying.size_of(code) == sum(len(text) for text in ("print()", "x = 1", "text"))
 
 
+def test_copies_in_memory_are_told_and_refused_where_the_job_has_too_little(code: Path, tmp_path: Path) -> None:
+    folder, plan = tmp_path / "slurmtrain-stage-1" / "c-7-0", plan_of(code)
+
+    def staged(node: str, left: int) -> NodeReport:
+        return stage_node(plan, folder, node, mount=lambda _: Mount("/", "tmpfs"), memory=lambda: left)
+
+    assert str(staged("n0", plan.size_bytes - 1).error).endswith("which is memory of the job, and it has 0.00 GB left")
+    report = staged("n1", plan.size_bytes)
+    assert report.error is None and report.in_memory
+    assert judge(dataclasses.replace(plan, nodes=("n1",)), {"n1": report}).in_memory == ("n1",)
+    assert not stage_node(plan, folder, "n2", mount=local, memory=lambda: 0).in_memory
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o755, False)])
+def test_a_folder_that_others_could_put_another_in_place_of_is_not_used(
+    code: Path, tmp_path: Path, mode: int, refused: bool
+) -> None:
+    (tmp_path / "scratch" / "me").mkdir(parents=True)
+    (tmp_path / "scratch").chmod(mode)
+    report = stage_node(plan_of(code), tmp_path / "scratch" / "me" / "slurmtrain-stage-1" / "c-7-0", "n0", mount=local)
+    assert (report.error is not None) is refused
+    if refused:
+        assert f"they can write to {tmp_path}/scratch, which has no sticky bit" in str(report.error)
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Path) -> None:
     (tmp_path / "slurmtrain-stage-1").mkdir()
     (tmp_path / "slurmtrain-stage-1").chmod(0o777)
@@ -109,11 +151,36 @@ def test_a_folder_that_others_can_write_to_is_not_used(code: Path, tmp_path: Pat
 
 
 def test_what_jobs_that_have_ended_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    kept, gone = ("c-7-1", "c-8-0", "other-9-0", "notes"), ("c-7-0", "c-9-0")
+    kept, gone = ("c-7-1", "c-8-0", "other-9-0", "notes", "c-10-0"), ("c-7-0", "c-9-0")
     for name in (*kept, *gone):
         (tmp_path / name / "n0").mkdir(parents=True)
-    remove_left_over(tmp_path / "c-7-1", ["7", "8"])
+        os.utime(tmp_path / name, (1000, 1000))
+    os.utime(tmp_path / "c-10-0", (2000, 2000))  # its job has started after SLURM was asked
+    jobs = LiveJobs(2000.0, ("7", "8"))
+    assert LiveJobs.parse(str(jobs)) == jobs
+    remove_left_over(tmp_path / "c-7-1", jobs)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_before_the_nodes_copy_slurm_is_asked_for_live_jobs_and_whether_this_one_is_to_stop(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Says(SlurmClient):
+        facts: JobFacts | None = JobFacts("RUNNING", start_time=5.0)
+
+        def job(self, job_id: str) -> JobFacts | None:
+            return self.facts
+
+        def live_jobs(self) -> list[str]:
+            return ["7", "8"]
+
+    client = Says()
+    assert look(client, "7") == 0
+    assert LiveJobs.parse(capsys.readouterr().out).ids == ("7", "8")
+    for client.facts in (JobFacts("RUNNING", start_time=5.0, preempt_time=6.0), JobFacts("COMPLETING")):
+        assert look(client, "7") == 75
+    client.facts = None  # SLURM does not know it, or does not answer: that is no word to stop
+    assert look(client, "7") == 0
 
 
 # The environment.
@@ -143,6 +210,54 @@ def test_an_environment_is_packed_once_and_again_when_it_has_changed(tmp_path: P
     assert sorted(os.listdir(archives)) == sorted([second.name, third.name])
 
 
+def test_conda_itself_is_not_packed_with_its_base_environment(tmp_path: Path) -> None:
+    made = fake_environment(tmp_path / "environment")
+    for folder in ("pkgs/numpy", "envs/other/lib", "lib/pkgs"):
+        (made.prefix / folder).mkdir(parents=True)
+        (made.prefix / folder / "file").write_text("x")
+    (made.prefix / "lib" / "linked").symlink_to(
+        "../pkgs/numpy/file"
+    )  # as conda does it from one file system to another
+
+    def packed() -> set[str]:
+        archive = archive_of(made, tmp_path / "archives")
+        with tarfile.open(archive) as content:
+            linked = content.getmember("lib/linked").linkname
+            assert linked == (
+                "../pkgs/numpy/file" if "pkgs/numpy/file" in content.getnames() else f"{made.prefix}/pkgs/numpy/file"
+            )
+            return set(content.getnames())
+
+    elsewhere = {"pkgs/numpy/file", "envs/other/lib/file"}
+    assert elsewhere <= packed()
+    (made.prefix / "conda-meta").mkdir()
+    assert not elsewhere & packed() and "lib/pkgs/file" in packed()
+    key = environment.key_of(made.prefix)
+    (made.prefix / "envs" / "other" / "lib" / "file").write_text("another environment has changed")
+    assert environment.key_of(made.prefix) == key
+
+
+def test_an_environment_with_a_folder_that_cannot_be_read_is_not_packed_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, scandir = fake_environment(tmp_path / "environment"), os.scandir
+
+    def deny(path: str) -> object:
+        if str(path).endswith("/lib"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(ConfigError, match=r"environment/lib cannot be read: Permission denied"):
+        archive_of(made, tmp_path / "archives")
+
+
+def test_evaluations_use_the_archive_of_their_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "train" / "id")
+    assert run.environments == tmp_path / "runs" / f".environments-{os.getuid()}"
+    assert run.evaluation(7).environments == run.environments
+
+
 def test_what_python_compiles_makes_no_other_archive_and_may_vanish_while_it_is_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +270,7 @@ def test_what_python_compiles_makes_no_other_archive_and_may_vanish_while_it_is_
     assert environment.key_of(made.prefix) == key
     walk = os.walk
 
-    def walk_and_remove(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    def walk_and_remove(top: Path, onerror: object) -> Iterator[tuple[str, list[str], list[str]]]:
         for folder, folders, names in walk(top):
             for name in names:
                 if name in vanishing:
@@ -172,8 +287,9 @@ def test_what_python_compiles_makes_no_other_archive_and_may_vanish_while_it_is_
         environment.pack(made.prefix, tmp_path / "packed again.tar")
 
 
+@pytest.mark.parametrize("looks_too_early", [False, True])
 def test_an_archive_that_another_job_made_meanwhile_is_used_and_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_too_early: bool
 ) -> None:
     made, archives = fake_environment(tmp_path / "environment"), tmp_path / "archives"
     pack, others = environment.pack, []
@@ -181,6 +297,8 @@ def test_an_archive_that_another_job_made_meanwhile_is_used_and_not_replaced(
     def pack_slowly(prefix: Path, archive: Path) -> str:
         monkeypatch.setattr(environment, "pack", pack)
         others.append((first := archive_of(made, archives), first.stat().st_ino))
+        if looks_too_early:
+            monkeypatch.setattr(environment, "_archive_with", lambda key, folder: None)
         return pack(prefix, archive)
 
     monkeypatch.setattr(environment, "pack", pack_slowly)
@@ -295,12 +413,51 @@ def test_nodes_whose_copies_are_sound_and_equal_use_them(found: dict[str, NodeRe
     assert all(words in judged.without[node] for node, words in without.items())
 
 
+def test_a_node_that_is_not_done_in_time_is_named_with_the_limit() -> None:
+    judged = judge(PLAN, reports(n0="d", n1="d"), "30 min (cluster.stage.limit_min)")
+    assert judged.sentence == ("n2 has no sound copy: its copying was not done after 30 min (cluster.stage.limit_min)")
+
+
+def test_the_report_of_a_node_is_short_enough_that_no_other_one_comes_into_it() -> None:
+    long = NodeReport("n1", error="/shared/" + "é" * 4000)
+    line = long.line()
+    assert len(line.encode()) <= LINE_BYTES and '"error": "/shared/' in line
+    items = tuple(Item(f"data/{index:03d}", f"/shared/{index:03d}", 1) for index in range(90))
+    plan = Plan(items, ("n0", "n1", "node-with-a-longer-name"))
+    lines = [
+        NodeReport(node, 1.0, {item.name: f"{index:064d}" for index, item in enumerate(items)}) for node in plan.nodes
+    ]
+    lines[1] = dataclasses.replace(lines[1], digests={**lines[1].digests, "data/089": "d" * 64})
+    assert all(len(each.line()) <= LINE_BYTES for each in lines)
+    read = {each.node: NodeReport(**json.loads(each.line())) for each in lines}
+    assert judge(plan, read).sentence == "n1 has no sound copy: its copies differ from those of most nodes"
+
+
 def test_one_sentence_names_the_nodes_without_copies() -> None:
     assert judge(PLAN, reports(n0="d", n1="e", n2="d")).sentence == (
         "n1 has no sound copy: its copy of /x differs from that of most nodes"
     )
     many = dataclasses.replace(PLAN, nodes=tuple(f"n{number}" for number in range(9)))
     assert judge(many, {}).sentence.endswith("; and 6 more nodes")
+
+
+@pytest.mark.parametrize(
+    ("without", "nodes", "at_fault"),
+    [
+        (["n2"], 3, ("n2",)),
+        (["n1"], 2, ("n1",)),
+        (["n0", "n1"], 3, ()),  # what is copied may be at fault
+        (["n0"], 1, None),  # the node of the batch script
+    ],
+)
+def test_nodes_without_required_copies_are_at_fault_unless_they_are_most_of_them(
+    tmp_path: Path, without: list[str], nodes: int, at_fault: tuple[str, ...] | None
+) -> None:
+    attempt = AttemptDir(tmp_path)
+    assert refused_nodes(attempt) is None
+    attempt.stage_dir.mkdir()
+    write_refusal(attempt, dataclasses.replace(PLAN, nodes=tuple(f"n{index}" for index in range(nodes))), without)
+    assert refused_nodes(attempt) == at_fault
 
 
 def test_status_counts_the_nodes_that_have_copied(tmp_path: Path) -> None:
@@ -357,16 +514,17 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cluster.stage.dir=scratch"], "is no folder of a node"),
-        (["cluster.stage.dir='/tmp/$(id)'"], "is no folder of a node"),
+        (["cluster.stage.dir=scratch"], "is not a folder on a node"),
+        (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
         (["cluster.stage.data=[/a/x,/b/x]"], "x is a second of that name"),
-        (["cluster=local", "cluster.stage.code=true"], "has this machine only"),
+        (["cluster=local", "cluster.stage.code=true"], "has only this machine"),
         (
             ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif", "cluster.stage.code=true"],
             "would not see the copies",
         ),
-        (["sweep.pack=2", "cluster.stage.environment=true"], "each copy for themselves"),
+        (["sweep.pack=2", "cluster.stage.environment=true"], "make its own copies"),
         (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
+        (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], message: str) -> None:

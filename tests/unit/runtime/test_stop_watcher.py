@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -249,3 +252,79 @@ def test_two_threads_that_find_the_time_limit_extended_both_go_on(
     signals.request(StopCause.SIGTERM)
     made.wait_for_record()
     assert moved == [True, True]
+
+
+def test_the_cause_is_on_record_before_slurm_has_answered(tmp_path: Path) -> None:
+    """Rank 0 leaves after some seconds, which an overloaded controller needs for itself."""
+    answers = threading.Event()
+
+    class Slow(Slurm):
+        def job(self, job_id: str) -> JobFacts:
+            facts = super().job(job_id)
+            if self.asked > 1:
+                answers.wait(60)
+            return facts
+
+    signals = StopFlag()
+    made = watch(signals, tmp_path, Slow(3600.0))
+    signals.request(StopCause.SIGTERM)
+    deadline = time.monotonic() + 60
+    while (record := read_json(tmp_path / "stop.json")) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert record is not None and record["cause"] == StopCause.SIGTERM and record["facts"] is None
+    assert record["seconds_left"] == pytest.approx(3600, abs=60)
+    early = attempts.read_attempt_in(AttemptDir(tmp_path), 1)
+    assert early.cause == StopCause.SIGTERM and early.facts_when_told is None
+    answers.set()
+    made._thread.join(60)
+    record = read_json(tmp_path / "stop.json")
+    assert record is not None and record["facts"]["state"] == "RUNNING" and record["cause"] == StopCause.SIGTERM
+
+
+def test_what_fails_in_the_watch_ends_neither_the_switches_nor_the_record(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
+
+    class Broken(Slurm):
+        def job(self, job_id: str) -> JobFacts:
+            raise KeyError("a bug")
+
+    def full(*words: Any, **values: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunDir, "event", full)
+    monkeypatch.setattr(attempts, "write_request", full)
+    signals = StopFlag()
+    made = StopWatcher(
+        signals,
+        AttemptDir(run_dir.attempts),
+        Broken(),  # type: ignore[arg-type]
+        signal_lead_s=0,
+        run_dir=run_dir,
+    )
+    (run_dir.path / "save").touch()
+    deadline = time.monotonic() + 60
+    while not made.take_save():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    (run_dir.path / "stop").touch()
+    assert signals.wait(60)
+    made._thread.join(60)
+    record = read_json(run_dir.attempts / "stop.json")
+    assert record is not None and record["cause"] == "the file stop"
+    assert caplog.text.count("a bug") == 1 and "No space left on device" in caplog.text
+
+
+def test_the_clock_is_believed_where_no_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = StopFlag()
+    made = watch(signals, tmp_path, Slurm(3600.0))
+
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more)
+        made._time_is_up()
+    assert signals.first is not None and signals.first.cause == "deadline"
+    made.wait_for_record()

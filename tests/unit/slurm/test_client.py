@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -420,3 +422,31 @@ def test_variables_of_a_job(name: str) -> None:
 def test_variables_of_a_person_are_kept() -> None:
     mine = {"SLURM_CONF": "x", "SLURMTRAIN_RUNS": "y", "PATH": "z", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
     assert clean_environment(mine | {"SLURM_NTASKS": "1"}) == mine
+
+
+def cannot_fork(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_a_command_that_cannot_be_started_is_no_answer(fake_slurm: FakeSlurm) -> None:
+    client = SlurmClient(run=cannot_fork)
+    with pytest.raises(ClusterError, match=r"`scontrol` cannot be started on this machine: Resource temporarily"):
+        client.look("1")
+    assert client.job("1") is None and client.glance(["scontrol", "ping"]) is None and client.version() is None
+
+
+def test_the_times_of_a_job_are_asked_for_in_unix_seconds(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hour that a clock change repeats, a local time may be either of two."""
+    asked: list[str | None] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        asked.append(environment.get("SLURM_TIME_FORMAT"))
+        shown = SHOW_JOB.replace("StartTime=2026-11-21T10:13:57", "StartTime=1792888200")
+        return subprocess.CompletedProcess(command, 0, shown.replace("EndTime=2026-11-21T11:13:57", "EndTime=Unknown"))
+
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    facts = SlurmClient(run=run).look("1")
+    assert facts is not None and (facts.start_time, facts.end_time) == (1792888200.0, None)
+    assert asked == ["%s"]

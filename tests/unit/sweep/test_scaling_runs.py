@@ -42,10 +42,10 @@ def test_the_same_test_is_the_same_sweep() -> None:
 @pytest.mark.parametrize(
     ("words", "sizes", "sentence"),
     [
-        (["job=command", "job.command=true"], [1, 2], "scale is for the trainer's runs"),
+        (["job=command", "job.command=true"], [1, 2], "scale works with the built-in trainer"),
         (["cluster=local"], [1, 2], "cluster.backend=local has one node"),
         (["cluster.nodes=3", "train.global_batch_size=48"], [1, 2, 4], "4 nodes: "),
-        (["cluster.nodes=8", "train.global_batch_size=63"], [1, 3], "is no whole number of sequences on 1"),
+        (["cluster.nodes=8", "train.global_batch_size=63"], [1, 3], "is not a whole number of sequences on 1"),
         (["parallel.tp=3"], [1, 2], "parallel.tp=3 does not divide"),
     ],
 )

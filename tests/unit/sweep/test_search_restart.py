@@ -228,7 +228,7 @@ def test_a_trial_that_finished_without_a_result_was_not_tried_again(
         search = begin(opened)
         search.run()
         assert [trial.number for trial in search.trials if trial.state == TrialState.FAIL] == [1]
-        assert "never a finite number" in search.trials[1].why
+        assert "never finite" in search.trials[1].why
     assert "tried again" not in caplog.text
     check_all_told_once(opened, search)
 
@@ -332,7 +332,7 @@ def test_a_run_whose_files_cannot_be_read_ends_the_search_and_fails_no_trial(
 
 
 def test_two_searches_in_one_folder_do_not_both_go_on(opened: OpenSweep, begin: BEGIN) -> None:
-    with alone(opened.sweep), pytest.raises(ClusterError, match=r"process \d+ on .* is at sweep"):
+    with alone(opened.sweep), pytest.raises(ClusterError, match=r"process \d+ on .* is already running sweep"):
         begin(opened).run()
     first, second = TrialLog(opened.sweep.trials_file), TrialLog(opened.sweep.trials_file)
     first.add(LogEvent.ASKED, 0, overrides=["optim.lr=0.5"])
@@ -379,5 +379,5 @@ def test_a_result_is_a_finite_number(values: list[str], best: float | None, open
     if best is not None:
         assert result_of(run_dir, now)[1] == best
     else:
-        with pytest.raises(RunFailedError, match="valid_loss was never a finite number"):
+        with pytest.raises(RunFailedError, match="valid_loss was never finite"):
             result_of(run_dir, now)

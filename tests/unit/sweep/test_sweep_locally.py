@@ -65,7 +65,7 @@ def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(project: Path, capsys: p
     )
     try:
         wait_for(project / "here-1")
-        assert main(words) == 1 and "is at sweep" in capsys.readouterr().err
+        assert main(words) == 1 and "is already running sweep" in capsys.readouterr().err
         shell.send_signal(signal.SIGINT)
         _, said = shell.communicate(timeout=120)
     finally:

@@ -1,0 +1,93 @@
+"""What srun and slurmstepd say of the end of a job's tasks, which could not say it themselves: killed ones, lost nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_time
+from slurmtrain.system import records
+
+SRUN_LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
+JOB_LOG_BYTES = 65536  # read from the end of a job's log
+
+
+@dataclass(frozen=True)
+class SrunLog:
+    """The end of what srun has written to stderr for an attempt; empty if there is none."""
+
+    text: str = ""
+
+    @classmethod
+    def read(cls, attempt_dir: AttemptDir) -> SrunLog:
+        """Read the log of an attempt, as far as it can be read."""
+        try:
+            return cls(records.read_tail(attempt_dir.srun_log, SRUN_LOG_BYTES).decode(errors="replace"))
+        except UnreadableRecordError:
+            return cls()
+
+    @property
+    def killed_tasks(self) -> str | None:
+        """The words of srun on a task that was killed, since that rank could not leave a record; None if there are none."""
+        words = r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)"
+        match = re.search(words, self.text)
+        if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
+            match = re.search(
+                r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", self.text
+            )
+        return match.group(1).strip() if match else None
+
+    def nodes_of_tasks(self, how: str) -> list[str]:
+        """Return the nodes of the tasks that have ended in a way that srun reports, in its order.
+
+        Args:
+            how: a regular expression for srun's words: "Exited with exit code 1".
+        """
+        nodes: dict[str, None] = {}
+        words = rf"^srun: error: (\S+): tasks? [\d,-]+: (?:{how})\b"
+        for hosts in re.findall(words, self.text, re.MULTILINE):
+            with contextlib.suppress(EnvironmentMismatchError):
+                nodes |= dict.fromkeys(expand_nodelist(hosts))
+        return list(nodes)
+
+    @property
+    def node_without_tasks(self) -> str | None:
+        """The node on which srun could not start its tasks, by its own words; None if it started them on all."""
+        return self._named(r"srun: error: Task launch for StepId=\S+ failed on node ([^\s:]+):")
+
+    @property
+    def lost_node(self) -> str | None:
+        """The node whose failure srun has reported; None if it has reported none."""
+        return self._named(r"^srun: error: Node failure on ([A-Za-z0-9_.-]+)$")
+
+    def _named(self, words: str) -> str | None:
+        match = re.search(words, self.text, re.MULTILINE)
+        return match.group(1) if match else None
+
+
+def node_of_killed_tasks(killed: str) -> str | None:
+    """Return the node that srun's words on killed tasks name, as in "n1: task 3: Killed"; None if it is not just one."""
+    match = re.match(r"(\S+): tasks? [\d,-]+: ", killed)
+    node = match.group(1) if match else ""  # a "missing step on node 1" counts the nodes of the step
+    return node if node and not set("[,") & set(node) else None
+
+
+def cancelled_due_to(log: Path, since: float) -> str | None:
+    """Return SLURM's reason for ending a job, as "PREEMPTION", "JOB REQUEUE", "TIME LIMIT"; None if none can be read.
+
+    Args:
+        log: log of the job, to which slurmstepd writes the reason on the node; it also has the lines of earlier starts.
+        since: unix seconds; earlier lines are of an earlier attempt.
+    """
+    try:
+        text = records.read_tail(log, JOB_LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return None
+    words = re.findall(r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", text)
+    later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
+    return later[-1] if later else None

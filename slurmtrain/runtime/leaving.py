@@ -1,0 +1,107 @@
+"""How a rank leaves: what it records of the error that ends it, and the exit code of the contract, whatever fails then.
+
+A disk may be full, or a record unreadable, just when a rank has to say why it ends. That must not change its exit code,
+by which whoever has started it decides what happens next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn
+
+from slurmtrain.errors import (
+    DIVERGED,
+    CheckpointMismatchError,
+    LostPeersError,
+    PreflightError,
+    RendezvousError,
+    SlurmtrainError,
+    SupersededError,
+    exit_code_of,
+)
+from slurmtrain.runs.failures import Failure
+from slurmtrain.system import signals
+from slurmtrain.system.logs import show_error
+
+log = logging.getLogger(__name__)
+
+# What gloo and NCCL say when another rank has gone.
+LOST_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Return what a rank records of an error that ends it."""
+    told_all = isinstance(error, PreflightError) and error.told_all and rank != 0  # rank 0 records it for all
+    return Failure(
+        exit_code_of(error),
+        error.message if isinstance(error, SlurmtrainError) else _in_a_line(error),
+        because_of_peer=lost_a_peer(error) or told_all,
+        superseded=isinstance(error, SupersededError),
+        on_any_node=isinstance(error, CheckpointMismatchError),
+        diverged=isinstance(error, DIVERGED),
+        bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
+    )
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Return whether this is an error that a rank gets when another rank has gone: that rank's failure came first."""
+    if isinstance(error, LostPeersError) or (isinstance(error, RendezvousError) and error.because_of_peer):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_A_PEER)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Return whether this is gloo's error for a collective to which some rank did not come in time."""
+    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return class and message of an error in one line.
+
+    Of a long message that is its first line, and its last one, where a data worker's own error is.
+    """
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join((name, " ... ".join(lines[:1] + lines[1:][-1:]))) if lines else name
+
+
+@contextlib.contextmanager
+def undeterred(what: str) -> Iterator[None]:
+    """Go on after an error in the block, with a warning: this rank is leaving, and with the exit code that it has.
+
+    Args:
+        what: what the block does, as in "record the failure".
+    """
+    try:
+        yield
+    except Exception as error:
+        log.warning("cannot %s: %s", what, error.message if isinstance(error, SlurmtrainError) else _in_a_line(error))
+
+
+def show(error: BaseException) -> None:
+    """Show an error that ends this rank on stderr: one of ours as a sentence, any other with its traceback."""
+    with undeterred("show the error"):
+        if isinstance(error, SlurmtrainError):
+            show_error(error)
+        else:
+            traceback.print_exception(error)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: no exit handlers that could hang, no child left behind, no signal that changes the code."""
+    signals.ignore_further_stop_signals()
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the disk of its log is full, or somebody has closed it
+            stream.flush()
+    os._exit(code)

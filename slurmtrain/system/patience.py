@@ -1,0 +1,103 @@
+"""How often a storage that fails is asked again: the errors that may pass, and two policies for those who wait.
+
+Which of the two is right depends on what is lost by giving up: `RESTORE` where the work of hours would be, `STEP` where a
+step of training waits, and a run goes on from its last checkpoint. Polls, which look again anyway, need neither: they
+take an error that `may_pass` for "not there yet".
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, repeat, takewhile
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# How long a file may be missing that another node has written: an NFS client believes what it has cached.
+LATE_S = 2.0
+# Errors of the file, and of this process. All others (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) are of the storage.
+_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """A policy.
+
+    Attributes:
+        pauses_s: seconds between two attempts.
+        within_s: the last pause is repeated for so many seconds in all; None: there are no more attempts after it.
+    """
+
+    pauses_s: tuple[float, ...]
+    within_s: float | None = None
+
+    def pauses(self) -> Iterator[float]:
+        """Return the pauses from now on until it is time to give up."""
+        if self.within_s is None:
+            return iter(self.pauses_s)
+        give_up = time.monotonic() + self.within_s  # counted from now, not from the first error
+        endless = chain(self.pauses_s, repeat(self.pauses_s[-1]))
+        return takewhile(lambda pause_s: time.monotonic() + pause_s <= give_up, endless)
+
+
+RESTORE = Patience((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0), within_s=60.0)  # a server that is started anew
+STEP = Patience((0.1, 0.5, 2.5))  # long enough for a file server to change over, short for a step
+
+
+def may_pass(error: OSError) -> bool:
+    """Return whether an error is of the storage, and says nothing about the file or this process."""
+    return error.errno not in (*_OF_THE_FILE, *_OF_THIS_PROCESS)
+
+
+def is_of_this_process(error: OSError) -> bool:
+    """Return whether an error says something about this process alone: its memory, its descriptors, its rights."""
+    return error.errno in _OF_THIS_PROCESS
+
+
+def patiently(
+    work: Callable[[], T],
+    patience: Patience,
+    *,
+    late: Path | None = None,
+    late_s: float = LATE_S,
+    told: Callable[[OSError], None] = lambda error: None,
+) -> T:
+    """Run `work`, which reads, again and again while the storage fails.
+
+    Args:
+        late: a file that may be missing for `late_s` seconds; None: a missing file is an error at once.
+        told: called with each error before the pause.
+
+    Raises:
+        OSError: one that does not pass, or the last one before patience was over.
+    """
+    pauses, waiting = patience.pauses(), Patience(patience.pauses_s, late_s).pauses()
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            missing = late is not None and error.errno == errno.ENOENT
+            if not missing and not may_pass(error):
+                raise
+            pause_s = next(waiting if missing else pauses, None)
+            if pause_s is None:
+                raise
+            told(error)
+        time.sleep(pause_s)
+        if missing and late is not None:
+            with suppress(OSError):  # read-only
+                refresh(late.parent)
+
+
+def refresh(directory: Path) -> None:
+    """Make an NFS client ask the server for the entries of `directory` again, by changing the directory."""
+    probe = directory / f".probe-{uuid.uuid4().hex}"
+    probe.touch(mode=0o600)
+    probe.unlink()

@@ -1,0 +1,160 @@
+"""Small files on a storage that fails: what it says is an OSError everywhere, and a lock is waited for, but not for ever."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
+from slurmtrain.runs import run_dir as run_dir_module
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import patience, records
+from slurmtrain.system.files import read_json
+from slurmtrain.system.patience import Patience, patiently
+
+
+def failing(number: int) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("function", ["open", "pread"])
+def test_a_failure_of_the_storage_is_an_os_error_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(os, function, failing(errno.ESTALE))
+    with pytest.raises(UnavailableRecordError, match=r"run.json cannot be read: Stale file handle") as caught:
+        read_json(tmp_path / "run.json")
+    assert isinstance(caught.value, OSError) and caught.value.errno == errno.ESTALE
+    assert caught.value.exit_code == 2 and str(caught.value) == caught.value.message
+
+
+def test_attempts_that_cannot_be_listed_are_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "scandir", failing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        RunDir(tmp_path).attempt_numbers()
+
+
+def test_what_no_waiting_mends_is_none(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    with pytest.raises(UnreadableRecordError, match="is a link") as caught:
+        read_json(tmp_path / "link")
+    assert not isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("function", ["pread", "write", "open"])
+def test_a_line_that_cannot_be_appended_is_an_os_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    records.append_line(tmp_path / "events.jsonl", "{}\n")
+    monkeypatch.setattr(os, function, failing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        records.append_line(tmp_path / "events.jsonl", "{}\n")
+
+
+def test_an_event_waits_for_the_lines_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.event(Event.SUBMITTED)
+    other, waited = os.open(run.events_file, os.O_RDWR), []
+
+    def sleep(seconds: float) -> None:
+        waited.append(len(run.events()))
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    run.event(Event.SUBMITTED)
+    os.close(other)
+    assert waited == [1] and len(run.events()) == 2
+
+
+def test_an_event_is_written_although_another_process_keeps_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir_module, "EVENT_LOCK_S", 0.05)
+    run = RunDir(tmp_path)
+    with records.locked(run.events_file, at_most_s=1.0):
+        run.event(Event.SUBMITTED)
+    assert len(run.events()) == 1
+
+
+def test_events_of_many_threads_are_all_there(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    threads = [threading.Thread(target=run.event, args=(Event.SUBMITTED,)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(run.events()) == 16
+
+
+def test_a_switch_works_once_and_without_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    assert not run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)
+    run.stop_switch.touch()
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", failing(errno.ENOSPC))
+        assert run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)
+    assert not run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)
+    run.save_switch.touch()
+    assert run.take_switch(run.save_switch, Event.SAVE_FILE_FOUND)
+    assert [(event["event"], event["uid"]) for event in run.events()] == [(Event.SAVE_FILE_FOUND, os.getuid())]
+
+
+class Storage:
+    """Fails with these numbers, one after the other, and on a clock that only sleeps move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int):
+        self.numbers, self.asked, self.now = list(numbers), 0, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def read(self) -> str:
+        self.asked += 1
+        if self.numbers:
+            number = self.numbers.pop(0)
+            raise OSError(number, os.strerror(number))
+        return "content"
+
+
+def test_the_policies_give_up_in_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy, most_s, asked in ((patience.STEP, 3.1, 4), (patience.RESTORE, 60.0, 13)):
+        storage = Storage(monkeypatch, *[errno.EIO] * 100)
+        with pytest.raises(OSError, match="Input/output error"):
+            patiently(storage.read, policy)
+        assert storage.asked == asked and storage.now <= most_s + 1e-6
+
+
+def test_only_errors_that_may_pass_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+    storage = Storage(monkeypatch, errno.EIO, errno.ESTALE)
+    assert patiently(storage.read, patience.STEP, told=lambda error: told.append(error.errno)) == "content"
+    assert told == [errno.EIO, errno.ESTALE]
+    for number in (errno.ENOENT, errno.EACCES, errno.EMFILE, errno.EISDIR):
+        storage = Storage(monkeypatch, number)
+        with pytest.raises(OSError):
+            patiently(storage.read, patience.RESTORE)
+        assert storage.asked == 1
+
+
+def test_a_file_that_another_node_has_written_may_be_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(monkeypatch, errno.ENOENT, errno.ENOENT)
+    assert patiently(storage.read, Patience((0.1,), within_s=60.0), late=tmp_path / "late") == "content"
+    storage = Storage(monkeypatch, *[errno.ENOENT] * 100)
+    with pytest.raises(FileNotFoundError):
+        patiently(storage.read, patience.RESTORE, late=tmp_path / "late", late_s=2.0)
+    assert 1.0 < storage.now <= 2.0 and not list(tmp_path.iterdir())
