@@ -23,7 +23,7 @@ def test_probe_writes_a_file_with_which_submit_works_untouched(sandbox: Cluster,
     overrides = [f"+cluster={cluster}", *SMALL, "train.steps=2", "train.device=cpu", "submit", "--follow"]
     said = _run(sandbox, project.path, *overrides)
     assert "finished" in said
-    assert "suits cluster sandbox" in _run(sandbox, project.path, "probe", "--check", cluster)
+    assert "fits cluster sandbox" in _run(sandbox, project.path, "probe", "--check", cluster)
 
 
 def test_the_facts_of_a_sandbox_are_those_that_it_was_started_with(sandbox: Cluster) -> None:

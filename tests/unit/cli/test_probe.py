@@ -185,7 +185,7 @@ def test_a_drill_whose_tiny_jobs_a_partition_does_not_take_says_so_before_it_sub
     assert main(["+cluster=alpha-cpu", "drill"]) == 78
     said = capsys.readouterr().err
     assert (
-        "a tiny job of the drill cannot run: a job of 1 node is less than partition cpu asks for, 2 (MinNodes)" in said
+        "a tiny job of the drill cannot run: a job of 1 node is less than partition cpu requires, 2 (MinNodes)" in said
     )
     assert "cluster.nodes=2" in said
     assert alpha.submitted == []

@@ -121,7 +121,7 @@ def test_a_layout_of_fixed_size_says_that_an_axis_has_to_take_the_nodes() -> Non
 def test_ranks_follow_the_nodes_that_they_were_started_on() -> None:
     config = elastic("2-4", 64)
     assert on_given_nodes(config, 2).cluster.nodes == 2 and on_given_nodes(config, 2).world_size == 8
-    with pytest.raises(EnvironmentMismatchError, match=r"3 nodes, and cluster\.nodes=2-4 can use 2, 4") as refusal:
+    with pytest.raises(EnvironmentMismatchError, match=r"3 nodes, but cluster\.nodes=2-4 can use 2, 4") as refusal:
         on_given_nodes(config, 3)
     assert refusal.value.hint == "start them with --nodes=2"
     fixed = elastic(3)

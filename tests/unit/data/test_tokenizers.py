@@ -80,7 +80,7 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 320, "content": "</s>"})
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"not clear: .* has <\|endoftext\|> and </s>") as refused:
+    with pytest.raises(ConfigError, match=r"not clear which token .* has <\|endoftext\|> and </s>") as refused:
         load_tokenizer(TokenizerChoice(str(path)))
     assert "prepare.eos" in str(refused.value.hint)
     facts = load_tokenizer(TokenizerChoice(str(path), eos="</s>", bos="0"))[0].facts

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slurmtrain.launch.local import waits_of_threads
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.local import LocalAttempt, waits_of_threads
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.system import process
+from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
 
 
@@ -20,3 +26,21 @@ def test_threads_of_ranks_on_this_machine_do_not_spin_while_they_wait(
         monkeypatch.delenv(name, raising=False)
     said = cli("+cluster=local", "job=command", "job.command=env", "job.snapshot=none", "submit").stdout
     assert "OMP_WAIT_POLICY=passive" in said and "GOMP_SPINCOUNT=1000" in said
+
+
+def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_nothing_up(tmp_path: Path) -> None:
+    """The program of a wrapper that the kernel has killed, and a process of a launcher, which has a group of its own."""
+    rank = tmp_path / "rank"
+    rank.write_text(
+        "#!/bin/bash -m\n"  # -m: each job has a process group of its own
+        f"bash -c 'trap \"\" TERM; echo $$ >{tmp_path}/own; exec sleep 3000' &\n"
+        "set +m\n"
+        f"bash -c 'trap \"\" TERM; echo $$ >{tmp_path}/same; exec sleep 3000' &\n"
+        f"until [ -s {tmp_path}/own ] && [ -s {tmp_path}/same ]; do sleep 0.01; done; kill -9 $$\n"
+    )
+    rank.chmod(0o700)
+    run = create_run_dir(tmp_path, "train")
+    write_json(run.info_file, {"workdir": "."})
+    assert LocalAttempt(run, compose(["cluster=local", f"cluster.python={rank}"])).run() == 128 + 9
+    for name in ("own", "same"):
+        assert not process.lives(int((tmp_path / name).read_text())), name

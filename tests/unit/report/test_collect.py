@@ -157,7 +157,7 @@ def test_a_metric_that_nobody_logged_is_refused_with_the_nearest(point: MakePoin
 
 def test_whether_high_or_low_is_good_is_not_guessed(point: MakePoint) -> None:
     made = point({}, {"step": 1, "accuracy": 1.0, "train_loss": 1.0})
-    with pytest.raises(UsageError, match="whether high or low accuracy is good"):
+    with pytest.raises(UsageError, match="whether high or low accuracy is better"):
         table_of([made], metric="accuracy")
     assert table_of([made], metric="accuracy", mode="max").goal == Goal("accuracy", "max")
     assert table_of([made], metric="train_loss").goal == Goal("train_loss", "min")
