@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     from hydra.errors import HydraException
 
     others = primary.folders[1:]
-    words = [_list_of_one(override) for override in overrides]
+    words = [_of_the_fields_type(override) for override in overrides]
     words += [search_path(others)] if others else []
     try:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
@@ -163,10 +163,14 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
         raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
 
 
-def _list_of_one(override: str) -> str:
-    """Put brackets around the value if one word is given for a field that takes a list of text."""
+def _of_the_fields_type(override: str) -> str:
+    """Return the override with its value in the form that its field takes, where Hydra would read another one.
+
+    One word for a field that takes a list of text becomes a list of one; for a field that takes text, what looks like a
+    number or a boolean stays as it is written: `job.command=true` names a program, `cluster.account=007` an account.
+    """
     match = OVERRIDE.match(override)
-    if match is None or not match.group(3) or match.group(2) not in _lists_of_text():
+    if match is None or not match.group(3) or (key := match.group(2)) not in _texts() | _lists_of_text():
         return override
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -175,19 +179,34 @@ def _list_of_one(override: str) -> str:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:  # Hydra's own error says it better
         return override
-    value = parsed.value()
-    if parsed.is_sweep_override() or value is None or isinstance(value, list | dict) or str(value).startswith("${"):
+    value, text = parsed.value(), match.group(3)
+    if parsed.is_sweep_override():
         return override
-    return f"{override[: match.start(3)]}[{match.group(3)}]"
+    if key in _texts():
+        if isinstance(value, bool | int | float):
+            return f"{override[: match.start(3)]}'{text}'"
+        return override
+    if value is None or isinstance(value, list | dict) or str(value).startswith("${"):
+        return override
+    return f"{override[: match.start(3)]}[{text}]"
+
+
+@functools.cache
+def _texts() -> frozenset[str]:
+    """Return the dotted keys of all fields of the schema that take text."""
+    return _keys_of(lambda kind: kind in (str, str | None))
 
 
 @functools.cache
 def _lists_of_text() -> frozenset[str]:
     """Return the dotted keys of all fields of the schema that take a list of text."""
+    return _keys_of(lambda kind: kind == list[str])
 
+
+def _keys_of(wanted: Callable[[Any], bool]) -> frozenset[str]:
     def found(part: Any, prefix: str) -> Iterator[str]:
         for name, kind in hints(part).items():
-            if kind == list[str]:
+            if wanted(kind):
                 yield prefix + name
             elif dataclasses.is_dataclass(kind):
                 yield from found(kind, f"{prefix}{name}.")

@@ -366,6 +366,17 @@ def test_one_word_is_taken_for_a_list_of_one() -> None:
     assert compose(["prepare.inputs=[a,b]"]).prepare.inputs == ["a", "b"]
 
 
+@pytest.mark.parametrize("text", ["true", "007", "1e3", "1_000", "nan"])
+def test_text_that_looks_like_a_number_or_a_boolean_stays_as_it_is_typed(text: str) -> None:
+    config = compose([f"job.command={text}", f"++cluster.account={text}"])
+    assert (config.job.command, config.cluster.account) == (text, text)
+
+
+def test_text_may_still_be_null_quoted_or_made_of_other_values() -> None:
+    config = compose(["cluster.account=null", "job.name='1e3'", "job.command=run-${train.seed}", "train.seed=3"])
+    assert (config.cluster.account, config.job.name, config.job.command) == (None, "1e3", "run-3")
+
+
 def test_a_key_of_another_option_names_that_option() -> None:
     with pytest.raises(UsageError, match="data has no key 'path'") as caught:
         compose(["data.path=/data/tokens"])
