@@ -110,7 +110,7 @@ def say_unreadable(root: Path) -> None:
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
         first = printable(str(closed[0]))
-        log.warning("%s not shown, because they belong to somebody else: %s cannot be read", what, first)
+        log.warning("%s not shown, being somebody else's: %s cannot be read", what, first)
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:

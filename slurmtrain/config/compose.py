@@ -183,12 +183,16 @@ def _of_the_fields_type(override: str) -> str:
     if parsed.is_sweep_override():
         return override
     if key in _texts():
-        if isinstance(value, bool | int | float):
-            return f"{override[: match.start(3)]}'{text}'"
-        return override
+        return f"{override[: match.start(3)]}'{text.strip()}'" if _is_plain(value, text) else override
     if value is None or isinstance(value, list | dict) or str(value).startswith("${"):
         return override
-    return f"{override[: match.start(3)]}[{text}]"
+    word = f"'{text.strip()}'" if _is_plain(value, text) else text
+    return f"{override[: match.start(3)]}[{word}]"
+
+
+def _is_plain(value: object, text: str) -> bool:
+    """Return whether a value is a number or a boolean by its look alone, and not by a cast of Hydra's, as in `int(3)`."""
+    return isinstance(value, bool | int | float) and "(" not in text
 
 
 @functools.cache

@@ -208,7 +208,7 @@ def _missing(named: Named, seen: Seen, cwd: Path) -> ConfigError:
         return ConfigError(f"{named.field}: no {named.what} matches {named.path}", hint="check the spelling")
     if not os.access(seen.place, os.X_OK):
         return ConfigError(
-            f"{named.field}: {named.path}: you have no permission to read {seen.place}", hint="see `ls -ld` of it"
+            f"{named.field}: {named.path}: you have no permission to enter {seen.place}", hint="see `ls -ld` of it"
         )
     if close := _close_names(seen):
         hint = f"did you mean {close}?"

@@ -58,7 +58,7 @@ def record_next_change(
     present = load_frozen(run_dir.config_file, with_secrets=False)
     if kept is not None and kept["cwd"] != str(cwd):  # to which paths are relative
         raise UsageError(
-            f"{' '.join(earlier)} already waits for the next attempt of run {run_dir.id} already, typed in {kept['cwd']}",
+            f"{' '.join(earlier)} already waits for the next attempt of run {run_dir.id}, typed in {kept['cwd']}",
             hint="type this command there, too",
         )
     before = changes.plan(run_dir, present, earlier, cwd)[0] if earlier else present

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -388,17 +388,21 @@ class RunDir:
         line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
         records.append_line(self.events_file, line, lock_s=EVENT_LOCK_S)
 
-    def take_switch(self, switch: Path, event: Event) -> bool:
+    def take_switch(self, switch: Path, event: Event, act: Callable[[], object] = lambda: None) -> bool:
         """Remove a switch, such as `stop_switch`, and return whether it was there; record then who had made it.
 
         It works once: the next attempt must not find it again. A storage that fails just then gives False, and a record
         that cannot be written is left out.
+
+        Args:
+            act: what it asks for; it is done before the record, which may wait for a lock.
         """
         try:
             owner = switch.stat().st_uid
             switch.unlink()
         except OSError:
             return False
+        act()
         with contextlib.suppress(OSError):
             self.event(event, uid=owner)
         return True

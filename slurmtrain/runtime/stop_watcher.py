@@ -224,11 +224,13 @@ class StopWatcher:
         run_dir = self._run_dir
         if run_dir is None:
             return
-        if run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND):
-            self._save_asked.set()
-        if run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND):
+
+        def stop() -> None:
             self._guarded(lambda: attempts.write_request(run_dir, RunAction.STOP))  # a full disk; it stops all the same
             self._stop_flag.request(StopCause.STOP_FILE)
+
+        run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND, self._save_asked.set)
+        run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND, stop)
 
     def _ask_once(self) -> float | None:
         """Return when the job's time ends, and request a stop if SLURM has ended or preempted the job already."""

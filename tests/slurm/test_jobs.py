@@ -340,7 +340,10 @@ def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(project:
     run.cluster.submit_high(nodes=run.attempts()[0].nodes, seconds=0.1)
     run.wait_until(told.exists, "told to stop")
     # The end that SLURM has announced stands there: by it the cancel, which brings an earlier one, is told from the preemption.
-    run.wait_until((run.run_dir.attempt(1).path / "stop.json").exists, "the preemption is recorded")
+    stop_file = run.run_dir.attempt(1).path / "stop.json"
+    run.wait_until(
+        lambda: stop_file.exists() and json.loads(stop_file.read_text())["facts"], "SLURM's answer is recorded"
+    )
     run.cluster.run(["scancel", run.job_id])
     go.touch()
     run.cluster.wait_for(run.job_id, "CANCELLED")
@@ -648,7 +651,7 @@ def test_what_a_shell_has_set_for_slurms_commands_hides_no_run_and_changes_no_jo
 
     words = ["+cluster=sandbox", "cluster.sandbox=null", "+cluster.sbatch.begin=now+2hours", *ONE]
     said = cli(*words, "+experiment=smoke", "submit")
-    assert "set aside" in said and "SBATCH_TIMELIMIT=1 (cluster.time_limit_min)" in said
+    assert "ignored" in said and "SBATCH_TIMELIMIT=1 (cluster.time_limit_min)" in said
     (run_dir,) = all_runs(project.path / "runs")
     (job_id,) = run_dir.info()["job_ids"]
     job = project.cluster.job(job_id)

@@ -45,7 +45,9 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
             log.info(requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s))
         except ClusterError as error:  # 0: all has been tried that the script could try
             resume = ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs)
-            log.error("job %s is not requeued: %s; %s", job_id, error.message, error.hint or f"continue with: {resume}")
+            named = (error.hint or "").startswith("continue with: ")  # of a pack: only those runs that have no job
+            hint = error.hint if named else f"continue with: {resume}"
+            log.error("job %s is not requeued: %s; %s", job_id, error.message, hint)
         return 0
     log.info(submit_each_again(runs, job_id, SlurmClient()))
     return 0

@@ -140,7 +140,7 @@ def check_limits(facts: ClusterFacts, partition: Partition, cluster: ClusterConf
         amounts[f"gres/gpu:{cluster.gpu_type.lower()}"] = replace(gpus, words=f"GPUs of type {cluster.gpu_type}")
     for name, amount in amounts.items():
         its = _check_amount(bounds, name, amount, nodes, denies=denies)
-        its += _check_minutes(bounds, name, amount, nodes, cluster)
+        its += _check_minutes(bounds, name, amount, nodes, cluster, flags)
         # What a job asks for of memory that is everybody's, and of CPUs that ranks share, is not what SLURM counts.
         certain = name != "mem" or denies or facts.gives_memory(partition)
         certain = certain and not (name in ("cpu", "mem") and shares_cpus(cluster))
@@ -183,21 +183,22 @@ def _memory_mb(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig
 
 
 def _check_minutes(
-    bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, cluster: ClusterConfig
+    bounds: Sequence[Bound], name: str, amount: Amount, nodes: int, cluster: ClusterConfig, flags: frozenset[str]
 ) -> list[Finding]:
     minutes = cluster.time_limit_min
     limit, total = minutes_limit(bounds, name), amount.each * nodes
     if limit is None or name == "mem" or total * minutes <= limit.most:
         return []
     fits = limit.most // total
-    most = f"set at most cluster.time_limit_min={fits}; a run goes on after each job by itself"
+    most = f"set at most cluster.time_limit_min={fits}; a run continues automatically after each job"
     return [
         Finding(
             "cluster.time_limit_min",
             f"the job asks for {total} {amount.words} for {minutes} min, and {limit.of} gives a job {limit.most} of them x "
             "minutes",
             most if fits else "ask for less, or set another cluster.qos",
-            fatal="time-min" not in cluster.sbatch,
+            # With UsageFactorSafe SLURM multiplies the time limit by the factor of the QOS, which is not known here.
+            fatal="time-min" not in cluster.sbatch and "usagefactorsafe" not in flags,
         )
     ]
 

@@ -88,12 +88,16 @@ def check_peer_ports(store: dist.Store, environment: Environment, interface: str
             f"rank {environment.rank} on {environment.node} did not hear whether all nodes reach each other: "
             f"{str(error).splitlines()[0]}",
             hint="see the logs of the other ranks",
+            because_of_peer=True,
         ) from None
     finally:
         if listener is not None:
             listener.close()
     if word:
-        raise PreflightError(word, hint="see rank 0's log", told_all=True)
+        of_nodes, sentence = json.loads(word)
+        if of_nodes:
+            raise PreflightError(sentence, hint="see rank 0's log", told_all=True)
+        raise RendezvousError(sentence, hint="see rank 0's log", because_of_peer=True)
 
 
 def _listener(interface: str | None) -> socket.socket | None:
@@ -142,7 +146,8 @@ def _judge_for_all(store: dist.Store, environment: Environment) -> None:
     store.wait(keys)
     found = [Unreached(**json.loads(text)) for text in store.multi_get(keys) if text]
     error = error_of(found, environment.nodes)
-    store.set("ports/word", error.message if error is not None else "")
+    word = "" if error is None else json.dumps([isinstance(error, PreflightError), error.message])
+    store.set("ports/word", word)
     if error is not None:
         others = [f"ports/heard/{rank}" for rank in range(1, environment.world_size)]
         with contextlib.suppress(dist.DistError):  # the store ends with this process: they read it first
@@ -175,7 +180,7 @@ def error_of(found: Sequence[Unreached], nodes: Sequence[str]) -> SlurmtrainErro
         return PreflightError(message, hint=hint, nodes=tuple(each.node for each in found))
     if len(nodes) > 2 and 2 * len(found) > len(nodes):
         return PreflightError(message, hint=hint)
-    return RendezvousError(message, hint=hint)
+    return RendezvousError(message, hint=hint, because_of_peer=True)  # of rank 0's node no more than of others
 
 
 def _kernel_ports() -> str:

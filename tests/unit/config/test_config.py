@@ -372,6 +372,11 @@ def test_text_that_looks_like_a_number_or_a_boolean_stays_as_it_is_typed(text: s
     assert (config.job.command, config.cluster.account) == (text, text)
 
 
+def test_text_may_still_be_cast_and_have_spaces_around_it() -> None:
+    config = compose(["job.name=7 ", "cluster.account=int(3)", "cluster.setup=true"])
+    assert (config.job.name, config.cluster.account, config.cluster.setup) == ("7", "3", ["true"])
+
+
 def test_text_may_still_be_null_quoted_or_made_of_other_values() -> None:
     config = compose(["cluster.account=null", "job.name='1e3'", "job.command=run-${train.seed}", "train.seed=3"])
     assert (config.cluster.account, config.job.name, config.job.command) == (None, "1e3", "run-3")

@@ -455,6 +455,8 @@ def test_gpu_minutes_of_a_job_are_bounded_and_a_shorter_job_may_run() -> None:
     assert found.hint.startswith("set at most cluster.time_limit_min=60;")
     assert findings(facts, account="physics", nodes=2, time_limit_min=60) == []
     assert "ask for less" in fatal(limited("normal", tres_min={"gres/gpu": 3}), account="physics").hint
+    scaled = with_qos("normal", ("usagefactorsafe",), tres_min={"gres/gpu": 480})
+    assert [each.fatal for each in findings(scaled, account="physics", nodes=2, time_limit_min=61)] == [False]
 
 
 def test_who_allows_no_job_at_all_is_named_and_who_allows_some_is_not() -> None:

@@ -128,7 +128,7 @@ def test_what_belongs_to_others_is_left_out_and_counted(
     }.items():
         done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-        assert done.stderr.count("2 folders are not shown, because they belong to somebody else") == 1
+        assert done.stderr.count("2 folders are not shown, being somebody else's") == 1
         assert shown in done.stdout and "train.sweep" not in done.stdout
 
 

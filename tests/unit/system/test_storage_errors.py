@@ -108,7 +108,9 @@ def test_a_switch_works_once_and_without_its_event(tmp_path: Path, monkeypatch: 
         assert run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)
     assert not run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)
     run.save_switch.touch()
-    assert run.take_switch(run.save_switch, Event.SAVE_FILE_FOUND)
+    recorded_when_done = []
+    assert run.take_switch(run.save_switch, Event.SAVE_FILE_FOUND, lambda: recorded_when_done.extend(run.events()))
+    assert recorded_when_done == []  # it is done before the record, which may wait for a lock
     assert [(event["event"], event["uid"]) for event in run.events()] == [(Event.SAVE_FILE_FOUND, os.getuid())]
 
 
