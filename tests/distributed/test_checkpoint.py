@@ -499,7 +499,7 @@ def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: 
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         Checkpointer(tmp_path).restore(model=changed)
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert "To continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
+    assert "to continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
     assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
     assert committed(tmp_path)  # it is sound, only not for this model
 
