@@ -43,7 +43,7 @@ def test_the_smallest_type_holds_the_vocabulary(vocabulary: int, dtype: str) -> 
         ('"kind": "tokenizers"', '"kind": "sentences"', "tokenizer.kind is 'sentences'"),
         ('"ends": "cd",', "", "shard 00000 of splits.train: sha256 has tokens, bytes, expected tokens, ends, bytes"),
         ('"format": 1', '"format": 3', "has format 3, expected 1 or 2"),
-        ("{", "[{", "is no JSON"),
+        ("{", "[{", "is not valid JSON"),
     ],
 )
 def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, written: str, instead: str, said: str) -> None:
@@ -57,5 +57,5 @@ def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, written: str
 
 
 def test_a_data_set_that_is_not_complete_is_told_from_one_that_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no manifest\.json, so it is no prepared data set, or one that is not"):
+    with pytest.raises(ConfigError, match=r"has no manifest\.json, so it is not a prepared data set, or an incomplete"):
         read_manifest(tmp_path)

@@ -166,7 +166,7 @@ class Buffered(Decoder):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Scaled, "Linear 'head' does not say how weight, bias should start"), (Buffered, "Buffered '' does not .* count")],
+    [(Scaled, "'head' does not define how to initialise weight, bias"), (Buffered, "Buffered '' does not .* count")],
 )
 def test_what_does_not_say_how_it_starts_is_refused(kind: type[Decoder], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:

@@ -194,5 +194,5 @@ def test_it_listens_on_this_machine_alone_and_two_servers_have_other_tokens(serv
 
 
 def test_a_port_that_is_taken_is_said_in_a_sentence(server: Server, run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be had"):
+    with pytest.raises(UsageError, match="cannot be used"):
         serve(run.make, port=int(server.server_address[1]), every_s=5.0)

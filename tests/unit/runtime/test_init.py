@@ -30,7 +30,7 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 slurmtrain.init(device="cpu")
 assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 assert not slurmtrain.should_stop()
-assert "was called already" in said(slurmtrain.init)
+assert "was already called" in said(slurmtrain.init)
 assert not slurmtrain.should_stop()
 signal.raise_signal(signal.SIGTERM)
 while not slurmtrain.should_stop():
