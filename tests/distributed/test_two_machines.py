@@ -180,7 +180,7 @@ def test_a_firewall_that_lets_ranks_meet_and_not_talk_is_named_before_gloo_waits
         )
     assert "gloo and NCCL listen at ports that the kernel chooses (net.ipv4.ip_local_port_range: " in said[0][1]
     assert "cluster.port_range" not in said[0][1]  # which names the port of rank 0 alone
-    assert codes == [1, 78, 78, 78]  # that of rank 0 counts
+    assert codes == [1, 1, 1, 1]  # between two nodes nobody is to blame: the run is tried again
 
 
 def meet(
