@@ -72,8 +72,17 @@ def new_state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     return (root / str(number) for number in itertools.count())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ledger_of_nodes_of_a_module(new_state_folders: Iterator[Path]) -> Iterator[None]:
+    """Jobs that the fixtures of a module submit have a ledger of their own: what an earlier run of the tests has left says
+    nothing of the nodes of this one, whose names are the same."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_STATE_HOME", str(next(new_state_folders)))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def own_ledger_of_nodes(new_state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def ledger_of_nodes_of_a_test(new_state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test, and each job that it submits, has a ledger of its own, and never touches the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(next(new_state_folders)))
 

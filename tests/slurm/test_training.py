@@ -161,7 +161,7 @@ def broken(project: Project) -> Run:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(broken: Run) -> None:
     """And not the job: the ranks start again in it."""
     first, second = broken.attempts()[:2]
-    assert (first.reason, first.verdict, first.failed_on) == ("crash", "in-place", "n0")
+    assert (first.reason, first.verdict, first.failed_on) == ("crash", "in-place", "n0"), first.sentence
     assert "Killed" in (first.sentence or "")
     assert second.first_step == first.committed_step in EVERY_TENTH
     assert [(each.job_id, each.restart_count) for each in (first, second)] == [(broken.job_id, 0)] * 2
@@ -170,7 +170,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(bro
 def test_a_node_whose_ranks_are_stopped_is_named_and_training_goes_on_in_the_same_job(broken: Run) -> None:
     """No rank of that node could say so, or end them: the process beside them does, or SLURM where they had just begun."""
     second, third = broken.attempts()[1:]
-    assert (second.reason, second.verdict, second.failed_on) == ("hang", "in-place", "n1")
+    assert (second.reason, second.verdict, second.failed_on) == ("hang", "in-place", "n1"), second.sentence
     assert (second.sentence or "").startswith("hung: rank 2 on n1 ")
     assert "; rank 3 on n1 " in (second.sentence or "")
     page = (broken.run_dir.attempt(2).path / "hang.md").read_text()
