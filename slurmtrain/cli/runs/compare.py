@@ -133,7 +133,8 @@ def _parting_sentence(found: Comparison, tolerance: float) -> str:
         every = f"step {found.steps[0]}, the only one that both have logged" if only else f"all {several}"
         return f"they are equal {within} at {every}"
     names = [name for name, each in found.partings.items() if each.step == found.parted.step and not is_measured(name)]
-    return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), {'the only one that both have logged' if only else f'of {several}'}"
+    of = "the only one that both have logged" if only else f"of {several}"
+    return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), {of}"
 
 
 def _data_sentence(found: Comparison) -> str:
