@@ -125,9 +125,15 @@ def find(reference: str, root: Path) -> RunDir:
     if not matching:
         refuse_unreadable(reference, root)
         if called := [run.id for run in runs if run.path.parent.name == reference]:
+            latest = ", ".join(called[-3:])
+            if is_sweep(root / reference):
+                raise UsageError(
+                    f"{reference} is a sweep, and not a run",
+                    hint=f"sweep status {reference} shows its points; the latest runs of it are: {latest}",
+                )
             raise UsageError(
                 f"no run's id begins with {reference!r}, which is the name of {len(called)} of them",
-                hint=f"name one by its ID; the latest are: {', '.join(called[-3:])}",
+                hint=f"name one by its ID; the latest are: {latest}",
             )
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
