@@ -296,7 +296,7 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     if nodes is not None:
         return replace(_in_place(outcome, nodes, evidence), bad_nodes=evidence.unfit_nodes)
     if evidence.request in STARTS_ANEW and reason is not Reason.ASKED:
-        outcome = replace(outcome, why=f"{outcome.why}; meanwhile asked by `{evidence.request} RUN`")
+        outcome = replace(outcome, why=f"{outcome.why}; meanwhile asked to stop by `{evidence.request} RUN`")
     return _in_a_later_start(outcome, evidence, policy)
 
 
@@ -411,7 +411,7 @@ def decide_after_pause(
     if facts is not None and facts.preempted:
         ended = replace(ended, why=f"{ended.why}; then preempted")
     elif asked:
-        ended = replace(ended, why=f"{ended.why}; then asked by `{request} RUN`")
+        ended = replace(ended, why=f"{ended.why}; then asked to stop by `{request} RUN`")
     if policy.mode == RequeueMode.OFF:
         return replace(ended, next_step=_NOT_REQUEUED)
     return _in_a_later_start(ended, evidence, policy)
@@ -528,7 +528,7 @@ def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     return replace(outcome, why=why, unseen=True, lasted=True)
 
 
-_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
+_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would show it"
 
 
 def _own_fault(reason: Reason, evidence: Evidence) -> bool:
@@ -552,7 +552,7 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if not outcome.stalled or counted < policy.max_attempts_without_progress:
         return None
     ours = evidence.program_code is None and evidence.progress_visible
-    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT} show it)"
+    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT})"
     tries = f"{policy.max_attempts_without_progress} attempts in a row without {what}"
     if policy.max_attempts_without_progress == 1:
         tries = f"an attempt without {what}"
@@ -705,7 +705,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         return None
     if _slurm_restarts(evidence):
         if evidence.request in STARTS_ANEW:
-            return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+            return Reason.ASKED, f"asked to stop by `{evidence.request} RUN`"
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
@@ -723,7 +723,7 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     """Return the reason, and why in words, from the clock and the signal, when SLURM's record says nothing."""
     if evidence.request in STARTS_ANEW:
-        return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+        return Reason.ASKED, f"asked to stop by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
     if evidence.cause == StopCause.DEADLINE or (
         evidence.cause in (StopCause.SIGUSR2, StopCause.OTHER_RANK) and near_limit
