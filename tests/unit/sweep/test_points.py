@@ -25,7 +25,7 @@ LINES = [
     "cluster=sandbox requeue=off,default cluster.nodes=1,2",
     "+cluster.env.WORD='a b','c\\,d' train.steps=7",
     "experiment=smoke optim.lr=0.5,0.25 ~model.dropout",
-    "job.name=one,two cluster.modules=[gcc],[gcc,cuda] cluster.account='1e5'",
+    "job.name=one,two cluster.modules=[gcc],[gcc,cuda] cluster.account=\\'1e5\\'",
 ]
 
 
