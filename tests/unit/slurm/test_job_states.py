@@ -13,8 +13,9 @@ WITH_OTHER_WORDS = ("slurm/job_states.py", "observe/mlflow_logger.py")  # MLflow
 
 
 def test_a_state_equals_the_word_that_slurm_says() -> None:
-    assert "RUNNING" == JobState.RUNNING and f"{JobState.RUNNING}" == "RUNNING"
-    assert "RUNNING" in LIVE and "RUNNING" not in GONE and "A_LATER_WORD" not in (*LIVE, *GONE)
+    said, later = "RUNNING", "A_LATER_WORD"
+    assert said == JobState.RUNNING and f"{JobState.RUNNING}" == said
+    assert said in LIVE and said not in GONE and later not in (*LIVE, *GONE)
 
 
 def test_no_state_is_of_two_kinds_that_exclude_each_other() -> None:
