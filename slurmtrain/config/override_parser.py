@@ -31,6 +31,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.typed import structured
 
 TEXT = (str, str | None, list[str])  # the last of one word, which is a list of one
+CHANGES = ("eval.cluster", "eval.parallel")  # open mappings with fields of `cluster` and `parallel`
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
 
 
@@ -127,6 +128,8 @@ def for_hydra(override: str) -> str:
 @functools.cache
 def kind_of(key: str) -> Any:
     """Return the type of the field with this dotted key, with text for words of a Choice; Any: the schema does not say."""
+    if f"{key}.".startswith(tuple(f"{each}." for each in CHANGES)):
+        key = key.removeprefix("eval.")
     return functools.reduce(_inside, key.split("."), structured(Config))
 
 

@@ -63,6 +63,12 @@ def test_fields_of_a_group_that_is_given_as_a_mapping_have_their_types_too() -> 
     assert found == {"account": "1e5", "nodes": 2, "modules": ["1.10"], "env": {"A": "true"}, "sandbox": None}
 
 
+def test_what_differs_for_evaluations_has_the_types_of_the_fields_that_it_changes() -> None:
+    assert value("++eval.cluster.account=1e5") == "1e5" and value("++eval.cluster.nodes=2") == 2
+    assert value("++eval.cluster.modules=1.10") == ["1.10"]
+    assert value("eval.cluster={account: 1e5, nodes: 2}") == {"account": "1e5", "nodes": 2}
+
+
 @pytest.mark.parametrize("words", ["1e5,true", "choice(1e5,true)", "tag(a,choice(1e5,true))"])
 @pytest.mark.parametrize("key", ["cluster.account", "job.name", "cluster.modules", "+cluster.env.A"])
 def test_each_choice_of_a_sweep_stays_as_it_is_typed(key: str, words: str) -> None:
