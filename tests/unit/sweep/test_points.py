@@ -66,11 +66,12 @@ def test_what_varies_is_told_by_key(composer: Composer) -> None:
     assert grid.varied(1) == {"model.extra": "a", "optim.lr": "0.001"}
 
 
-def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(composer: Composer) -> None:
+def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(primary: Primary) -> None:
     words = ["cluster.account=1e5,1_000", "job.name=true", "+cluster.env.A=1.0", "cluster.modules=1.10,[1e5,gcc]"]
-    grid = composer.expand(words)
+    with composing(primary) as composer:
+        grid = composer.expand(words)
+        configs = [composer.compose(point) for point in grid.points]
     assert grid.varied(2) == {"cluster.account": "1_000", "cluster.modules": "1.10"}
-    configs = [composer.compose(point) for point in grid.points]
     assert [config.cluster.account for config in configs] == ["1e5", "1e5", "1_000", "1_000"]
     assert [config.cluster.modules for config in configs] == [["1.10"], ["1e5", "gcc"]] * 2
     assert {(config.job.name, config.cluster.env["A"]) for config in configs} == {("true", "1.0")}
