@@ -20,6 +20,7 @@ from enum import StrEnum
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import AFTER_SCANCEL, ENDED_BY_SLURM, JobState
 from slurmtrain.slurm.node_ledger import (
     BUS_ERROR,
     FAST_S,
@@ -326,7 +327,7 @@ def _nodes_in_place(outcome: AttemptOutcome, evidence: Evidence, policy: Policy)
     facts = evidence.facts
     if evidence.request in STARTS_ANEW:
         return None
-    if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != "RUNNING":
+    if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != JobState.RUNNING:
         return None
     if evidence.set_up is not None or evidence.step_left:
         return None
@@ -406,7 +407,7 @@ def decide_after_pause(
     if facts is not None and is_cancelled(facts, evidence.restart_count):
         return replace(ended, why=f"{ended.why}; then cancelled by scancel")
     asked = request in STARTS_ANEW
-    if facts is not None and facts.state == "RUNNING" and not facts.preempted and not asked:
+    if facts is not None and facts.state == JobState.RUNNING and not facts.preempted and not asked:
         return outcome
     if facts is not None and facts.preempted:
         ended = replace(ended, why=f"{ended.why}; then preempted")
@@ -440,12 +441,12 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
     """
     if facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
         return False
-    if facts.state != "COMPLETING" or not facts.preempted:
-        return facts.state in ("COMPLETING", "CANCELLED")
+    if facts.state != JobState.COMPLETING or not facts.preempted:
+        return facts.state in AFTER_SCANCEL
     assert facts.preempt_time is not None
     if facts.end_time is None:
         return False
-    if told is not None and told.preempted and told.state == "RUNNING" and told.end_time is not None:
+    if told is not None and told.preempted and told.state == JobState.RUNNING and told.end_time is not None:
         return facts.end_time < told.end_time  # which is that of the grace time: SLURM itself never ends it sooner
     # At the end of a grace time slurmctld sets both anew. They differ by a second where the clock moves on in between.
     return facts.end_time > facts.preempt_time + 2.0
@@ -701,7 +702,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         return Reason.PREEMPTED, "preempted"
     if facts is None:
         return None
-    if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
+    if facts.state not in ENDED_BY_SLURM:
         return None
     if _slurm_restarts(evidence):
         if evidence.request in STARTS_ANEW:
@@ -709,9 +710,9 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
-    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
+    if facts.reason == "NodeDown" or facts.state == JobState.NODE_FAIL:  # SLURM may not start this job again
         return Reason.NODE_FAILURE, "a node failed"
-    if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
+    if facts.reason == "TimeLimit" or facts.state == JobState.TIMEOUT:
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
     return Reason.CANCELLED, "cancelled by scancel"
 
