@@ -22,6 +22,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import close_abandoned, run_hook_of, spent_by
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
+from slurmtrain.slurm.job_states import JobState
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
@@ -72,8 +73,8 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     spent = spent_by(run_dir, config)
     if spent is None:
         return None
-    said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
-    last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
+    last.verdict = Verdict.END
+    last.say(last.why or "ended", spent)
     attempts.write_attempt(run_dir, last)
     run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
@@ -91,10 +92,10 @@ def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) 
     if last is None or last.job_id in (None, job_id) or not _goes_on_after(run_dir, last, job_id):
         return None
     facts = client.job(last.job_id or "")
-    if facts is None or facts.state != "CANCELLED" or (facts.start_time or 0.0) > (last.ended or time.time()):
+    if facts is None or facts.state != JobState.CANCELLED or (facts.start_time or 0.0) > (last.ended or time.time()):
         return None
-    said = (last.sentence or "").rpartition("; ")[0] or "stopped"  # without what was to come next
-    last.verdict, last.sentence = Verdict.END, f"{said}; {_SCANCELLED}"
+    last.verdict = Verdict.END
+    last.say(f"{last.why or 'stopped'}; {_SCANCELLED}")
     attempts.write_attempt(run_dir, last)
     run_dir.event(Event.NOT_STARTED_AGAIN, attempt=last.number, sentence=last.sentence)
     return Verdict.END

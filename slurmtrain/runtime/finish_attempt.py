@@ -44,7 +44,8 @@ from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count, own_step_id
-from slurmtrain.slurm.job_facts import LIVE, JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import LIVE
 from slurmtrain.slurm.node_ledger import (
     BlamePolicy,
     NodeRecord,
@@ -286,7 +287,8 @@ def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
 def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
     attempt.ended, attempt.lasted = time.time(), outcome.lasted
     attempt.stalled, attempt.unseen = outcome.stalled or outcome.unseen, outcome.unseen
-    attempt.reason, attempt.verdict, attempt.sentence = outcome.reason, outcome.verdict, outcome.sentence
+    attempt.reason, attempt.verdict = outcome.reason, outcome.verdict
+    attempt.say(outcome.why, outcome.next_step)
     if outcome.bad_nodes:
         attempt.bad_nodes = list(outcome.bad_nodes)
     if outcome.fault is not None:

@@ -98,7 +98,7 @@ def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
 @pytest.mark.parametrize("action", [RunAction.PREEMPT, RunAction.REQUEUE])
 def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: RunAction) -> None:
     outcome = decide_outcome(crash(request=action), POLICY)
-    said = f"crashed: n1: task 3: Killed; meanwhile asked by `{action} RUN`; it is requeued"
+    said = f"crashed: n1: task 3: Killed; meanwhile asked to stop by `{action} RUN`; it is requeued"
     assert (outcome.reason, outcome.verdict, outcome.sentence) == (Reason.CRASH, "requeue", said)
     stays = decide_outcome(crash(request=action), dataclasses.replace(POLICY, mode=RequeueMode.OFF))
     assert stays.verdict == "end" and "it is not requeued" in stays.sentence
@@ -186,7 +186,13 @@ def test_attempts_that_fail_at_once_follow_each_other_ever_more_slowly(changes: 
 # The pause.
 
 WAITING = AttemptOutcome(
-    Reason.CRASH, Verdict.IN_PLACE, "crashed: x; its ranks start again", nodes=NODES, wait_s=5.0, stalled=True
+    Reason.CRASH,
+    Verdict.IN_PLACE,
+    "crashed: x",
+    "its ranks start again in the same job",
+    nodes=NODES,
+    wait_s=5.0,
+    stalled=True,
 )
 
 
@@ -194,8 +200,8 @@ WAITING = AttemptOutcome(
     ("request_", "facts", "verdict", "said"),
     [
         (None, RUNNING, "in-place", "its ranks start again"),
-        ("preempt", RUNNING, "requeue", "crashed: x; then asked by `preempt RUN`; it is requeued"),
-        ("requeue", RUNNING, "requeue", "crashed: x; then asked by `requeue RUN`; it is requeued"),
+        ("preempt", RUNNING, "requeue", "crashed: x; then asked to stop by `preempt RUN`; it is requeued"),
+        ("requeue", RUNNING, "requeue", "crashed: x; then asked to stop by `requeue RUN`; it is requeued"),
         ("preempt", PREEMPTED, "requeue", "crashed: x; then preempted; it is requeued"),
         ("cancel", RUNNING, "end", "crashed: x; then cancelled by `cancel RUN`"),
         ("stop", RUNNING, "end", "crashed: x; then stopped by the file `stop`"),
@@ -214,6 +220,16 @@ def test_what_comes_during_the_pause_decides(
     assert outcome.verdict == verdict and said in outcome.sentence
     assert outcome.reason is Reason.CRASH and outcome.stalled  # it used up the budget, whatever came after it
     assert bool(outcome.nodes) == (verdict == "in-place")
+
+
+def test_what_comes_during_the_pause_cuts_nothing_off_the_cause() -> None:
+    """Also where the cause has a "; " of its own, as that of a hang does."""
+    why = "hung: rank 1 on n1 did not come; 3 other ranks waited"
+    hung = dataclasses.replace(WAITING, why=why, next_step=None)
+    cancelled = decide_after_pause(hung, CRASH, POLICY, request="cancel", facts=RUNNING)
+    assert (cancelled.sentence, cancelled.next_step) == (f"{why}; then cancelled by `cancel RUN`", None)
+    preempted = decide_after_pause(hung, CRASH, POLICY, request=None, facts=PREEMPTED)
+    assert (preempted.why, preempted.next_step) == (f"{why}; then preempted", "it is requeued")
 
 
 class Slurm(SlurmClient):
@@ -253,7 +269,7 @@ def pause(run: RunDir, client: SlurmClient, during: Callable[[], object] = lambd
     attempt = add_attempt(run, job_id="7", verdict="in-place", reason="crash", sentence=WAITING.sentence)
     outcome = in_place.await_next_start(run, attempt, WAITING, CRASH, POLICY, client, wait)
     record = attempts.read_attempt(run, attempt.number)
-    assert (record.verdict, record.sentence) == (outcome.verdict, outcome.sentence)
+    assert (record.verdict, record.sentence, record.why) == (outcome.verdict, outcome.sentence, outcome.why)
     return outcome, len(waits)
 
 
