@@ -333,7 +333,7 @@ def more_nodes_sentence(plan: Plan) -> str:
     batch = f"train.global_batch_size={plan.config.train.global_batch_size}"
     if wasted is not None:
         return (
-            f"More than {nodes_text(wasted.before.nodes)} are not worth it with {batch}: {wasted.after.nodes} reach "
+            f"Using more than {nodes_text(wasted.before.nodes)} is not worth it with {batch}: {wasted.after.nodes} reach "
             f"{wasted.efficiency:.1%} of twice the speed, below {WORTH_IT:.0%}{_because(wasted)}"
         )
     most = plan.more_nodes[-1].after.nodes if plan.more_nodes else _nodes(plan)

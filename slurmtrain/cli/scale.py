@@ -233,7 +233,7 @@ def sentence(test: ScalingTest) -> str:
     doubling, found = test.doublings[below], test.bottlenecks[below]
     why = f". The first bottleneck: {found.sentence} ({found.share:.0%} of a step)" if found is not None else ""
     return (
-        f"more than {nodes_text(doubling.before.nodes)} are not worth it: {doubling.after.nodes} reach "
+        f"using more than {nodes_text(doubling.before.nodes)} is not worth it: {doubling.after.nodes} reach "
         f"{doubling.efficiency:.0%} of what they could, below {WORTH_IT:.0%} for each doubling{why}"
     )
 

@@ -78,7 +78,7 @@ def test_what_is_slow_on_more_nodes_is_named(
     assert doubling["planned"]["efficiency"] > doubling["efficiency"]
     # The same command shows it again, and submits nothing.
     text = scale(project, *words, "--plot", "scaling.png")
-    assert "more than 1 node are not worth it" in text
+    assert "using more than 1 node is not worth it" in text
     assert (project.path / "scaling.png").exists()
     again = json.loads(scale(project, *words, "--json"))
     assert again["sizes"] == found["sizes"]

@@ -117,7 +117,7 @@ def test_a_model_that_fits_nowhere_is_said_to(capsys: pytest.CaptureFixture[str]
 
 def test_a_slow_network_is_named_as_the_reason_against_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"], capsys)
-    assert "nodes are not worth it with train.global_batch_size=1024" in text
+    assert "nodes is not worth it with train.global_batch_size=1024" in text
     assert "below 80%, since adding up gradients takes longer than the backward pass that hides it" in text
 
 

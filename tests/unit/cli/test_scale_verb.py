@@ -61,7 +61,7 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(
     assert scale("--plot", "-") == 0
     text = capsys.readouterr().out
     assert len(fake_slurm.submitted) == 3  # nothing again
-    assert "more than 2 nodes are not worth it: 4 reach 56% of what they could" in text
+    assert "using more than 2 nodes is not worth it: 4 reach 56% of what they could" in text
     assert (
         "The first bottleneck: communication of dp_shard (parallel.dp_shard=32) that nothing hides takes longer" in text
     )
