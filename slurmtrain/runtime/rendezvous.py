@@ -29,7 +29,7 @@ from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json, write_json
 
-ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the meeting folder of ranks that were started by hand
+ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the rendezvous folder of ranks that were started by hand
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
@@ -47,7 +47,7 @@ class StopDuringStartError(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store through which all ranks of this attempt can communicate.
 
     Attributes:
@@ -69,7 +69,7 @@ def meet(
     stop_requested: Callable[[], bool],
     interface: str = "auto",
     ports: PortRange | None = None,
-) -> Meeting:
+) -> Rendezvous:
     """Bring all ranks together.
 
     Args:
@@ -111,7 +111,7 @@ def meet(
             _await_word(store, environment, timeout_s, stop_requested)
     finally:
         published.forget()
-    return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
+    return Rendezvous(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
 
 
 def _publish(
