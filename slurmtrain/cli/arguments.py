@@ -177,6 +177,11 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
             f"a program after -- works with {' and '.join(RUNS_PROGRAMS)}, not with {ours.verb or 'no verb at all'}",
             hint="[+cluster=NAME] [key=value ...] submit -- python my_train.py --lr 1e-3",
         )
+    if "--from" in ours.options:
+        raise UsageError(
+            "a bundle has its own program, so --from takes none after --",
+            hint="leave out -- and what follows; job.command='python other.py' runs another program of the bundle",
+        )
     if not program:
         raise UsageError("there is no program after --", hint="submit -- python my_train.py --lr 1e-3")
     for override in ours.overrides:

@@ -72,11 +72,11 @@ class Calibration:
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
+    tokens = _count(arguments.options["--tokens"]) if "--tokens" in arguments.options else None
     asked, _ = compose_and_validate(arguments)
     config = at_most(asked)
     dims = parallel_dims_of(config)
     check_plannable(config)
-    tokens = _count(arguments.options["--tokens"]) if "--tokens" in arguments.options else None
     calibration = calibrate(arguments.options["--from"], config) if "--from" in arguments.options else None
     plan = _plan(config, dims, tokens, calibration)
     found = search(config, calibration.measured if calibration else None) if "--search" in arguments.options else None

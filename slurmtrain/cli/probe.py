@@ -48,7 +48,7 @@ from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.preemption import preemption_of
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.file_systems import WRITTEN_MB
-from slurmtrain.system.files import replace_file
+from slurmtrain.system.files import write_where_named
 from slurmtrain.system.paths import absolute, current_folder
 from slurmtrain.system.user import own_groups
 
@@ -157,7 +157,7 @@ def _write(options: argparse.Namespace) -> int:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode(), mode=0o666)  # before the umask: it is for a team, and for git
+        write_where_named(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", hint="--out FILE; --out - prints it") from None
     refused = _refused(described, path, slurm_conf)

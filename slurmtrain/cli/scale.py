@@ -44,9 +44,10 @@ def main(arguments: Arguments) -> int:
     if "--strong" in options and "--weak" in options:
         raise UsageError("--strong and --weak exclude each other", hint="give two commands")
     _check_plot(options.get("--plot"), for_program="--json" in options)
+    strong, steps, at_once = "--strong" in options, _steps(options.get("--steps")), _at_once(options.get("--at-once"))
+    asked = parse_sizes(options["--nodes"]) if "--nodes" in options else None
     config, _ = compose_and_validate(arguments)
-    strong, steps = "--strong" in options, _steps(options.get("--steps"))
-    sizes = parse_sizes(options["--nodes"]) if "--nodes" in options else sizes_up_to(config.cluster.node_range.most)
+    sizes = asked or sizes_up_to(config.cluster.node_range.most)
     configs = scaling_configs(config, sizes, strong=strong, steps=steps)
     if len(sizes) < 2:
         raise UsageError(
@@ -58,7 +59,7 @@ def main(arguments: Arguments) -> int:
     sweep_plan = plan_sweep(configs, cwd)
     configs = [_frozen(sized, cwd) for sized in configs]
     warn_of_memory(configs[0], parallel_dims_of(configs[0]))
-    sweep = _submit(sweep_plan, configs, arguments, cwd)
+    sweep = _submit(sweep_plan, configs, arguments, cwd, at_once)
     if "--no-wait" in options and not _over(sweeps.states_of(sweep)):
         print(f"sweep {sweep.id} of {len(sizes)} sizes\n  {sweep.path}")
         print(f"  sweep status {sweep.id}   sweep cancel {sweep.id}   the same command shows what it has measured")
@@ -89,11 +90,16 @@ def _steps(text: str | None) -> int:
     return int(text)
 
 
-def _submit(sweep_plan: SweepPlan, configs: Sequence[Config], arguments: Arguments, cwd: Path) -> Sweep:
+def _at_once(text: str | None) -> int | None:
+    if text is not None and (not text.isdigit() or int(text) < 1):
+        raise UsageError(f"--at-once {text}: expected a number of sizes", hint="--at-once 1: one after the other")
+    return None if text is None else int(text)
+
+
+def _submit(
+    sweep_plan: SweepPlan, configs: Sequence[Config], arguments: Arguments, cwd: Path, at_once: int | None
+) -> Sweep:
     """Submit the sizes that have not been submitted, and return their sweep."""
-    at_once = arguments.options.get("--at-once")
-    if at_once is not None and (not at_once.isdigit() or int(at_once) < 1):
-        raise UsageError(f"--at-once {at_once}: expected a number of sizes", hint="--at-once 1: one after the other")
     client = client_of(sweep_plan.first, sweep_plan.asking.values())
     sweep = None if "--again" in arguments.options else find_same(sweep_plan)
     if sweep is None:
@@ -106,7 +112,7 @@ def _submit(sweep_plan: SweepPlan, configs: Sequence[Config], arguments: Argumen
             arguments.overrides,
             cwd,
             max_array_size=client.max_array_size(),
-            parallelism=None if at_once is None else int(at_once),
+            parallelism=at_once,
             again="--again" in arguments.options,
         )
     sweeps.require_own(sweep)

@@ -43,6 +43,8 @@ SECRET_TEXT = re.compile(
     rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----"
     rb"|\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{40,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{32,}"
     rb"|xox[baprs]-[\w-]{20,}|AKIA[0-9A-Z]{16}|AIza[\w-]{35})\b"
+    # A user and a password in a URL, as of a proxy, a database or a package index; words that stand for one are none.
+    rb"|://[^\s/:@\"'<>{}$]+:(?!(?:password|passwd|secret|token)@)[^\s/:@\"'<>{}$]{6,}@"
     # A long text with digits in it that is assigned to such a name, as in wandb's, AWS's and npm's files.
     rb"|(?i:api_?key|access_?key|secret|token|passw(?:or)?d)[\"']?[ \t]*[=:][ \t]*[\"']?"
     rb"(?=[A-Za-z+/_-]*[0-9])[A-Za-z0-9+/_-]{32,}"
@@ -198,7 +200,9 @@ def write_bundle(packed: Packed, target: Path) -> str:
     except FileExistsError:
         raise ConfigError(f"{target} already exists", hint="choose another file, or remove it") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write {target}: {error.strerror}", hint="name a file in a folder that you may write to"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
 

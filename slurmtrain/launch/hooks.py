@@ -99,7 +99,7 @@ def _finished_record(run_dir: RunDir, number: int) -> Attempt:
     set_up = run_dir.attempt(number).setup_failure_file
     if attempt.reason is None and set_up.exists():
         attempt.reason, attempt.verdict, attempt.exit_code = Reason.CONFIG, Verdict.END, EXIT_CONFIG
-        attempt.sentence = set_up.read_text(errors="replace").strip()
+        attempt.say(set_up.read_text(errors="replace").strip())
     return attempt
 
 

@@ -24,7 +24,7 @@ from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, Reason, RunAction, Verdict, is_cancelled
+from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import GONE, JobFacts
@@ -254,7 +254,8 @@ def submit_again(
         return None
     attempt = attempts.read_attempt(run_dir, number)
     if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
-        attempt.verdict, attempt.sentence = Verdict.RESUBMIT, f"{_how_it_ended(attempt)}; it is submitted again"
+        attempt.verdict = Verdict.RESUBMIT
+        attempt.say(attempt.why or "stopped", GoesOn.SUBMITTED)
         attempts.write_attempt(run_dir, attempt)
     _pass_on_dependents(run_dir, job_id, new, client)
     return new
@@ -340,17 +341,9 @@ def _scancelled(run_dir: RunDir, number: int, job_id: str, client: SlurmClient) 
     return facts is not None and is_cancelled(facts, attempt.restart_count, attempt.facts_when_told)
 
 
-def _how_it_ended(attempt: attempts.Attempt) -> str:
-    """Return the sentence of an attempt without what was to come next."""
-    said = attempt.sentence or "stopped"
-    for next_step in ("it is submitted again", "it is requeued", "SLURM starts it again", "it was started again"):
-        said = said.removesuffix(f"; {next_step}")
-    return said
-
-
 def _end(run_dir: RunDir, number: int, why: str, reason: Reason | None = None) -> None:
     attempt = attempts.read_attempt(run_dir, number)
     attempt.verdict, attempt.reason = Verdict.END, reason or attempt.reason
-    attempt.sentence = f"{_how_it_ended(attempt)}; {why}"
+    attempt.say(f"{attempt.why or 'stopped'}; {why}")
     attempts.write_attempt(run_dir, attempt)
     run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
 from slurmtrain.report.collect import Cell, Table, is_scalar
-from slurmtrain.system.files import replace_file
+from slurmtrain.system.files import write_where_named
 from slurmtrain.system.json_text import json_text
 
 FORMATS = ("csv", "markdown", "json", "parquet")
@@ -51,11 +50,13 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
     try:
-        replace_file(target, content, mode=0o666)  # the umask decides who reads it
+        write_where_named(path, content)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="give a file in an existing folder") from None
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}",
+            hint="name a file in a folder that exists and that you may write to",
+        ) from None
 
 
 def short(cell: Cell) -> str:

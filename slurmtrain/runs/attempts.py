@@ -22,7 +22,7 @@ from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
+from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict, joined, why_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import records
@@ -88,6 +88,9 @@ class Attempt:
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, a `StopCause`, and when.
+        sentence: why it ended, and what happens next; None until it has ended. `say` sets it.
+        next_step: the part of `sentence` that says what happens next; None if there is none, or in a record of an
+            earlier version.
         started_again: how often SLURM has started its job again although the run had ended with it; each exited at
             once.
     """
@@ -130,11 +133,21 @@ class Attempt:
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
+    next_step: str | None = None
     started_again: int = 0
     last_sign: float | None = None
     last_logged: float | None = None
     gpus: float | None = None
     kind: str | None = None
+
+    @property
+    def why(self) -> str | None:
+        """Why it ended, without what happens next; None until it has ended."""
+        return None if self.sentence is None else why_of(self.sentence, self.next_step)
+
+    def say(self, why: str, next_step: str | None = None) -> None:
+        """Set why it ended and what happens next; None: nothing does."""
+        self.sentence, self.next_step = joined(why, next_step), next_step
 
     @property
     def facts_when_told(self) -> JobFacts | None:
@@ -213,7 +226,7 @@ def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
 def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
     """Record that the attempt with which a run had finished is not its end any more: it is to do more steps."""
     attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
-    attempt.sentence = f"finished after {attempt.last_step} steps, and was then given {steps}"
+    attempt.say(f"finished after {attempt.last_step} steps, and was then given {steps}")
     write_attempt(run_dir, attempt)
     run_dir.event(Event.LENGTHENED, attempt=attempt.number, steps=steps)
 

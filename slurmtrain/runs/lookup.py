@@ -124,6 +124,11 @@ def find(reference: str, root: Path) -> RunDir:
         return matching[0]
     if not matching:
         refuse_unreadable(reference, root)
+        if called := [run.id for run in runs if run.path.parent.name == reference]:
+            raise UsageError(
+                f"no run's id begins with {reference!r}, which is the name of {len(called)} of them",
+                hint=f"name one by its ID; the latest are: {', '.join(called[-3:])}",
+            )
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(

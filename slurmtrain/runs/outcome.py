@@ -12,6 +12,7 @@ Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -65,6 +66,18 @@ class Verdict(StrEnum):
     NEXT = "next"  # the next job of the chain continues
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
+
+
+class GoesOn(StrEnum):
+    """The words for what happens next to a run that goes on."""
+
+    REQUEUED = "it is requeued"
+    SUBMITTED = "it is submitted again"
+    CHAIN = "the next job of the chain continues"
+    STARTS = "it starts again"  # where there is no queue
+    SLURM = "SLURM starts it again"
+    STARTED = "it was started again"
+    IN_PLACE = "its ranks start again in the same job"  # and without which node, and after which pause
 
 
 class LastWord(StrEnum):
@@ -228,6 +241,8 @@ class AttemptOutcome:
     """The outcome of an attempt, and what happens next.
 
     Attributes:
+        why: why it ended. It may quote what a program has said, so "; " may be in it.
+        next_step: what happens next, or why nothing does; None if `why` leaves nothing to say.
         stalled: nobody told it to stop, and it shows no progress: the attempt uses up the budget.
         unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
         lasted: it was a long attempt of such a program, whatever the cause of its end.
@@ -239,7 +254,8 @@ class AttemptOutcome:
 
     reason: Reason
     verdict: Verdict
-    sentence: str
+    why: str
+    next_step: str | None = None
     stalled: bool = False
     unseen: bool = False
     lasted: bool = False
@@ -248,41 +264,51 @@ class AttemptOutcome:
     nodes: tuple[str, ...] = ()
     wait_s: float = 0.0
 
+    @property
+    def sentence(self) -> str:
+        """Why it ended, and what happens next, as they are shown."""
+        return joined(self.why, self.next_step)
+
+
+def joined(why: str, next_step: str | None) -> str:
+    """Return why an attempt ended and what happens next in one sentence."""
+    return why if next_step is None else f"{why}; {next_step}"
+
 
 def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     """Decide why the attempt ended and what to do next."""
-    reason, sentence = _reason(evidence, policy)
+    reason, why = _reason(evidence, policy)
     if reason is Reason.FINISHED:
-        return AttemptOutcome(reason, Verdict.DONE, sentence)
-    sentence += _doubt(evidence)
+        return AttemptOutcome(reason, Verdict.DONE, why)
+    why += _doubt(evidence)
     if reason in (Reason.CANCELLED, Reason.PRUNED, Reason.CONFIG, Reason.DIVERGED, Reason.SUPERSEDED):
-        return AttemptOutcome(reason, Verdict.END, sentence)
+        return AttemptOutcome(reason, Verdict.END, why)
     fault = fault_of_node(evidence, reason)
-    outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence, fault=fault), evidence, policy)
+    outcome = _with_effort(AttemptOutcome(reason, Verdict.END, why, fault=fault), evidence, policy)
     if _slurm_restarts(evidence):
-        return replace(outcome, verdict=Verdict.RESTARTING, sentence=f"{outcome.sentence}; SLURM starts it again")
+        return replace(outcome, verdict=Verdict.RESTARTING, next_step=GoesOn.SLURM)
     nodes = _nodes_in_place(outcome, evidence, policy)
     if policy.mode == RequeueMode.OFF and nodes is None:
-        return replace(outcome, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
+        return replace(outcome, why=why, next_step=_NOT_REQUEUED)
     spent = budget_spent(outcome, evidence, policy)
     if spent is not None:
-        return replace(outcome, sentence=f"{sentence}; {spent}")
+        return replace(outcome, why=why, next_step=spent)
     if nodes is not None:
         return replace(_in_place(outcome, nodes, evidence), bad_nodes=evidence.unfit_nodes)
     if evidence.request in STARTS_ANEW and reason is not Reason.ASKED:
-        outcome = replace(outcome, sentence=f"{outcome.sentence}; meanwhile asked by `{evidence.request} RUN`")
+        outcome = replace(outcome, why=f"{outcome.why}; meanwhile asked by `{evidence.request} RUN`")
     return _in_a_later_start(outcome, evidence, policy)
 
 
 def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> AttemptOutcome:
     """Return the outcome of an attempt whose run goes on when the job, or the next one, starts (again)."""
     if policy.mode == RequeueMode.CHAIN and policy.links_left == 0:
-        return replace(outcome, sentence=f"{outcome.sentence}; the chain has no jobs left (requeue.chain_length)")
+        return replace(outcome, next_step="the chain has no jobs left (requeue.chain_length)")
     verdict, next_step = _NEXT_STEPS[policy.mode]
     if policy.local:
-        next_step = "it starts again"
+        next_step = GoesOn.STARTS
     bad_nodes = _bad_nodes(evidence) if outcome.reason is Reason.BAD_NODE else ()
-    return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_nodes=bad_nodes)
+    return replace(outcome, verdict=verdict, next_step=next_step, bad_nodes=bad_nodes)
 
 
 def _bad_nodes(evidence: Evidence) -> tuple[str, ...]:
@@ -354,8 +380,7 @@ def _in_place(outcome: AttemptOutcome, nodes: tuple[str, ...], evidence: Evidenc
     wait_s = PAUSES_S[min(evidence.stalled_before, len(PAUSES_S) - 1)] if quick else 0.0
     left_out = [node for node in evidence.usable_nodes if node not in nodes and node == evidence.failed_on]
     how = "".join((f" without {', '.join(left_out)}" if left_out else "", f" after {wait_s:.0f} s" if wait_s else ""))
-    sentence = f"{outcome.sentence}; its ranks start again in the same job{how}"
-    return replace(outcome, verdict=Verdict.IN_PLACE, sentence=sentence, nodes=nodes, wait_s=wait_s)
+    return replace(outcome, verdict=Verdict.IN_PLACE, next_step=f"{GoesOn.IN_PLACE}{how}", nodes=nodes, wait_s=wait_s)
 
 
 def decide_after_pause(
@@ -369,32 +394,27 @@ def decide_after_pause(
         request: what a person has requested of the run meanwhile.
         facts: what SLURM says of the job now; None if it cannot be asked.
     """
-    ended = replace(outcome, verdict=Verdict.END, sentence=_before_the_next_step(outcome), nodes=(), wait_s=0.0)
+    ended = replace(outcome, verdict=Verdict.END, next_step=None, nodes=(), wait_s=0.0)
     if request == RunAction.STOP:
-        return replace(ended, sentence=f"{ended.sentence}; then stopped by the file `stop` in its directory")
+        return replace(ended, why=f"{ended.why}; then stopped by the file `stop` in its directory")
     if request == RunAction.CANCEL:
-        return replace(ended, sentence=f"{ended.sentence}; then cancelled by `cancel RUN`")
+        return replace(ended, why=f"{ended.why}; then cancelled by `cancel RUN`")
     if request == RunAction.PRUNE:
-        return replace(ended, reason=Reason.PRUNED, sentence=f"{ended.sentence}; then {PRUNED_BY_SEARCH}")
+        return replace(ended, reason=Reason.PRUNED, why=f"{ended.why}; then {PRUNED_BY_SEARCH}")
     if facts is not None and facts.restarts > evidence.restart_count:
-        return replace(ended, verdict=Verdict.RESTARTING, sentence=f"{ended.sentence}; SLURM starts it again")
+        return replace(ended, verdict=Verdict.RESTARTING, next_step=GoesOn.SLURM)
     if facts is not None and is_cancelled(facts, evidence.restart_count):
-        return replace(ended, sentence=f"{ended.sentence}; then cancelled by scancel")
+        return replace(ended, why=f"{ended.why}; then cancelled by scancel")
     asked = request in STARTS_ANEW
     if facts is not None and facts.state == "RUNNING" and not facts.preempted and not asked:
         return outcome
     if facts is not None and facts.preempted:
-        ended = replace(ended, sentence=f"{ended.sentence}; then preempted")
+        ended = replace(ended, why=f"{ended.why}; then preempted")
     elif asked:
-        ended = replace(ended, sentence=f"{ended.sentence}; then asked by `{request} RUN`")
+        ended = replace(ended, why=f"{ended.why}; then asked by `{request} RUN`")
     if policy.mode == RequeueMode.OFF:
-        return replace(ended, sentence=f"{ended.sentence}; it is not requeued (requeue.mode=off)")
+        return replace(ended, next_step=_NOT_REQUEUED)
     return _in_a_later_start(ended, evidence, policy)
-
-
-def _before_the_next_step(outcome: AttemptOutcome) -> str:
-    """Return the sentence of an outcome without its last part, which says what happens next."""
-    return outcome.sentence.rpartition("; ")[0] or outcome.sentence
 
 
 FAILURES = (
@@ -431,11 +451,25 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
     return facts.end_time > facts.preempt_time + 2.0
 
 
+_NOT_REQUEUED = "it is not requeued (requeue.mode=off)"
 _NEXT_STEPS = {
-    RequeueMode.REQUEUE: (Verdict.REQUEUE, "it is requeued"),
-    RequeueMode.RESUBMIT: (Verdict.RESUBMIT, "it is submitted again"),
-    RequeueMode.CHAIN: (Verdict.NEXT, "the next job of the chain continues"),
+    RequeueMode.REQUEUE: (Verdict.REQUEUE, GoesOn.REQUEUED),
+    RequeueMode.RESUBMIT: (Verdict.RESUBMIT, GoesOn.SUBMITTED),
+    RequeueMode.CHAIN: (Verdict.NEXT, GoesOn.CHAIN),
 }
+_GOES_ON = re.compile(rf"; (?:{'|'.join(GoesOn)})(?: without \S+(?:, \S+)*)?(?: after \d+ s)?\Z")
+
+
+def why_of(sentence: str, next_step: str | None) -> str:
+    """Return why an attempt ended, given the sentence of its record, without what was to happen next.
+
+    Args:
+        next_step: what happens next, as the record has it. Records of earlier versions do not have it: it is then found
+            by the words for how a run goes on, and nothing else is cut off.
+    """
+    if next_step is None:
+        return _GOES_ON.sub("", sentence)
+    return sentence.removesuffix(f"; {next_step}")
 
 
 def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
@@ -451,20 +485,20 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         said = "cancelled by a person, and killed before that was on record"
         return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
     if evidence.preempted_when_told:
-        reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+        reason, why = Reason.PREEMPTED, "preempted, and killed before it could say so"
     elif evidence.hang is not None:
-        reason, sentence = Reason.HANG, f"hung: {evidence.hang}"
+        reason, why = Reason.HANG, f"hung: {evidence.hang}"
     elif evidence.failure is not None or evidence.killed is not None:
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
-        reason, sentence = Reason.CRASH, f"crashed: {what}"
+        reason, why = Reason.CRASH, f"crashed: {what}"
     elif evidence.said == LastWord.STOPPED or evidence.cause is not None:
-        reason, sentence = _why_told(evidence, policy)
+        reason, why = _why_told(evidence, policy)
     else:
         # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
         # budget.
-        reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
-    outcome = _with_effort(AttemptOutcome(reason, Verdict.RESTARTING, sentence), evidence, policy)
-    return replace(outcome, sentence=f"{outcome.sentence}; it was started again")
+        reason, why = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
+    outcome = AttemptOutcome(reason, Verdict.RESTARTING, why, GoesOn.STARTED)
+    return _with_effort(outcome, evidence, policy)
 
 
 def _doubt(evidence: Evidence) -> str:
@@ -479,7 +513,7 @@ def _doubt(evidence: Evidence) -> str:
 
 
 def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> AttemptOutcome:
-    """Add whether the attempt uses up a budget; for a long one that shows no progress, also say so in the sentence.
+    """Add whether the attempt uses up a budget; for a long one that shows no progress, also say so.
 
     If progress is not visible, a long attempt may have made some, also one that reached its time limit. It is no crash
     loop, but a program that starts from scratch each time looks the same, so the number of such attempts is limited.
@@ -490,8 +524,8 @@ def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if not long and (evidence.progress_visible or outcome.reason is not Reason.TIME_LIMIT):
         return replace(outcome, stalled=True)
     count = f"{evidence.unseen_before + 1} of {policy.max_unseen_attempts} such attempts"
-    sentence = f"{outcome.sentence}; there is no sign of progress ({count}; {_HOW_TO_REPORT})"
-    return replace(outcome, sentence=sentence, unseen=True, lasted=True)
+    why = f"{outcome.why}; there is no sign of progress ({count}; {_HOW_TO_REPORT})"
+    return replace(outcome, why=why, unseen=True, lasted=True)
 
 
 _HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
@@ -658,7 +692,7 @@ def _finished(evidence: Evidence) -> str:
 
 
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
-    """Return reason and sentence from SLURM's own record; None if it says nothing."""
+    """Return the reason, and why in words, from SLURM's own record; None if it says nothing."""
     facts = evidence.facts
     preempted = evidence.preempted_when_told or (facts is not None and facts.preempted)
     if facts is not None and facts.preempted and is_cancelled(facts, evidence.restart_count, evidence.told):
@@ -687,7 +721,7 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 
 
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    """Return reason and sentence from the clock and the signal, when SLURM's record says nothing."""
+    """Return the reason, and why in words, from the clock and the signal, when SLURM's record says nothing."""
     if evidence.request in STARTS_ANEW:
         return Reason.ASKED, f"asked by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s

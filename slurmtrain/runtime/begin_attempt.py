@@ -72,8 +72,8 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     spent = spent_by(run_dir, config)
     if spent is None:
         return None
-    said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
-    last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
+    last.verdict = Verdict.END
+    last.say(last.why or "ended", spent)
     attempts.write_attempt(run_dir, last)
     run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
@@ -93,8 +93,8 @@ def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) 
     facts = client.job(last.job_id or "")
     if facts is None or facts.state != "CANCELLED" or (facts.start_time or 0.0) > (last.ended or time.time()):
         return None
-    said = (last.sentence or "").rpartition("; ")[0] or "stopped"  # without what was to come next
-    last.verdict, last.sentence = Verdict.END, f"{said}; {_SCANCELLED}"
+    last.verdict = Verdict.END
+    last.say(f"{last.why or 'stopped'}; {_SCANCELLED}")
     attempts.write_attempt(run_dir, last)
     run_dir.event(Event.NOT_STARTED_AGAIN, attempt=last.number, sentence=last.sentence)
     return Verdict.END

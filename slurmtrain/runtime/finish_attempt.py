@@ -286,7 +286,8 @@ def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
 def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
     attempt.ended, attempt.lasted = time.time(), outcome.lasted
     attempt.stalled, attempt.unseen = outcome.stalled or outcome.unseen, outcome.unseen
-    attempt.reason, attempt.verdict, attempt.sentence = outcome.reason, outcome.verdict, outcome.sentence
+    attempt.reason, attempt.verdict = outcome.reason, outcome.verdict
+    attempt.say(outcome.why, outcome.next_step)
     if outcome.bad_nodes:
         attempt.bad_nodes = list(outcome.bad_nodes)
     if outcome.fault is not None:

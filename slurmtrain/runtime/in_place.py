@@ -130,7 +130,8 @@ def await_next_start(
         if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
             break
     if now.verdict is not Verdict.IN_PLACE:
-        attempt.verdict, attempt.reason, attempt.sentence = now.verdict, now.reason, now.sentence
+        attempt.verdict, attempt.reason = now.verdict, now.reason
+        attempt.say(now.why, now.next_step)
         with contextlib.suppress(OSError):
             attempts.write_attempt(run_dir, attempt)
             run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=now.sentence)

@@ -79,6 +79,19 @@ def replace_file(
         raise
 
 
+def write_where_named(path: Path, content: bytes) -> None:
+    """Write a file to where a person says, by `replace_file`; the umask decides who reads it.
+
+    What is no file of its own, such as /dev/stdout, /dev/null or a pipe, is written into: a rename would put a file in its
+    place. A link stays one.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as stream:
+            stream.write(content)
+    else:
+        replace_file(Path(os.path.realpath(path)), content, mode=0o666)
+
+
 def temporary_beside(path: Path, suffix: str = "") -> Path:
     """Return a hidden name in the same folder that no other process on any host uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}{suffix}")

@@ -14,14 +14,15 @@ from slurmtrain.runs import lookup
 
 log = logging.getLogger(__name__)
 
+OTHER_ARCHIVES = (".zip", ".xz", ".txz", ".bz2", ".tbz2", ".zst", ".7z")  # what a bundle is not
+
 
 def bundle_run(options: argparse.Namespace) -> int:
     """Pack a run into a file."""
+    _check_target(options.file)
     run_dir = lookup.find(options.run, lookup.runs_root())
     packed = pack(run_dir, exclude=options.exclude or (), allow=options.allow or ())
     target = Path(options.file or f"{packed.folder}.tar.gz")
-    if target.is_dir() or not target.resolve().parent.is_dir():
-        raise UsageError(f"cannot write {target}: it is a folder, or its folder does not exist", hint="my-run.tar.gz")
     for warning in packed.warnings:
         log.warning(warning)
     digest = write_bundle(packed, target)
@@ -32,3 +33,14 @@ def bundle_run(options: argparse.Namespace) -> int:
     print(f"wrote {target} ({len(packed.members)} files, {format_size(size)})\n  sha256 {digest}")
     print(f"  run it again, here or elsewhere: submit --from {target}")
     return 0
+
+
+def _check_target(name: str | None) -> None:
+    """Refuse a file that cannot be written, or would not be what its name says."""
+    if name is None:
+        return
+    target = Path(name)
+    if name == "-" or target.suffix.lower() in OTHER_ARCHIVES:
+        raise UsageError(f"a bundle is a file whose name ends in .tar.gz or .tar, not {name}", hint="my-run.tar.gz")
+    if target.is_dir() or not target.resolve().parent.is_dir():
+        raise UsageError(f"cannot write {target}: it is a folder, or its folder does not exist", hint="my-run.tar.gz")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -14,6 +15,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import compare
 from slurmtrain.report.compare import MISSING, Comparison, Environments
+from slurmtrain.report.page.units import plural
 from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import words_for_changes
@@ -42,14 +44,16 @@ def compare_runs(options: argparse.Namespace) -> int:
 
 
 def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> None:
-    print(f"a: {a.path}\nb: {b.path}\n")
+    print(
+        f"a: {a.path}\nb: {b.path}{' (the same run)' if os.path.realpath(a.path) == os.path.realpath(b.path) else ''}\n"
+    )
     if found.config:
         print_table(
             ["config", "a", "b"], [[printable(key), _value(left), _value(right)] for key, left, right in found.config]
         )
     else:
         print("the configs are the same")
-    print(f"\n{_code_sentence(a, b, found.files)}")
+    print(f"\n{_code_sentence(a, b, found)}")
     _print_environments(found.environment)
     print(_data_sentence(found))
     print(f"{_divergence_sentence(found, tolerance)}\n{_weights_sentence(found)}")
@@ -65,9 +69,12 @@ def _value(value: Any) -> str:
     return "-" if value is MISSING else "null" if value is None else printable(str(value))
 
 
-def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
+def _code_sentence(a: RunDir, b: RunDir, found: Comparison) -> str:
+    files = found.files
     left, right = _revision(a), _revision(b)
     revisions = f"the code is {left} in both" if left == right else f"the code is {left} in a, {right} in b"
+    if files is None and found.same_changes is not None:
+        return f"{revisions}; git's diffs of tracked files {'are equal' if found.same_changes else 'differ'}"
     if files is None:
         return f"{revisions}; its files are not compared, since there are no snapshots of both"
     if not files:
@@ -75,7 +82,8 @@ def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
     shown = ", ".join(map(printable, files[:FILES_SHOWN])) + (
         f" and {len(files) - FILES_SHOWN} more" if len(files) > FILES_SHOWN else ""
     )
-    return f"{revisions}; {len(files)} files of the snapshots differ: {shown}"
+    verb = "differs" if len(files) == 1 else "differ"
+    return f"{revisions}; {plural(len(files), 'file')} of the snapshots {verb}: {shown}"
 
 
 def _print_environments(found: Environments) -> None:
@@ -119,15 +127,15 @@ def _divergence_sentence(found: Comparison, tolerance: float) -> str:
     if not found.steps:
         return "no step was logged by both"
     within = f"within {tolerance:g}" if tolerance else "to the last bit"
-    logged = f"{len(found.steps)} steps that both have logged, {found.steps[0]} to {found.steps[-1]}"
-    if found.first_divergence is None:
-        return f"they are equal {within} at all {logged}"
-    names = [
-        name
-        for name, each in found.divergences.items()
-        if each.step == found.first_divergence.step and not is_measured(name)
-    ]
-    return f"they diverge at step {found.first_divergence.step} ({printable(', '.join(sorted(names)))}), of {logged}"
+    only = len(found.steps) == 1
+    several = f"{len(found.steps)} steps that both have logged, {found.steps[0]} to {found.steps[-1]}"
+    first = found.first_divergence
+    if first is None:
+        every = f"step {found.steps[0]}, the only one that both have logged" if only else f"all {several}"
+        return f"they are equal {within} at {every}"
+    names = [name for name, each in found.divergences.items() if each.step == first.step and not is_measured(name)]
+    of = "the only one that both have logged" if only else f"of {several}"
+    return f"they diverge at step {first.step} ({printable(', '.join(sorted(names)))}), {of}"
 
 
 def _data_sentence(found: Comparison) -> str:
@@ -144,9 +152,8 @@ def _weights_sentence(found: Comparison) -> str:
     left = f"; not compared: {weights.left}" if weights.left else ""
     if weights.parts_at is not None:
         names = ", ".join(map(printable, weights.tensors[:3])) + (", ..." if len(weights.tensors) > 3 else "")
-        return (
-            f"their weights part at the checkpoint of step {weights.parts_at} ({len(weights.tensors)} tensors: {names})"
-        )
+        tensors = plural(len(weights.tensors), "tensor")
+        return f"their weights part at the checkpoint of step {weights.parts_at} ({tensors}: {names})"
     if not weights.steps:
         return f"their weights: no checkpoint of the same step was compared{left}"
     steps = ", ".join(map(str, weights.steps))
@@ -156,8 +163,17 @@ def _weights_sentence(found: Comparison) -> str:
 def _metric_row(name: str, found: Comparison) -> list[str]:
     a, b = found.final[name]
     divergence = found.divergences.get(name)
-    where = f"{divergence.step}: {divergence.a:.9g} and {divergence.b:.9g}" if divergence is not None else ""
+    where = "" if divergence is None else f"{divergence.step}: {' and '.join(told_apart(divergence.a, divergence.b))}"
     return [printable(name), short(a), short(b), where]
+
+
+def told_apart(a: float, b: float) -> tuple[str, str]:
+    """Return two numbers that differ with as many digits as it takes to see it: 9 if they suffice, at most 17."""
+    for digits in range(9, 17):
+        shown = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if shown[0] != shown[1]:
+            return shown
+    return f"{a:.17g}", f"{b:.17g}"
 
 
 def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> dict[str, Any]:
@@ -166,6 +182,8 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
     a, b         id, path and code (revision, dirty) of each run
     config       a list of key, a, b; without a or b if that run has no such key
     files        paths of code that differ; null when there are no snapshots of both
+    same_changes  whether both have the same changes to tracked files of the same revision, where files is null; null when
+                 that is not known
     environment  differences: a list of group, name, a, b (null where one has no such fact) of what the newest attempts ran
                  with; missing: the runs of which that is not known; within: groups in which attempts of one run differ
     tolerance    the tolerance that was given
@@ -187,6 +205,7 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
             for key, left, right in found.config
         ],
         "files": found.files,
+        "same_changes": found.same_changes,
         "environment": {
             "differences": [asdict(each) for each in found.environment.differences],
             "missing": found.environment.missing,

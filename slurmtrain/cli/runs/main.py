@@ -38,7 +38,7 @@ def _parser(verb: str) -> Parser:
         help="show what differs between two runs",
         description="Show what differs between two runs: config, code, what they ran with (packages, driver, CUDA, NCCL, "
         "image, variables), the first step where the samples that they have seen, their metrics or their weights part, and "
-        "the last values. Metrics whose name ends in _s measure speed and always differ.",
+        "the last values. Metrics of the machine, such as speed and memory, always differ; they do not count.",
     )
     for name in ("a", "b"):
         comparing.add_argument(name, metavar=name.upper(), help=RUN_HELP)

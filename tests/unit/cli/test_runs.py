@@ -19,9 +19,11 @@ from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
+from slurmtrain.cli.runs.compare import told_apart
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import compare, prune
 from slurmtrain.report.compare import MISSING, Divergence, config_differences, divergences
+from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs, find
 from slurmtrain.runs.run_dir import RunDir
@@ -283,11 +285,12 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
     text = printed(capsys, "runs", "compare", a.id, b.id)
     assert "they have seen other samples, or another order, from step 30 on" in text
     assert "they are equal to the last bit at all 3 steps" in text
-    assert "their weights part at the checkpoint of step 20 (1 tensors: model.bias)" in text
+    assert "their weights part at the checkpoint of step 20 (1 tensor: model.bias)" in text
     found = read(capsys, "runs", "compare", a.id, b.id, "--json")
     assert found["data"] == {"steps": 3, "parted_at": 30}
     assert found["weights"] == {"steps": [10, 20], "parted_at": 20, "tensors": ["model.bias"], "left": None}
     text = printed(capsys, "runs", "compare", a.id, a.id)
+    assert f"b: {a.path} (the same run)" in text
     assert "the same samples in the same order up to step 30" in text
     assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
 
@@ -306,6 +309,32 @@ def test_runs_that_are_the_same_are_said_to_be(make: Make, capsys: Out) -> None:
     assert "its files are not compared" in text  # they ran in place, outside of git
     assert "they are equal to the last bit at all 2 steps" in text
     assert compare.compare(a, b).first_divergence is None
+
+
+def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(
+    make: Make, capsys: Out
+) -> None:
+    b_loss = math.nextafter(13.0962001, 14.0)
+    a, b = make("finished", losses={10: 13.0962001}), make("finished", losses={10: b_loss})
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert "they diverge at step 10 (loss), the only one that both have logged" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
+    left, _, right = row.split()[-3:]
+    assert (float(left), float(right)) == (13.0962001, b_loss)
+    assert told_apart(1.5, 1.25) == ("1.5", "1.25") and told_apart(1.0, NAN) == ("1", "nan")
+    same = printed(capsys, "runs", "compare", a.id, a.id)
+    assert "they are equal to the last bit at step 10, the only one that both have logged" in same
+
+
+def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Make, capsys: Out) -> None:
+    a, b = make("finished"), make("finished")
+    for diff, sentence, known in (("-x\n+y\n", "are equal", True), ("-x\n+z\n", "differ", False)):
+        for run, changes in ((a, "-x\n+y\n"), (b, diff)):
+            write_code_record(run.code, CodeRecord(revision="0" * 40, dirty=True, diff=changes))
+        assert f"git's diffs of tracked files {sentence}" in printed(capsys, "runs", "compare", a.id, b.id)
+        assert read(capsys, "runs", "compare", a.id, b.id, "--json")["same_changes"] is known
+    write_code_record(b.code, CodeRecord(revision="1" * 40, dirty=True, diff="-x\n+y\n"))
+    assert read(capsys, "runs", "compare", a.id, b.id, "--json")["same_changes"] is None
 
 
 def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> None:

@@ -101,6 +101,7 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(
     [
         (["--steps", "3"], 2, "--steps 3: expected at least 10"),
         (["--nodes", "1"], 2, "expected at least two sizes"),
+        (["train.global_batch_size=7", "--nodes", "1,x"], 2, "--nodes 1,x: expected numbers of nodes"),
         (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
         (["--strong", "--weak"], 2, "exclude each other"),
         (["--at-once", "0"], 2, "--at-once 0: expected a number of sizes"),

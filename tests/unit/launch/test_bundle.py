@@ -243,6 +243,48 @@ def test_the_records_of_a_run_of_somebody_else_lead_to_no_file_of_the_reader(run
             pack(run)
 
 
+def test_a_password_in_a_url_is_no_less_a_secret(run: RunDir) -> None:
+    config = run.config_file.read_text()
+    assert "  env: {}" in config
+    hidden = "hunter" + "22"
+    run.config_file.write_text(
+        config.replace("  env: {}", f"  env:\n    HTTPS_PROXY: http://me:{hidden}@proxy.example.org:3128")
+    )
+    with pytest.raises(ConfigError, match=r"config\.yaml seems to contain a secret, in line \d+") as refused:
+        pack(run)
+    assert hidden not in str(refused.value)
+    for text in (
+        "https://me:password@host",
+        "https://me:${WORD_OF_MINE}@host",
+        "https://host:8080/a@b",
+        "git@host:a/b.git",
+    ):
+        assert not SECRET_TEXT.search(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x.zip"], "ends in .tar.gz or .tar, not x.zip"),
+        (["-"], "ends in .tar.gz or .tar, not -"),
+        (["no/such/x.tar.gz"], "cannot write no/such/x.tar.gz"),
+    ],
+)
+def test_a_file_that_would_be_no_bundle_is_refused_before_the_run_is_read(
+    words: list[str], said: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "bundle", "last", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_bundle_takes_no_other_program_after_the_dashes(
+    bundle: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--from", str(bundle), "--dry-run", "--", "python", "x.py"]) == 2
+    assert "a bundle has its own program, so --from takes none after --" in capsys.readouterr().err
+    assert main(["job.command='python x.py'", "submit", "--from", str(bundle), "--dry-run"]) == 0
+
+
 def test_a_call_of_a_pickled_function_is_not_packed(project: Path) -> None:
     command = "job.command='python -m slurmtrain.runtime.jobs.map_task'"
     run = submitted_run(project, "cluster=a100x4", "job=command", command)

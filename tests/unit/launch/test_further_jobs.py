@@ -395,7 +395,7 @@ def test_a_scancel_of_the_job_before_ends_the_one_that_was_to_go_on_when_it_star
 ) -> None:
     """It came after that job had handed over. Whoever resumes the run since wants it to go on."""
     run = make(f"requeue={mode}", job_ids=("100",))
-    stopped(run, {"resubmit": "resubmit", "chain": "next"}[mode], sentence="preempted; it goes on")
+    stopped(run, {"resubmit": "resubmit", "chain": "next"}[mode], sentence="hung: rank 1; 3 ranks waited")
     run.add_job("101")
     run.event(Event.SUBMITTED, job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
     if mode == "chain":
@@ -405,7 +405,8 @@ def test_a_scancel_of_the_job_before_ends_the_one_that_was_to_go_on_when_it_star
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     assert main(["begin-attempt", str(run.path)]) == 0
     assert capsys.readouterr().out.strip() == ("end" if over else "")
-    assert ("cancelled by scancel" in (attempts.read_attempt(run, 1).sentence or "")) == over
+    cancelled = "; cancelled by scancel before its next job began" if over else ""
+    assert attempts.read_attempt(run, 1).sentence == f"hung: rank 1; 3 ranks waited{cancelled}"
 
 
 def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(

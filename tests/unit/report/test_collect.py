@@ -276,6 +276,20 @@ def test_a_file_is_replaced_in_one_step_or_not_at_all(tmp_path: Path, monkeypatc
     assert stat.S_IMODE(target.stat().st_mode) & 0o400
 
 
+def test_a_pipe_that_is_named_is_written_into_and_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer need not wait for one
+    write_whole(pipe, b"table")
+    assert os.read(reader, 100) == b"table" and stat.S_ISFIFO(pipe.lstat().st_mode)
+    os.close(reader)
+    read_end, write_end = os.pipe()
+    write_whole(Path(f"/dev/fd/{write_end}"), b"page")  # as /dev/stdout, or >(...) of bash
+    os.close(write_end)
+    assert os.read(read_end, 100) == b"page"
+    os.close(read_end)
+
+
 @pytest.mark.parametrize("name", ["nowhere/t.csv", "."])
 def test_a_file_that_cannot_be_written_is_one_sentence(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"):

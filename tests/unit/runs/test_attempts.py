@@ -75,6 +75,18 @@ def test_a_record_reads_back_as_it_was_written(run: RunDir) -> None:
     assert attempts.all_attempts(run) == [attempt]
 
 
+def test_a_record_says_apart_why_it_ended_and_what_happens_next(run: RunDir) -> None:
+    attempt = begin(run)
+    assert attempt.why is None
+    attempt.say("hung: rank 1 did not come; 3 other ranks waited", "it is requeued")
+    attempts.write_attempt(run, attempt)
+    read = attempts.read_attempt(run, 1)
+    assert read.sentence == "hung: rank 1 did not come; 3 other ranks waited; it is requeued"
+    assert (read.why, read.next_step) == ("hung: rank 1 did not come; 3 other ranks waited", "it is requeued")
+    read.say("cancelled by scancel")
+    assert (read.why, read.sentence, read.next_step) == ("cancelled by scancel", "cancelled by scancel", None)
+
+
 def test_an_attempt_that_died_before_its_first_word_has_an_empty_record(run: RunDir) -> None:
     run.new_attempt()
     assert attempts.read_attempt(run, 1) == Attempt(number=1)
@@ -324,8 +336,9 @@ def test_a_run_that_takes_its_nodes_down_ends_with_the_budget(run: RunDir, monke
     assert budget_used_up(run, config, None) == Verdict.END
     last = attempts.all_attempts(run)[-1]
     assert (last.reason, last.verdict) == (Reason.NODE_FAILURE, Verdict.END)
-    assert "ended without a word" in (last.sentence or "") and "3 attempts in a row" in (last.sentence or "")
-    assert "started again" not in (last.sentence or "")
+    spent = "3 attempts in a row without a new checkpoint: giving up (requeue.max_attempts_without_progress)"
+    assert last.sentence == f"ended without a word: its node failed, or it was killed; {spent}"
+    assert last.next_step == spent
 
 
 def test_a_node_that_dies_after_progress_costs_nothing_of_the_budget(

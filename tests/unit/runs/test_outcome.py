@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.runs.outcome import Evidence, Policy, Reason, RunAction, Verdict, decide_outcome, is_cancelled
+from slurmtrain.runs.outcome import (
+    Evidence,
+    Policy,
+    Reason,
+    RunAction,
+    Verdict,
+    decide_abandoned_outcome,
+    decide_outcome,
+    is_cancelled,
+    why_of,
+)
 from slurmtrain.slurm.job_facts import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
@@ -552,6 +562,11 @@ def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, 
         assert outcome.verdict in (Verdict.END, Verdict.DONE)
     finished = evidence.exit_code == 0 and evidence.said == "finished"
     assert (outcome.reason is Reason.FINISHED) == finished
+    for each in (outcome, off, other, decide_abandoned_outcome(evidence, Policy())):
+        assert why_of(each.sentence, each.next_step) == each.why
+        if each.verdict not in (Verdict.DONE, Verdict.END):
+            assert each.next_step is not None
+            assert why_of(each.sentence, None) == each.why  # as in a record of an earlier version
 
 
 HUNG = "rank 1 on n2 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"
@@ -561,7 +576,31 @@ def test_a_hang_is_a_crash_that_names_the_rank_which_did_not_come() -> None:
     killed = "n2: task 1: Killed"
     outcome = decide_outcome(Evidence(exit_code=137, hang=HUNG, killed=killed, failed_on="n2"), Policy())
     assert (outcome.reason, outcome.verdict, outcome.stalled) == (Reason.HANG, Verdict.REQUEUE, True)
-    assert outcome.sentence.startswith(f"hung: {HUNG}; ")
+    assert (outcome.why, outcome.next_step) == (f"hung: {HUNG}", "it is requeued")
+    assert outcome.sentence == f"hung: {HUNG}; it is requeued"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "next_step", "why"),
+    [
+        ("preempted; it is requeued", "it is requeued", "preempted"),
+        (f"hung: {HUNG}", None, f"hung: {HUNG}"),
+        (f"hung: {HUNG}; the job ended", "the job ended", f"hung: {HUNG}"),
+        ("crashed: x; it is requeued", "it is submitted again", "crashed: x; it is requeued"),
+        # Records of earlier versions do not say which part the next step is.
+        ("preempted; it is requeued", None, "preempted"),
+        ("preempted; it is submitted again", None, "preempted"),
+        ("preempted; the next job of the chain continues", None, "preempted"),
+        ("crashed: x; it starts again", None, "crashed: x"),
+        ("crashed: x; then preempted; SLURM starts it again", None, "crashed: x; then preempted"),
+        ("ended without a word; it was started again", None, "ended without a word"),
+        ("crashed: x; y; its ranks start again in the same job", None, "crashed: x; y"),
+        ("crashed: x; its ranks start again in the same job without n1 after 20 s", None, "crashed: x"),
+        ("crashed: it is requeued; cancelled by scancel", None, "crashed: it is requeued; cancelled by scancel"),
+    ],
+)
+def test_what_happens_next_is_told_apart_from_why_it_ended(sentence: str, next_step: str | None, why: str) -> None:
+    assert why_of(sentence, next_step) == why
 
 
 def test_a_preemption_or_a_cancellation_wins_over_a_hang() -> None:

@@ -186,7 +186,13 @@ def test_attempts_that_fail_at_once_follow_each_other_ever_more_slowly(changes: 
 # The pause.
 
 WAITING = AttemptOutcome(
-    Reason.CRASH, Verdict.IN_PLACE, "crashed: x; its ranks start again", nodes=NODES, wait_s=5.0, stalled=True
+    Reason.CRASH,
+    Verdict.IN_PLACE,
+    "crashed: x",
+    "its ranks start again in the same job",
+    nodes=NODES,
+    wait_s=5.0,
+    stalled=True,
 )
 
 
@@ -214,6 +220,16 @@ def test_what_comes_during_the_pause_decides(
     assert outcome.verdict == verdict and said in outcome.sentence
     assert outcome.reason is Reason.CRASH and outcome.stalled  # it used up the budget, whatever came after it
     assert bool(outcome.nodes) == (verdict == "in-place")
+
+
+def test_what_comes_during_the_pause_cuts_nothing_off_the_cause() -> None:
+    """Also where the cause has a "; " of its own, as that of a hang does."""
+    why = "hung: rank 1 on n1 did not come; 3 other ranks waited"
+    hung = dataclasses.replace(WAITING, why=why, next_step=None)
+    cancelled = decide_after_pause(hung, CRASH, POLICY, request="cancel", facts=RUNNING)
+    assert (cancelled.sentence, cancelled.next_step) == (f"{why}; then cancelled by `cancel RUN`", None)
+    preempted = decide_after_pause(hung, CRASH, POLICY, request=None, facts=PREEMPTED)
+    assert (preempted.why, preempted.next_step) == (f"{why}; then preempted", "it is requeued")
 
 
 class Slurm(SlurmClient):
@@ -253,7 +269,7 @@ def pause(run: RunDir, client: SlurmClient, during: Callable[[], object] = lambd
     attempt = add_attempt(run, job_id="7", verdict="in-place", reason="crash", sentence=WAITING.sentence)
     outcome = in_place.await_next_start(run, attempt, WAITING, CRASH, POLICY, client, wait)
     record = attempts.read_attempt(run, attempt.number)
-    assert (record.verdict, record.sentence) == (outcome.verdict, outcome.sentence)
+    assert (record.verdict, record.sentence, record.why) == (outcome.verdict, outcome.sentence, outcome.why)
     return outcome, len(waits)
 
 

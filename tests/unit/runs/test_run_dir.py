@@ -176,7 +176,14 @@ def test_runs_are_listed_oldest_first_whatever_their_names(root: Path) -> None:
     assert [run.id[-4:] for run in lookup.all_runs(root)] == ["aaaa", "bbbb", "cccc"]
 
 
-@pytest.mark.parametrize(("reference", "sentence"), [("2027", "no run's id begins"), ("2026", "3 runs begin with")])
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ("2027", "no run's id begins"),
+        ("2026", "3 runs begin with"),
+        ("train", "which is the name of 1 of them"),
+    ],
+)
 def test_none_or_several_are_refused(reference: str, sentence: str, root: Path) -> None:
     with pytest.raises(UsageError, match=sentence):
         lookup.find(reference, root)
