@@ -9,19 +9,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.config import secrets
 from slurmtrain.config.families import with_sizes
-from slurmtrain.config.field_types import check_types, hints, shown
+from slurmtrain.config.field_types import check_types, shown
 from slurmtrain.config.keys import fields_instead, unknown_field
 from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of, without_unused
 from slurmtrain.config.schema import Config
@@ -152,8 +151,10 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
 
+    from slurmtrain.config.override_parser import for_hydra
+
     others = primary.folders[1:]
-    words = [_of_the_fields_type(override) for override in overrides]
+    words = [for_hydra(override) for override in overrides]
     words += [search_path(others)] if others else []
     try:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
@@ -161,61 +162,6 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
         # Hydra's own errors, for values that it did not expect: a list as the choice of a group, a name longer than a
         # file's.
         raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
-
-
-def _of_the_fields_type(override: str) -> str:
-    """Return the override with its value in the form that its field takes, where Hydra would read another one.
-
-    One word for a field that takes a list of text becomes a list of one; for a field that takes text, what looks like a
-    number or a boolean stays as it is written: `job.command=true` names a program, `cluster.account=007` an account.
-    """
-    match = OVERRIDE.match(override)
-    if match is None or not match.group(3) or (key := match.group(2)) not in _texts() | _lists_of_text():
-        return override
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:  # Hydra's own error says it better
-        return override
-    value, text = parsed.value(), match.group(3)
-    if parsed.is_sweep_override():
-        return override
-    if key in _texts():
-        return f"{override[: match.start(3)]}'{text.strip()}'" if _is_plain(value, text) else override
-    if value is None or isinstance(value, list | dict) or str(value).startswith("${"):
-        return override
-    word = f"'{text.strip()}'" if _is_plain(value, text) else text
-    return f"{override[: match.start(3)]}[{word}]"
-
-
-def _is_plain(value: object, text: str) -> bool:
-    """Return whether a value is a number or a boolean by its look alone, and not by a cast of Hydra's, as in `int(3)`."""
-    return isinstance(value, bool | int | float) and "(" not in text
-
-
-@functools.cache
-def _texts() -> frozenset[str]:
-    """Return the dotted keys of all fields of the schema that take text."""
-    return _keys_of(lambda kind: kind in (str, str | None))
-
-
-@functools.cache
-def _lists_of_text() -> frozenset[str]:
-    """Return the dotted keys of all fields of the schema that take a list of text."""
-    return _keys_of(lambda kind: kind == list[str])
-
-
-def _keys_of(wanted: Callable[[Any], bool]) -> frozenset[str]:
-    def found(part: Any, prefix: str) -> Iterator[str]:
-        for name, kind in hints(part).items():
-            if wanted(kind):
-                yield prefix + name
-            elif dataclasses.is_dataclass(kind):
-                yield from found(kind, f"{prefix}{name}.")
-
-    return frozenset(found(structured(Config), ""))
 
 
 def finish(composed: Any, overrides: Sequence[str]) -> Config:

@@ -42,6 +42,7 @@ from slurmtrain.sweep import folder as sweeps
 from slurmtrain.sweep.create import create_sweep
 from slurmtrain.sweep.jobs import cancel, submit_arrays
 from slurmtrain.sweep.plan import SweepPlan
+from slurmtrain.system import user
 from slurmtrain.system.file_claims import holder_here
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
@@ -394,7 +395,7 @@ def _write(sweep: Sweep, function: bytes, arguments: Sequence[bytes]) -> None:
 def _require_own(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise UsageError(
-            f"{path} belongs to user {found.st_uid}: a result is a pickle, which could execute any code as you",
+            f"{path} belongs to {user.in_words(found.st_uid)}: a result is a pickle, which could execute any code as you",
             hint="`status` and `logs` show the run; its owner can write the result in another format",
         )
 

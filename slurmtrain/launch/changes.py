@@ -344,11 +344,12 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
 
 
 def _parsed(word: str, fixed: Sequence[str] = FIXED) -> tuple[list[str], Any, bool]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    from slurmtrain.config.override_parser import TypedOverridesParser
+
     try:
-        (parsed,) = OverridesParser.create().parse_overrides([word])
+        (parsed,) = TypedOverridesParser.create().parse_overrides([word])
     except HydraException:
         raise UsageError(f"{word}: cannot read it", hint="key=value, such as optim.lr=1e-4") from None
     field = parsed.key_or_group

@@ -192,13 +192,14 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides in Hydra's grammar as nested values."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+
+    from slurmtrain.config.override_parser import TypedOverridesParser
 
     changes: dict[str, Any] = {}
     for word in overrides:
         try:
-            (parsed,) = OverridesParser.create().parse_overrides([word])
+            (parsed,) = TypedOverridesParser.create().parse_overrides([word])
         except HydraException:
             raise UsageError(f"cannot read the override {word!r}", hint="write key=value") from None
         path = parsed.key_or_group.split(".")

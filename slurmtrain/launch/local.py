@@ -74,7 +74,10 @@ def run_local(run_dir: RunDir) -> int:
         run_hook_of(run_dir, attempt.number, config)
         ended = outcome.verdict is Verdict.END
         goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
-        print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
+        try:
+            print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
+        except BrokenPipeError:
+            _go_on_unseen()
         own_is_done = outcome.verdict is Verdict.DONE and config.job.kind == JobKind.COMMAND
         if (ended or own_is_done) and config.checkpoint.local is not None:
             from slurmtrain.checkpoint.node_copies.folder import (
@@ -266,21 +269,43 @@ def _copy(source: int, log: BinaryIO, show: bool) -> None:
     Drawings on the terminal are left out of the log.
     """
     plain = PlainLog() if os.isatty(source) else None
-    with log:
-        while True:
-            try:
-                data = os.read(source, 65536)
-            except OSError:  # how a pseudo terminal says that its other end is closed
-                break
-            if not data:
-                break
+    while True:
+        try:
+            data = os.read(source, 65536)
+        except OSError:  # how a pseudo terminal says that its other end is closed
+            break
+        if not data:
+            break
+        # Whatever cannot be written, reading goes on: a rank whose output nobody reads waits for ever in its next print.
+        with contextlib.suppress(OSError):  # a full disk, for instance; a part of it is written with the next piece
             log.write(plain.feed(data) if plain else data)
             log.flush()
-            if show:
-                sys.stdout.buffer.write(data)
-                sys.stdout.buffer.flush()
+        if show:
+            _show(data)
+    with contextlib.suppress(OSError):
         log.write(plain.close() if plain else b"")
+        log.flush()
+    with contextlib.suppress(OSError):
+        log.close()
     os.close(source)
+
+
+def _show(data: bytes) -> None:
+    """Write what a rank has printed to our own output."""
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        _go_on_unseen()
+    except OSError:  # the disk of a file is full: what is shown matters less than what goes on
+        pass
+
+
+def _go_on_unseen() -> None:
+    """Write our output nowhere from now on, since whoever read it has left, as with `submit | head`: a run outlives that."""
+    log.info("nobody reads this output any more; the run goes on, and logs RUN shows what it prints")
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _prepare_rank() -> None:

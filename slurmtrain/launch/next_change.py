@@ -28,6 +28,7 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 
@@ -163,7 +164,7 @@ def change_pending(run_dir: RunDir, job_id: str, overrides: Sequence[str], cwd: 
     client.hold(job_id)
     try:
         facts = client.look(job_id)
-        if facts is None or facts.state != "PENDING":
+        if facts is None or facts.state != JobState.PENDING:
             raise ClusterError(
                 f"job {job_id} of run {run_dir.id} has just started",
                 hint="repeat the command to change its next attempt",

@@ -13,7 +13,7 @@ from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import GONE
+from slurmtrain.slurm.job_states import GONE
 
 
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:

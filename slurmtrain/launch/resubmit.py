@@ -27,7 +27,8 @@ from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import GONE, JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import ENDED
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ TRIES_S = (1.0, 4.0)
 # While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
-ENDED = (*GONE, "COMPLETING")
 
 
 class NotRequeuedError(ClusterError):

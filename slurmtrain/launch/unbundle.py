@@ -48,7 +48,7 @@ from slurmtrain.launch.changes import changed, schema_version_of
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.runs.code_record import CodeRecord
-from slurmtrain.system import records
+from slurmtrain.system import records, user
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 from slurmtrain.system.records import COUNT, FLAG, NOTHING, OBJECT, TEXT, TEXTS, printable
 from slurmtrain.system.scratch import scratch_folder
@@ -156,7 +156,9 @@ def _own_file(path: Path) -> Iterator[io.BufferedReader]:
             raise UsageError(f"{path} is not a regular file", hint="`runs bundle RUN` makes a bundle")
         copy = f"look into it (tar -tvf {path}), and if you trust it, make a copy of your own"
         if found.st_uid not in (os.geteuid(), 0):
-            raise UsageError(f"{path} belongs to user {found.st_uid}, and its code would be run as you", hint=copy)
+            raise UsageError(
+                f"{path} belongs to {user.in_words(found.st_uid)}, and its code would be run as you", hint=copy
+            )
         if records.others_may_write(found):
             raise UsageError(
                 f"others may change {path} (mode {stat.S_IMODE(found.st_mode):04o}), and its code would be run as you",

@@ -31,7 +31,8 @@ from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, RunAction, Verdict
 from slurmtrain.runs.ownership import check_parts, is_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import GONE, QueuedJob
+from slurmtrain.slurm.job_facts import QueuedJob
+from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -292,7 +293,7 @@ class _Record:
 
     def cancelled(self, queued: str) -> bool:
         """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
-        return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
+        return queued == JobState.CANCELLED or attempts.cancelled_after(self.run_dir, self.last)
 
     @property
     def pruned(self) -> bool:
@@ -494,7 +495,7 @@ def _was_in_a_lost_sandbox(conf: str | None) -> bool:
 
 
 def _word_of(job: QueuedJob) -> RunStatus:
-    if job.state != "PENDING":
+    if job.state != JobState.PENDING:
         return RunStatus.STARTING
     return RunStatus.HELD if is_held(job.reason) else RunStatus.WAITING
 
@@ -521,7 +522,7 @@ def _of_places(record: _Record, places: list[_Place]) -> tuple[RunStatus, str, b
     if not alive:
         if not any(place.choice.token for place in places):
             return RunStatus.PREPARED, f"not submitted yet. {resume}", False
-        if any(place.job.state == "CANCELLED" for place in places):
+        if any(place.job.state == JobState.CANCELLED for place in places):
             return RunStatus.STOPPED, f"cancelled while it waited. {resume}", False
         return RunStatus.LOST, f"its jobs are gone and left no attempt. {resume}", False
     first = "it waits in several queues, and the first job that starts takes it"
@@ -558,7 +559,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         packed=record.packed,
         slurm_error=None if without_slurm else queue.doubt,
         following=record.following,
-        queued_again=not alive and job.state == "PENDING" and not (record.chain or record.packed),
+        queued_again=not alive and job.state == JobState.PENDING and not (record.chain or record.packed),
         reason=job.reason if waits else None,
         expected_start=_expected_start(job) if waits else None,
     )
@@ -621,23 +622,23 @@ def _unasked(record: _Record) -> tuple[RunStatus, str, bool]:
 def _asked(record: _Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
     """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
-    waits = record.waits or queued == "PENDING"
+    waits = record.waits or queued == JobState.PENDING
     if record.packed and (record.over or (waits and record.cancelled(""))):
         return *_ended(record), False  # whatever the job does for the others
-    if queued == "PENDING" and record.over and not record.chain:
+    if queued == JobState.PENDING and record.over and not record.chain:
         word, sentence = _ended(record)
         return word, f"{sentence}; {_queued_again(record)}", False
-    if queued == "PENDING" and not record.over:
+    if queued == JobState.PENDING and not record.over:
         return *_pending(record, job), True
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
-    if queued == "SUSPENDED":
+    if queued == JobState.SUSPENDED:
         return (
             RunStatus.SUSPENDED,
             f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
             True,
         )
-    if queued == "COMPLETING":
+    if queued == JobState.COMPLETING:
         return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
         return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave", True

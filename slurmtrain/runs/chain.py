@@ -14,7 +14,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import GONE
+from slurmtrain.slurm.job_states import GONE
 
 
 def links(info: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import GONE, LIVE
+from slurmtrain.slurm.job_states import GONE, LIVE, JobState
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, temporary_beside, write_json
@@ -239,7 +239,7 @@ def standing_of(state: str | None, *, has_begun: bool) -> Standing:
         state: SLURM's word for the state of the job that has the claim; None: SLURM does not know it any more.
         has_begun: an attempt of the run was claimed.
     """
-    if has_begun or state == "CANCELLED":
+    if has_begun or state == JobState.CANCELLED:
         return Standing.HOLDS
     if state is None or state in GONE:
         return Standing.GIVEN_UP

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import user
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.paths import located
 
@@ -85,6 +86,6 @@ def _check_folder(folder: Path) -> None:
     ours = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
     if not own and not ours and os.access(folder, os.W_OK):
         raise ConfigError(
-            f"{folder} belongs to user {found.st_uid}, who can replace files in it that a job would run",
+            f"{folder} belongs to {user.in_words(found.st_uid)}, who can replace files in it that a job would run",
             hint=hint,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.ownership import check_parts, foreign_link, is_own
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import user
 from slurmtrain.system.paths import absolute, located
 
 
@@ -90,10 +91,7 @@ def refuse_unreadable(reference: str, root: Path) -> None:
     named = Path(reference)
     for path in [named] if os.path.isdir(named) and _closed(named) else unreadable(root):
         if path == named or path.name.startswith(reference):
-            raise UsageError(
-                f"{path} cannot be read: it belongs to user {path.stat().st_uid}",
-                hint="ask the owner to share it: chmod -R g+rX",
-            )
+            raise _not_readable(path)
 
 
 def find(reference: str, root: Path) -> RunDir:
@@ -125,9 +123,15 @@ def find(reference: str, root: Path) -> RunDir:
     if not matching:
         refuse_unreadable(reference, root)
         if called := [run.id for run in runs if run.path.parent.name == reference]:
+            latest = ", ".join(called[-3:])
+            if is_sweep(root / reference):
+                raise UsageError(
+                    f"{reference} is a sweep, and not a run",
+                    hint=f"sweep status {reference} shows its points; the latest runs of it are: {latest}",
+                )
             raise UsageError(
                 f"no run's id begins with {reference!r}, which is the name of {len(called)} of them",
-                hint=f"name one by its ID; the latest are: {', '.join(called[-3:])}",
+                hint=f"name one by its ID; the latest are: {latest}",
             )
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
@@ -137,8 +141,17 @@ def find(reference: str, root: Path) -> RunDir:
     )
 
 
+def _not_readable(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} cannot be read: it belongs to {user.in_words(path.stat().st_uid)}",
+        hint="ask the owner to share it: chmod -R g+rX",
+    )
+
+
 def nothing_under(root: Path, what: str) -> UsageError:
-    """Return the error for a folder that holds no runs or sweeps."""
+    """Return the error for a folder that holds no runs or sweeps, or that this user may not look into."""
+    if os.path.isdir(root) and not os.access(root, os.R_OK | os.X_OK):
+        return _not_readable(absolute(root))
     return UsageError(
         f"there are no {what} under {absolute(root)}",
         hint="change to the folder where you typed submit, or set SLURMTRAIN_RUNS to its runs folder",

@@ -20,6 +20,7 @@ from enum import StrEnum
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import AFTER_SCANCEL, ENDED_BY_SLURM, JobState
 from slurmtrain.slurm.node_ledger import (
     BUS_ERROR,
     FAST_S,
@@ -296,7 +297,7 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     if nodes is not None:
         return replace(_in_place(outcome, nodes, evidence), bad_nodes=evidence.unfit_nodes)
     if evidence.request in STARTS_ANEW and reason is not Reason.ASKED:
-        outcome = replace(outcome, why=f"{outcome.why}; meanwhile asked by `{evidence.request} RUN`")
+        outcome = replace(outcome, why=f"{outcome.why}; meanwhile asked to stop by `{evidence.request} RUN`")
     return _in_a_later_start(outcome, evidence, policy)
 
 
@@ -326,7 +327,7 @@ def _nodes_in_place(outcome: AttemptOutcome, evidence: Evidence, policy: Policy)
     facts = evidence.facts
     if evidence.request in STARTS_ANEW:
         return None
-    if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != "RUNNING":
+    if not policy.in_place or outcome.reason not in FAILURES or facts is None or facts.state != JobState.RUNNING:
         return None
     if evidence.set_up is not None or evidence.step_left:
         return None
@@ -406,12 +407,12 @@ def decide_after_pause(
     if facts is not None and is_cancelled(facts, evidence.restart_count):
         return replace(ended, why=f"{ended.why}; then cancelled by scancel")
     asked = request in STARTS_ANEW
-    if facts is not None and facts.state == "RUNNING" and not facts.preempted and not asked:
+    if facts is not None and facts.state == JobState.RUNNING and not facts.preempted and not asked:
         return outcome
     if facts is not None and facts.preempted:
         ended = replace(ended, why=f"{ended.why}; then preempted")
     elif asked:
-        ended = replace(ended, why=f"{ended.why}; then asked by `{request} RUN`")
+        ended = replace(ended, why=f"{ended.why}; then asked to stop by `{request} RUN`")
     if policy.mode == RequeueMode.OFF:
         return replace(ended, next_step=_NOT_REQUEUED)
     return _in_a_later_start(ended, evidence, policy)
@@ -440,12 +441,12 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
     """
     if facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
         return False
-    if facts.state != "COMPLETING" or not facts.preempted:
-        return facts.state in ("COMPLETING", "CANCELLED")
+    if facts.state != JobState.COMPLETING or not facts.preempted:
+        return facts.state in AFTER_SCANCEL
     assert facts.preempt_time is not None
     if facts.end_time is None:
         return False
-    if told is not None and told.preempted and told.state == "RUNNING" and told.end_time is not None:
+    if told is not None and told.preempted and told.state == JobState.RUNNING and told.end_time is not None:
         return facts.end_time < told.end_time  # which is that of the grace time: SLURM itself never ends it sooner
     # At the end of a grace time slurmctld sets both anew. They differ by a second where the clock moves on in between.
     return facts.end_time > facts.preempt_time + 2.0
@@ -528,7 +529,7 @@ def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     return replace(outcome, why=why, unseen=True, lasted=True)
 
 
-_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
+_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would show it"
 
 
 def _own_fault(reason: Reason, evidence: Evidence) -> bool:
@@ -552,7 +553,7 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if not outcome.stalled or counted < policy.max_attempts_without_progress:
         return None
     ours = evidence.program_code is None and evidence.progress_visible
-    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT} show it)"
+    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT})"
     tries = f"{policy.max_attempts_without_progress} attempts in a row without {what}"
     if policy.max_attempts_without_progress == 1:
         tries = f"an attempt without {what}"
@@ -701,17 +702,17 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         return Reason.PREEMPTED, "preempted"
     if facts is None:
         return None
-    if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
+    if facts.state not in ENDED_BY_SLURM:
         return None
     if _slurm_restarts(evidence):
         if evidence.request in STARTS_ANEW:
-            return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+            return Reason.ASKED, f"asked to stop by `{evidence.request} RUN`"
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
-    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
+    if facts.reason == "NodeDown" or facts.state == JobState.NODE_FAIL:  # SLURM may not start this job again
         return Reason.NODE_FAILURE, "a node failed"
-    if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
+    if facts.reason == "TimeLimit" or facts.state == JobState.TIMEOUT:
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
     return Reason.CANCELLED, "cancelled by scancel"
 
@@ -723,7 +724,7 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     """Return the reason, and why in words, from the clock and the signal, when SLURM's record says nothing."""
     if evidence.request in STARTS_ANEW:
-        return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+        return Reason.ASKED, f"asked to stop by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
     if evidence.cause == StopCause.DEADLINE or (
         evidence.cause in (StopCause.SIGUSR2, StopCause.OTHER_RANK) and near_limit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records
+from slurmtrain.system import records, user
 
 
 def foreign_link(path: Path | os.DirEntry[str]) -> bool:
@@ -43,7 +43,9 @@ def check_parts(run_dir: RunDir) -> None:
             if stat.S_ISLNK(found.st_mode) and (path is info_file or found.st_uid not in (me, 0)):
                 raise UnreadableRecordError(f"{path} is a link, and links in a run are not followed")
             if found.st_uid not in (owner, me, 0):
-                raise UnreadableRecordError(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
+                raise UnreadableRecordError(
+                    f"{path} belongs to {user.in_words(found.st_uid)}, and the run to {user.in_words(owner)}"
+                )
     except OSError as error:
         raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
 
@@ -62,9 +64,9 @@ def require_own(run_dir: RunDir) -> None:
         folders = (each.attempts, each.checkpoints, each.evaluations, each.code)
         for path in (each.path, *parts, *folders):
             if os.path.lexists(path) and not records.is_mine(path):
-                whose = os.lstat(path).st_uid
+                whose = user.in_words(os.lstat(path).st_uid)
                 raise UsageError(
-                    f"{path} belongs to user {whose}: only the user who submitted a run may change or restart it",
+                    f"{path} belongs to {whose}: only the user who submitted a run may change or restart it",
                     hint="`status` and `logs` show it; to continue from it: checkpoint.restore_from with your own run",
                 )
         check_parts(each)

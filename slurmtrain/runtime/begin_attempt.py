@@ -22,6 +22,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import close_abandoned, run_hook_of, spent_by
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
+from slurmtrain.slurm.job_states import JobState
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
@@ -91,7 +92,7 @@ def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) 
     if last is None or last.job_id in (None, job_id) or not _goes_on_after(run_dir, last, job_id):
         return None
     facts = client.job(last.job_id or "")
-    if facts is None or facts.state != "CANCELLED" or (facts.start_time or 0.0) > (last.ended or time.time()):
+    if facts is None or facts.state != JobState.CANCELLED or (facts.start_time or 0.0) > (last.ended or time.time()):
         return None
     last.verdict = Verdict.END
     last.say(f"{last.why or 'stopped'}; {_SCANCELLED}")

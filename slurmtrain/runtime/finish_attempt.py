@@ -44,7 +44,8 @@ from slurmtrain.runtime import in_place
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count, own_step_id
-from slurmtrain.slurm.job_facts import LIVE, JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import LIVE
 from slurmtrain.slurm.node_ledger import (
     BlamePolicy,
     NodeRecord,

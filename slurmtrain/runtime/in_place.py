@@ -21,6 +21,7 @@ from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction,
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.node_states import is_dead, is_silent, is_usable
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.signals import STOP_SIGNALS
@@ -42,7 +43,7 @@ def with_allocation(
 ) -> Evidence:
     """Add what SLURM says of the nodes of this job, once the processes of the attempt are gone from them."""
     facts = evidence.facts
-    if facts is None or facts.state != "RUNNING":
+    if facts is None or facts.state != JobState.RUNNING:
         return evidence
     began = time.monotonic()
     gone = _is_gone(attempt.step_id, client, sleep)

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slurmtrain.config.port_range import PortRange
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError, SlurmtrainError
+from slurmtrain.errors import EnvironmentMismatchError, RendezvousError, SlurmtrainError
 from slurmtrain.runtime.addresses import address_of, bind_port, interface_towards, listening_address, machine
 from slurmtrain.runtime.preflight import reachability
 from slurmtrain.runtime.preflight.reachability import Answer
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.runtime.told_error import error_of_word, word_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json, write_json
 
@@ -38,7 +39,7 @@ LOOK_FOR_REPORTS_S = 5.0
 LOOK_AT_RANK_0_S = 5.0  # all ranks ask the store, which lives in one process
 REPORTED_S = 20.0  # that every missing node must have reported for, before rank 0 waits no longer
 STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
-PREFLIGHT = "preflight, "  # how rank 0's word begins when it is about what a node, or the config, is at fault for
+PREFLIGHT = "preflight, "  # how a sentence begins about what a node, or the config, is at fault for
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 
 
@@ -225,15 +226,16 @@ def _gather_presence(
     ranks = range(environment.world_size)
     pauses = pauses or Pauses(LONGEST_PAUSE_S)
     looks = 0
+    error: SlurmtrainError | None
     while True:
         store.set("looks", str(looks := looks + 1))  # by which the others see that this rank gets on
         missing = (
             [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
         )
         if store.check(["gave up"]):  # one that was counted is gone
-            word = store.get("gave up").decode()
-            _tell_and_linger(store, word, present=[r for r in ranks if r not in missing])
-            raise RendezvousError(word, hint=MISSING_HINT, because_of_peer=True)
+            error = RendezvousError(store.get("gave up").decode(), hint=MISSING_HINT, because_of_peer=True)
+            _tell_and_linger(store, word_of(error), present=[r for r in ranks if r not in missing])
+            raise error
         if not missing:
             store.set("everybody", "")
             break
@@ -241,9 +243,9 @@ def _gather_presence(
             _tell_and_linger(store, STOP, present=[r for r in ranks if r not in missing])
             raise StopDuringStartError
         if store.check(["wrong"]):
-            word = store.get("wrong").decode()
-            _tell_and_linger(store, f"{PREFLIGHT}{word}", present=[r for r in ranks if r not in missing])
-            raise EnvironmentMismatchError(f"{PREFLIGHT}{word}", hint=RANKS_HINT)
+            error = EnvironmentMismatchError(f"{PREFLIGHT}{store.get('wrong').decode()}", hint=RANKS_HINT)
+            _tell_and_linger(store, word_of(error), present=[r for r in ranks if r not in missing])
+            raise error
         late = clock() > deadline
         error = absent.error(missing, late=late) if absent is not None else None
         if late and error is None:
@@ -251,7 +253,7 @@ def _gather_presence(
                 _who_is_missing(missing, environment, timeout_s), hint=MISSING_HINT, because_of_peer=True
             )
         if error is not None:
-            _tell_and_linger(store, error.message, present=[r for r in ranks if r not in missing])
+            _tell_and_linger(store, word_of(error), present=[r for r in ranks if r not in missing])
             raise error
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
         pauses.pause()
@@ -388,10 +390,8 @@ def _await_word(
         raise StopDuringStartError
     if size != environment.world_size:
         raise EnvironmentMismatchError(f"{PREFLIGHT}{_other_size(environment, size)}", hint=RANKS_HINT)
-    if word.startswith(PREFLIGHT):
-        raise PreflightError(word, hint="see rank 0's log", told_all=True)
     if word:
-        raise RendezvousError(word, hint=MISSING_HINT, because_of_peer=True)
+        raise error_of_word(word)
 
 
 def _other_size(environment: Environment, size: int) -> str:

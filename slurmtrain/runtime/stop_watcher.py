@@ -22,6 +22,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class StopWatcher:
         if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
         now = facts.end_time
-        if now is None and facts.state != "RUNNING":
+        if now is None and facts.state != JobState.RUNNING:
             return False
         # A job that runs without an end has the time limit UNLIMITED, which can be taken back.
         moved = now != before if now is None or before is None else abs(now - before) > 1.0
@@ -195,7 +196,7 @@ class StopWatcher:
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
         if facts is not None and facts.end_time is not None:
             self._end_time = facts.end_time  # a preemption moves it to the end of the grace time
-            if not facts.preempted and facts.state == "RUNNING":
+            if not facts.preempted and facts.state == JobState.RUNNING:
                 end_time = facts.end_time
         if facts is not None or not self._attempt_dir.stop_file.exists():
             record(facts)
@@ -239,7 +240,7 @@ class StopWatcher:
         facts = self._client.job(own_job_id() or "")
         if facts is not None and facts.preempted:
             self._stop_flag.request(StopCause.PREEMPTED)
-        elif facts is not None and facts.state == "COMPLETING":
+        elif facts is not None and facts.state == JobState.COMPLETING:
             self._stop_flag.request(StopCause.ENDED)
         return _end_time(facts)
 

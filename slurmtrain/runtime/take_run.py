@@ -20,7 +20,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import NOT_STARTED
+from slurmtrain.slurm.job_states import NOT_STARTED
 from slurmtrain.system import files
 from slurmtrain.system.patience import refresh
 

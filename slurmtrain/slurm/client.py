@@ -21,7 +21,8 @@ from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
-from slurmtrain.slurm.job_facts import GONE, JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.node_states import AT_WORK
 from slurmtrain.slurm.parse_values import parse_show_config
 from slurmtrain.slurm.versions import Version, parse_version
@@ -281,7 +282,7 @@ class SlurmClient:
 
     def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
         # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
-        answer = self._call(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%F|%E"])
+        answer = self._call(["squeue", "--noheader", "--me", f"--states={JobState.PENDING}", "--format=%F|%E"])
         changed: dict[str, str] = {}
         for line in answer.splitlines():
             waiting, _, dependency = line.strip().partition("|")

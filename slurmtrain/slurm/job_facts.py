@@ -1,4 +1,4 @@
-"""What SLURM says of a job: its states, its facts by `scontrol show job`, and its line of squeue."""
+"""What SLURM says of a job: its facts by `scontrol show job`, and its line of squeue."""
 
 from __future__ import annotations
 
@@ -6,25 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
-
-# States of a job that will not run again by itself.
-GONE = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-)
-# States of a job that has nodes, or leaves them.
-LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-# States of a job whose batch script has not started yet.
-NOT_STARTED = ("PENDING", "CONFIGURING")
 
 
 @dataclass(frozen=True)
@@ -32,6 +16,7 @@ class JobFacts:
     """The output of `scontrol show job` for one job. Times are unix seconds, or None.
 
     Attributes:
+        state: SLURM's word, mostly a `JobState`.
         excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
         nodes: the nodes that it has, as SLURM writes them.
     """
@@ -101,7 +86,7 @@ def parse_show_job(text: str) -> JobFacts | None:
         return None
     return JobFacts(
         # While slurmctld hands a signal to the nodes it prints that in place of the state, for some milliseconds.
-        state=fields["JobState"].replace("SIGNALING", "RUNNING"),
+        state=fields["JobState"].replace(JobState.SIGNALING, JobState.RUNNING),
         reason=fields.get("Reason", ""),
         restarts=int(fields.get("Restarts", "0")),
         start_time=parse_time(fields.get("StartTime", "")),

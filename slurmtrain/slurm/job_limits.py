@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
+from slurmtrain.slurm.parse_facts import COUNTS
+
+# What an account limits, and what else than the same of a QOS is looked at instead (slurmctld's acct_policy.c).
+SAME_COUNT = {COUNTS["MaxJobs"]: COUNTS["MaxJobsPA"], COUNTS["MaxSubmit"]: COUNTS["MaxSubmitPA"]}
 
 DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
 
@@ -20,10 +24,12 @@ class Bound:
 
     Attributes:
         of: whose they are, in words: "QOS normal", "account ml".
+        factor: what SLURM multiplies the amounts of one job, and those of all jobs together, by; None: they are as they are.
     """
 
     of: str
     limits: Limits
+    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qo
         return []
     found = [Bound(words, each.limits) for words, each in both]
     factor = next((each.limit_factor for _, each in both if each.limit_factor is not None), None)
-    found += _of_accounts(association, factor) if association is not None else []
+    counts = frozenset[str]().union(*(each.limits.counts for _, each in both))
+    found += _of_accounts(association, factor, counts) if association is not None else []
     if any("relative" in each.flags for _, each in both):  # its amounts are shares, in percent
         found = [replace(each, limits=Limits(wall_min=each.limits.wall_min)) for each in found]
     return found
@@ -105,28 +112,29 @@ def _both_qos(
     return found
 
 
-def _of_accounts(association: Association, factor: float | None) -> list[Bound]:
+def _of_accounts(association: Association, factor: float | None, qos_counts: frozenset[str]) -> list[Bound]:
     """Return the limits of an association, of its whole account, and of those above it.
 
     The amounts and numbers of all jobs together hold on every level, other than those of which the first counts: each is
     named where it is least.
 
     Args:
-        factor: the LimitFactor of the job's QOS, by which the amounts are multiplied (sacctmgr(1)), other than those on one
-            node; None: it has none.
+        factor: the LimitFactor of the job's QOS; None: it has none.
+        qos_counts: which numbers of jobs a QOS limits.
     """
     own = association.limits
-    # It is not said whether it holds for minutes, too: they are never less than what they may be.
-    own = replace(own, tres=_times(own.tres, factor), tres_min=_times(own.tres_min, factor and max(factor, 1.0)))
-    said = "" if factor is None else f", times {factor:g} (LimitFactor of its QOS)"
-    words = [f"account {association.account}{said}"]
-    words += [f"account {each.name} (all of its jobs together){said}" for each in association.accounts]
+    # Instead of an association's own number SLURM looks at that of a QOS, be it for each user or for each account.
+    own_counts = {
+        name: most for name, most in own.counts.items() if qos_counts.isdisjoint((name, SAME_COUNT.get(name, name)))
+    }
+    words = [f"account {association.account}"]
+    words += [f"account {each.name} (all of its jobs together)" for each in association.accounts]
     amounts = _where_least([own.group_tres, *(each.group_tres for each in association.accounts)])
-    counts = _where_least([own.counts, *(each.counts for each in association.accounts)])
+    counts = _where_least([own_counts, *(each.counts for each in association.accounts)])
     found = []
     for at, of in enumerate(words):
-        limits = replace(own if at == 0 else Limits(), group_tres=_times(amounts[at], factor), counts=counts[at])
-        found.append(Bound(of, limits))
+        limits = replace(own if at == 0 else Limits(), group_tres=amounts[at], counts=counts[at])
+        found.append(Bound(of, limits, factor))
     return found
 
 
@@ -137,24 +145,24 @@ def _where_least(levels: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     return [{name: number for name, number in each.items() if least_at[name] == at} for at, each in enumerate(levels)]
 
 
-def _times(amounts: Mapping[str, int], factor: float | None) -> Mapping[str, int]:
-    return amounts if factor is None else {name: int(amount * factor) for name, amount in amounts.items()}
-
-
 def wall_limit(bounds: Sequence[Bound]) -> Limit | None:
     """Return the limit on the minutes of a job, without the partition's."""
     return next((Limit(each.limits.wall_min, each.of) for each in bounds if each.limits.wall_min is not None), None)
 
 
 def job_limit(bounds: Sequence[Bound], name: str) -> Limit | None:
-    """Return the least limit on the amount of a resource that one job has: of a job, a user, an account and a group."""
+    """Return the least limit on the amount of a resource that one job has: of a job, a user, an account and a group.
+
+    LimitFactor multiplies these amounts alone: those on one node, the minutes and the numbers of jobs stay as they are
+    (slurmctld's acct_policy.c).
+    """
     kinds: tuple[Callable[[Limits], Mapping[str, int]], ...] = (
         lambda limits: limits.tres,
         lambda limits: limits.user_tres,
         lambda limits: limits.account_tres,
         lambda limits: limits.group_tres,
     )
-    found = [limit for kind in kinds if (limit := _first(bounds, kind, name)) is not None]
+    found = [limit for kind in kinds if (limit := _first(bounds, kind, name, multiplied=True)) is not None]
     return min(found, key=lambda limit: limit.most, default=None)
 
 
@@ -180,5 +188,15 @@ def least(bounds: Sequence[Bound], name: str) -> Limit | None:
     return _first(bounds, lambda limits: limits.least_tres, name)
 
 
-def _first(bounds: Sequence[Bound], kind: Callable[[Limits], Mapping[str, int]], name: str) -> Limit | None:
-    return next((Limit(kind(each.limits)[name], each.of) for each in bounds if name in kind(each.limits)), None)
+def _first(
+    bounds: Sequence[Bound], kind: Callable[[Limits], Mapping[str, int]], name: str, *, multiplied: bool = False
+) -> Limit | None:
+    for each in bounds:
+        if name in kind(each.limits):
+            limit = Limit(kind(each.limits)[name], each.of)
+            return _times(limit, each.factor) if multiplied and each.factor is not None else limit
+    return None
+
+
+def _times(limit: Limit, factor: float) -> Limit:
+    return Limit(int(limit.most * factor), f"{limit.of}, times {factor:g} (LimitFactor of its QOS)")

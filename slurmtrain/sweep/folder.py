@@ -30,6 +30,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm import trusted_conf
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system import user
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.paths import located
 from slurmtrain.system.records import (
@@ -149,9 +150,9 @@ def require_own(sweep: Sweep) -> None:
     """
     for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
         if os.path.lexists(path) and not is_mine(path):
-            whose = os.lstat(path).st_uid
+            whose = user.in_words(os.lstat(path).st_uid)
             raise UsageError(
-                f"{path} belongs to user {whose}: only the user who submitted a sweep may change or continue it",
+                f"{path} belongs to {whose}: only the user who submitted a sweep may change or continue it",
                 hint="`sweep status` and `sweep collect` show it",
             )
 

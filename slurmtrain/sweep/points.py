@@ -55,10 +55,10 @@ class Composer:
     """
 
     def __init__(self, primary: Primary, loader: Any):
-        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from slurmtrain.config.override_parser import TypedOverridesParser
 
         self.primary, self._loader = primary, loader
-        self._parser = OverridesParser.create(config_loader=loader)
+        self._parser = TypedOverridesParser.create(config_loader=loader)
         self._parsed = functools.lru_cache(maxsize=4096)(self._parse_one)
         self._base = functools.lru_cache(maxsize=BASES)(self._compose_base)
         self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)

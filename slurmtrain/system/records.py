@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
+from slurmtrain.system import user
 from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
@@ -286,7 +287,7 @@ def _why_distrusted_itself(real: str) -> str | None:
     except OSError as error:
         return f"{real} cannot be looked at ({error.strerror})"
     if found.st_uid not in (os.geteuid(), 0):
-        return f"{real} belongs to user {found.st_uid}"
+        return f"{real} belongs to {user.in_words(found.st_uid)}"
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if others_may_write(found) and not sticky:
         return f"{real} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"

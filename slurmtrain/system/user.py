@@ -17,6 +17,11 @@ def name_of(uid: int) -> str | None:
         return None
 
 
+def in_words(uid: int) -> str:
+    """Return a user as a message names them: "user jane", or "user 1004" where there is no name."""
+    return f"user {name_of(uid) or uid}"
+
+
 def own_user() -> str:
     """Return the name of this process's user, or its number where it has no name: SLURM's commands take both."""
     return name_of(os.getuid()) or str(os.getuid())

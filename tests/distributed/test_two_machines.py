@@ -164,7 +164,7 @@ def test_a_firewall_before_the_port_of_rank_0_is_named_long_before_the_time_is_o
         )
         assert "though that machine answers on another port; expected: it can" in said[rank][1]
     assert "cluster.port_range=LOW-HIGH names those that it lets through" in said[0][1]
-    assert codes[0] == 1  # between two nodes nobody is to blame: the run is tried again
+    assert codes[:2] == [1, 1]  # between two nodes nobody is to blame: the run is tried again
 
 
 def test_a_firewall_that_lets_ranks_meet_and_not_talk_is_named_before_gloo_waits_for_half_an_hour(

@@ -146,6 +146,13 @@ CASES = [
     Case("MaxJobs of 0 of one's own", "AssocMaxJobs", {}, [mine("MaxJobs=0")]),
     Case("MaxSubmitJobs of 0 of one's own", "refused", {}, [mine("MaxSubmitJobs=0")]),
     Case("MaxJobs of 0, lifted by the QOS", "starts", {}, [mine("MaxJobs=0"), qos(LOW, "MaxJobsPerUser=5")]),
+    Case("MaxJobs of 0, lifted for accounts", "starts", {}, [mine("MaxJobs=0"), qos(LOW, "MaxJobsPerAccount=5")]),
+    Case(
+        "LimitFactor, not of minutes",
+        "AssocMaxCpuMinutes",
+        TWO,
+        [mine("MaxTRESMinsPerJob=cpu=60"), qos(LOW, "LimitFactor=2")],
+    ),
     Case("limits of another account", "starts", {**TEAM, "time_limit_min": 11}, [mine("MaxWall=10")]),
     Case("MaxWall inherited", "AssocMaxWall", {**TEAM, "time_limit_min": 11}, [whole("MaxWall=10")]),
     Case("MaxTRES inherited", "AssocMaxCpuPerJob", {**TEAM, **TWO}, [whole("MaxTRESPerJob=cpu=3")]),

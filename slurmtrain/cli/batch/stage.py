@@ -23,6 +23,7 @@ from slurmtrain.runtime.staging.node import LiveJobs, stage_node
 from slurmtrain.runtime.staging.plan import make_plan
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.nodelist import expand_nodelist
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def look(client: SlurmClient, job_id: str) -> int:
     """Print the jobs whose copies must stay, unless this job is to stop: while none of its steps runs, no signal reaches it."""
     asked = time.time()
     facts = client.job(job_id)
-    if facts is not None and (facts.preempted or facts.state == "COMPLETING"):
+    if facts is not None and (facts.preempted or facts.state == JobState.COMPLETING):
         return EXIT_REQUEUE
     try:
         print(LiveJobs(asked, tuple(client.live_jobs())))

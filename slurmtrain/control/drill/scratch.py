@@ -25,7 +25,7 @@ from slurmtrain.report.status import RunState, is_over, states
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_facts import GONE
+from slurmtrain.slurm.job_states import GONE
 
 log = logging.getLogger(__name__)
 

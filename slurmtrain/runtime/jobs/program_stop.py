@@ -24,6 +24,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import JobState
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -187,7 +188,7 @@ def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> 
     """
     own = told + grace_s if grace_s is not None else math.inf
     if (
-        facts is None or facts.end_time is None or facts.state != "RUNNING"
+        facts is None or facts.end_time is None or facts.state != JobState.RUNNING
     ):  # a job that was cancelled has ended for SLURM
         return own
     margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.end_time - told), LONGEST_MARGIN_S)

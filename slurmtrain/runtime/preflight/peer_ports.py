@@ -21,6 +21,7 @@ from slurmtrain.choices import FindingKind
 from slurmtrain.errors import PreflightError, RendezvousError, SlurmtrainError
 from slurmtrain.runtime.addresses import interface_addresses, interface_towards
 from slurmtrain.runtime.preflight.reachability import Answer, knock
+from slurmtrain.runtime.told_error import error_of_word, word_of
 from slurmtrain.slurm.environment import Environment
 
 CONNECT_S = 10.0  # the kernel tries four times in it: a packet that is lost by chance is no firewall
@@ -94,10 +95,7 @@ def check_peer_ports(store: dist.Store, environment: Environment, interface: str
         if listener is not None:
             listener.close()
     if word:
-        of_nodes, sentence = json.loads(word)
-        if of_nodes:
-            raise PreflightError(sentence, hint="see rank 0's log", told_all=True)
-        raise RendezvousError(sentence, hint="see rank 0's log", because_of_peer=True)
+        raise error_of_word(word)
 
 
 def _listener(interface: str | None) -> socket.socket | None:
@@ -146,8 +144,7 @@ def _judge_for_all(store: dist.Store, environment: Environment) -> None:
     store.wait(keys)
     found = [Unreached(**json.loads(text)) for text in store.multi_get(keys) if text]
     error = error_of(found, environment.nodes)
-    word = "" if error is None else json.dumps([isinstance(error, PreflightError), error.message])
-    store.set("ports/word", word)
+    store.set("ports/word", "" if error is None else word_of(error))
     if error is not None:
         others = [f"ports/heard/{rank}" for rank in range(1, environment.world_size)]
         with contextlib.suppress(dist.DistError):  # the store ends with this process: they read it first

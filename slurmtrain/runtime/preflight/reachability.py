@@ -194,7 +194,9 @@ def error_of_reports(found: Sequence[Finding]) -> SlurmtrainError | None:
     message, hint = f"preflight, {first.kind}: {first.sentence}", first.advice
     if first.fault is Fault.NODE:
         return PreflightError(message, hint=hint, nodes=nodes)
-    return PreflightError(message, hint=hint) if len(nodes) >= WITNESSES else RendezvousError(message, hint=hint)
+    if len(nodes) >= WITNESSES:
+        return PreflightError(message, hint=hint)
+    return RendezvousError(message, hint=hint, because_of_peer=True)  # of rank 0's node no more than of the other
 
 
 def advice(kind: FindingKind, node: str) -> str:

@@ -166,12 +166,12 @@ def test_results_in_files_or_folders_of_other_users_are_refused_unread(
     result.write_bytes(pickle.dumps(Evil(canary)))
     for foreign in (result, result.parent, calls.path):
         os.lchown(foreign, 65534, 65534)
-        with pytest.raises(UsageError, match=f"{foreign} belongs to user 65534"):
+        with pytest.raises(UsageError, match=f"{foreign} belongs to user nobody"):
             calls[0].result()
         os.lchown(foreign, 0, 0)
     # The folders are renamed after they were looked at.
     os.lchown(result, 65534, 65534)
     monkeypatch.setattr(os, "lstat", lambda path, lstat=os.lstat: lstat(result.parent if path == result else path))
-    with pytest.raises(UsageError, match=f"{result} belongs to user 65534"):
+    with pytest.raises(UsageError, match=f"{result} belongs to user nobody"):
         calls[0].result()
     assert not canary.exists()

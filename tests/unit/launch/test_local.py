@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.config.compose import compose
-from slurmtrain.launch.local import LocalAttempt, waits_of_threads
+from slurmtrain.launch.local import LocalAttempt, _copy, waits_of_threads
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
@@ -44,3 +47,27 @@ def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_no
     assert LocalAttempt(run, compose(["cluster=local", f"cluster.python={rank}"])).run() == 128 + 9
     for name in ("own", "same"):
         assert not process.lives(int((tmp_path / name).read_text())), name
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_rank_prints_on_although_nobody_reads_or_its_log_is_on_a_full_disk(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `submit | head`: more than a pipe holds, so that a rank would wait for ever in its next print."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    printed = b"step 1  loss 2.5\n" * 20_000
+    source, rank = os.pipe()
+    log = open("/dev/full" if full else tmp_path / "rank-0.log", "wb")  # noqa: SIM115  # it is closed by what is tested
+    with os.fdopen(writer, "w") as shown:
+        monkeypatch.setattr(sys, "stdout", shown)
+        copier = threading.Thread(target=_copy, args=(source, log, True), daemon=True)
+        copier.start()
+        printer = threading.Thread(target=lambda: os.fdopen(rank, "wb").write(printed), daemon=True)
+        printer.start()
+        printer.join(30)
+        copier.join(30)
+        assert not printer.is_alive() and not copier.is_alive()
+        print("the next line goes nowhere", flush=True)
+    if not full:
+        assert (tmp_path / "rank-0.log").read_bytes() == printed

@@ -238,6 +238,27 @@ def test_a_qos_multiplies_the_amounts_of_accounts_and_those_of_no_qos() -> None:
     assert "QOS high gives a job 8" in fatal(doubled, account="physics", qos="high", nodes=3).message
 
 
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"tres_min": {"gres/gpu": 480}}, "account physics gives a job 480 of them x minutes"),
+        ({"tres_per_node": {"gres/gpu": 3}}, "on each node, and account physics gives it 3"),
+        ({"wall_min": 60}, "more than account physics gives a job, 60"),
+        ({"counts": {"running jobs of a user": 0}}, "account physics lets no job through"),
+        ({"tres": {"gres/gpu": 2}}, "account physics, times 2 (LimitFactor of its QOS) gives a job 4"),
+    ],
+)
+def test_a_qos_multiplies_amounts_of_jobs_alone_and_only_those_are_said_to_be(
+    limits: dict[str, Any], words: str
+) -> None:
+    """By slurmctld's acct_policy.c, which multiplies MaxTRES and GrpTRES, but no minutes and nothing on one node."""
+    facts = with_qos("normal", factor=2.0)
+    assert facts.associations is not None
+    associations = tuple(replace(each, limits=Limits(**limits)) for each in facts.associations)
+    found = fatal(replace(facts, associations=associations), account="physics", nodes=2, time_limit_min=61)
+    assert words in found.message
+
+
 def test_a_job_below_a_least_amount_is_refused_by_denyonlimit_alone() -> None:
     """Otherwise SLURM takes it, and compares what it gets, which can be more."""
     for flags, certain in (((), False), (("denyonlimit",), True)):
@@ -474,6 +495,30 @@ def test_who_allows_no_job_at_all_is_named_and_who_allows_some_is_not() -> None:
     # A QOS sets this limit instead of the account.
     lifted = replace(limited("normal", counts={"running jobs of all": 9}), associations=closed)
     assert findings(lifted, account="physics") == []
+
+
+@pytest.mark.parametrize("what", ["running jobs", "submitted jobs"])
+def test_a_number_of_jobs_of_a_qos_for_each_user_or_each_account_holds_instead_of_an_associations_own(
+    what: str,
+) -> None:
+    """By slurmctld's acct_policy.c: MaxJobs where neither MaxJobsPU nor MaxJobsPA is set, and so for MaxSubmit."""
+    assert ALPHA.associations is not None
+    none = Limits(counts={f"{what} of a user": 0})
+    closed = tuple(replace(each, limits=none) for each in ALPHA.associations)
+
+    def found(**counts: int) -> list[Finding]:
+        of_qos = {f"{what} of {whose}": number for whose, number in counts.items()}
+        facts = limited("normal", counts={name.replace("_", " "): number for name, number in of_qos.items()})
+        return findings(replace(facts, associations=closed), account="physics")
+
+    (refused,) = found()
+    assert refused.fatal
+    assert refused.message == f"account physics lets no job through: it allows 0 {what} of a user"
+    assert [each.message for each in found(all=5)] == [refused.message]  # another limit
+    assert found(a_user=5) == found(an_account=5) == found(a_user=5, an_account=5) == []
+    assert [each.message for each in found(an_account=0)] == [
+        f"QOS normal lets no job through: it allows 0 {what} of an account"
+    ]
 
 
 def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:

@@ -41,7 +41,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.take_run import take_or_leave
-from slurmtrain.slurm.job_facts import GONE, JobFacts
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.job_states import GONE
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt
 

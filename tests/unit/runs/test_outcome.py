@@ -140,7 +140,7 @@ ROWS = [
         {**SLURM_TERM, "facts": RUNNING, "request": "preempt"},
         "asked",
         "requeue",
-        "asked by `preempt RUN`",
+        "asked to stop by `preempt RUN`",
     ),
     (
         "`requeue RUN`",

@@ -98,7 +98,7 @@ def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
 @pytest.mark.parametrize("action", [RunAction.PREEMPT, RunAction.REQUEUE])
 def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: RunAction) -> None:
     outcome = decide_outcome(crash(request=action), POLICY)
-    said = f"crashed: n1: task 3: Killed; meanwhile asked by `{action} RUN`; it is requeued"
+    said = f"crashed: n1: task 3: Killed; meanwhile asked to stop by `{action} RUN`; it is requeued"
     assert (outcome.reason, outcome.verdict, outcome.sentence) == (Reason.CRASH, "requeue", said)
     stays = decide_outcome(crash(request=action), dataclasses.replace(POLICY, mode=RequeueMode.OFF))
     assert stays.verdict == "end" and "it is not requeued" in stays.sentence
@@ -200,8 +200,8 @@ WAITING = AttemptOutcome(
     ("request_", "facts", "verdict", "said"),
     [
         (None, RUNNING, "in-place", "its ranks start again"),
-        ("preempt", RUNNING, "requeue", "crashed: x; then asked by `preempt RUN`; it is requeued"),
-        ("requeue", RUNNING, "requeue", "crashed: x; then asked by `requeue RUN`; it is requeued"),
+        ("preempt", RUNNING, "requeue", "crashed: x; then asked to stop by `preempt RUN`; it is requeued"),
+        ("requeue", RUNNING, "requeue", "crashed: x; then asked to stop by `requeue RUN`; it is requeued"),
         ("preempt", PREEMPTED, "requeue", "crashed: x; then preempted; it is requeued"),
         ("cancel", RUNNING, "end", "crashed: x; then cancelled by `cancel RUN`"),
         ("stop", RUNNING, "end", "crashed: x; then stopped by the file `stop`"),

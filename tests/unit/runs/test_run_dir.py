@@ -189,6 +189,13 @@ def test_none_or_several_are_refused(reference: str, sentence: str, root: Path) 
         lookup.find(reference, root)
 
 
+def test_a_sweep_that_is_named_where_a_run_is_meant_is_said_to_be_one(root: Path) -> None:
+    (root / "train" / "sweep.json").write_text("{}")
+    with pytest.raises(UsageError, match="train is a sweep, and not a run") as refused:
+        lookup.find("train", root)
+    assert "sweep status train" in str(refused.value.hint) and "20260101-110000-bbbb" in str(refused.value.hint)
+
+
 def test_a_run_is_called_by_its_id_where_the_verbs_look_and_by_its_path_elsewhere(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import trusted_conf
-from slurmtrain.system import files, records
+from slurmtrain.system import files, records, user
 from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import inherit_group
 from tests.support.commands import FakeSlurm
@@ -186,14 +186,14 @@ def test_a_slurm_conf_of_the_account_of_slurm_is_used_where_root_has_given_it_th
             if used:
                 os.chown(folder, stranger.uid, stranger.gid)
             mine.update_info(slurm_conf=str(conf))
-            with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+            with pytest.raises(ClusterError, match=f"belongs to user {stranger.name}"):
                 mine.slurm_conf()
             with monkeypatch.context() as patch:
                 patch.setattr(trusted_conf, "_slurm_account", lambda: stranger.uid)
                 if used:
                     assert mine.slurm_conf() == str(conf)
                 else:  # anybody may put something there
-                    with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+                    with pytest.raises(ClusterError, match=f"belongs to user {stranger.name}"):
                         mine.slurm_conf()
 
 
@@ -633,3 +633,17 @@ def test_a_log_larger_than_the_memory_is_printed_in_pieces(
     assert main(["logs", "last", *words]) == 0
     assert 4_000_000 < written.total < 4_000_100
     assert written.most < 2_500_000
+
+
+def test_who_is_not_of_the_team_hears_that_its_folder_cannot_be_read_and_whose_it_is(
+    stranger: Stranger, shared: Path
+) -> None:
+    """Not that it holds no runs."""
+    shared.chmod(0o2770)
+
+    def look() -> None:
+        for reference in ("last", "2026"):
+            with pytest.raises(UsageError, match=rf"^{shared} cannot be read: it belongs to {user.in_words(0)}\n"):
+                lookup.find(reference, shared)
+
+    stranger.does(look)

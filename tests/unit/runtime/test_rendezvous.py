@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
-from slurmtrain.errors import RendezvousError
+from slurmtrain.choices import FindingKind
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError, SlurmtrainError
 from slurmtrain.runtime import rendezvous
+from slurmtrain.runtime.leaving import failure_of
+from slurmtrain.runtime.preflight.findings import Fault, Finding
+from slurmtrain.runtime.preflight.reachability import error_of_reports
 from slurmtrain.runtime.rendezvous import _await_word, _gather_presence
 from slurmtrain.runtime.shared_file_wait import Pauses
+from slurmtrain.runtime.told_error import error_of_word, word_of
 from slurmtrain.slurm.environment import Environment
 
 LIMIT_S = 300.0
@@ -50,6 +57,13 @@ def wait(store: dist.Store, clock: Clock) -> None:
     _await_word(store, of_rank(1), LIMIT_S, lambda: False, clock=clock.read, pauses=clock.pauses)
 
 
+def told(store: dist.Store) -> SlurmtrainError:
+    """What rank 1 raises at what rank 0 has told."""
+    with pytest.raises(SlurmtrainError) as caught:
+        wait(store, Clock(store, {}))
+    return caught.value
+
+
 def test_a_rank_waits_as_long_as_rank_0_although_it_has_come_long_before_it() -> None:
     """Rank 0 began 200 s late, and so its own limit ends at 500 s; the last rank comes at 400 s."""
     store = new_store()
@@ -82,7 +96,8 @@ def test_a_rank_gives_up_when_rank_0_does_not_get_on_and_leaves_word_for_it(look
             clock=rendezvous_s.read,
             pauses=rendezvous_s.pauses,
         )
-    assert store.get("everybody").decode().startswith("rank 1 on n1 has left")
+    assert isinstance(told(store), RendezvousError)
+    assert told(store).message.startswith("rank 1 on n1 has left")
 
 
 def test_rank_0_alone_bounds_the_wait_and_names_who_is_missing() -> None:
@@ -96,5 +111,44 @@ def test_rank_0_alone_bounds_the_wait_and_names_who_is_missing() -> None:
             store, of_rank(0), LIMIT_S, LIMIT_S, lambda: False, None, clock=clock.read, pauses=clock.pauses
         )
     assert LIMIT_S < clock.now < LIMIT_S + 2
-    assert store.get("everybody").decode().startswith("1 of 3 ranks did not arrive")
+    assert told(store).message.startswith("1 of 3 ranks did not arrive")
     assert rendezvous.GRACE_S > 0
+
+
+NOBODYS = Finding(FindingKind.BLOCKED_PORT, ("n1",), "cannot reach rank 0", "it can", True, Fault.CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("findings", "nodes"),
+    [
+        ([NOBODYS], ()),
+        ([replace(NOBODYS, nodes=("n1", "n2"))], ()),
+        ([replace(NOBODYS, fault=Fault.NODE)], ("n1",)),
+    ],
+)
+def test_all_ranks_leave_with_the_exit_code_of_rank_0_and_nobodys_node_is_blamed_but_by_it(
+    findings: list[Finding], nodes: tuple[str, ...]
+) -> None:
+    """One 78 among them would end a run that is to be tried again."""
+    error = error_of_reports(findings)
+    assert error is not None
+    first, other = failure_of(error, 0), failure_of(error_of_word(word_of(error)), 1)
+    assert (other.exit_code, other.sentence) == (first.exit_code, first.sentence)
+    assert first.exit_code == (1 if findings == [NOBODYS] else 78)
+    assert (first.bad_nodes, other.bad_nodes) == (nodes, ())
+    assert other.because_of_peer and first.because_of_peer == (first.exit_code == 1)
+
+
+def test_ranks_that_are_wrong_end_the_attempt_without_another_try_for_all() -> None:
+    store = new_store()
+    store.set("wrong", "ranks: rank 2 is there twice, on n1 and on n2")
+    for rank in range(3):
+        store.set(f"heard/{rank}", "")
+    clock = Clock(store, {})
+    with pytest.raises(EnvironmentMismatchError, match="preflight, ranks: rank 2 is there twice") as caught:
+        _gather_presence(
+            store, of_rank(0), LIMIT_S, LIMIT_S, lambda: False, None, clock=clock.read, pauses=clock.pauses
+        )
+    other = told(store)
+    assert isinstance(other, PreflightError)
+    assert (other.message, other.exit_code) == (caught.value.message, caught.value.exit_code)

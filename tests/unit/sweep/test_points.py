@@ -25,6 +25,7 @@ LINES = [
     "cluster=sandbox requeue=off,default cluster.nodes=1,2",
     "+cluster.env.WORD='a b','c\\,d' train.steps=7",
     "experiment=smoke optim.lr=0.5,0.25 ~model.dropout",
+    "job.name=one,two cluster.modules=[gcc],[gcc,cuda] cluster.account=\\'1e5\\'",
 ]
 
 
@@ -63,6 +64,18 @@ def test_what_varies_is_told_by_key(composer: Composer) -> None:
     grid = composer.expand(["+model.extra=a,b", "train.seed=3", "optim.lr=1e-4,1e-3"])
     assert grid.keys == ("+model.extra", "optim.lr")
     assert grid.varied(1) == {"model.extra": "a", "optim.lr": "0.001"}
+
+
+def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(primary: Primary) -> None:
+    words = ["cluster.account=1e5,1_000", "job.name=true", "+cluster.env.A=1.0", "cluster.modules=1.10,[1e5,gcc]"]
+    with composing(primary) as composer:
+        grid = composer.expand(words)
+        configs = [composer.compose(point) for point in grid.points]
+    assert grid.varied(2) == {"cluster.account": "1_000", "cluster.modules": "1.10"}
+    assert [config.cluster.account for config in configs] == ["1e5", "1e5", "1_000", "1_000"]
+    assert [config.cluster.modules for config in configs] == [["1.10"], ["1e5", "gcc"]] * 2
+    assert {(config.job.name, config.cluster.env["A"]) for config in configs} == {("true", "1.0")}
+    assert configs == [compose(point) for point in grid.points]
 
 
 def test_one_point_is_a_sweep_too(composer: Composer) -> None:
