@@ -170,7 +170,7 @@ def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]
     with retention.reading(path):
         manifest = read_manifest(path)
         index = read_whole_index(path, manifest)
-        check_types(index.catalogues)
+        check_types(index.schemas)
         yield OpenCheckpoint(path, manifest, index, entries_of(path, index.facts, only, dtype))
 
 

@@ -57,13 +57,13 @@ def write_checkpoint(
             with blocks.threads() as pool:
                 record, digests = blocks.digest_file(temporary / name, pool, sync=True)
                 index = b"".join(
-                    Index(plan.catalogues, {name: plan.table(len(OWN_STATE)).pack()}, {name: digests}).chunks()
+                    Index(plan.schemas, {name: plan.table(len(OWN_STATE)).pack()}, {name: digests}).chunks()
                 )
                 index_record, _ = blocks.write(temporary / INDEX, memoryview(index), pool)
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be written: {error.strerror or error}") from None
         files: dict[str, FileRecord] = {name: record, INDEX: index_record}
-        tensors = {key: {"shape": list(fact.shape), "dtype": fact.dtype} for key, fact in plan.catalogues[0].items()}
+        tensors = {key: {"shape": list(fact.shape), "dtype": fact.dtype} for key, fact in plan.schemas[0].items()}
         manifest = Manifest(
             FORMAT, "", step, order.order, order.label, 1, torch.__version__, files, tensors, {}, created=time.time()
         )
@@ -71,20 +71,18 @@ def write_checkpoint(
 
 
 def _plan(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> SavePlan:
-    catalogue = {name: TensorFacts(shape, dtype_name(dtype), dtype.itemsize) for name, (shape, dtype) in facts.items()}
+    schema = {name: TensorFacts(shape, dtype_name(dtype), dtype.itemsize) for name, (shape, dtype) in facts.items()}
     # An element type's size divides the next larger one's, so all are aligned. What is empty has no piece.
-    names = sorted(
-        (name for name, fact in catalogue.items() if fact.nbytes), key=lambda name: -catalogue[name].itemsize
-    )
+    names = sorted((name for name, fact in schema.items() if fact.nbytes), key=lambda name: -schema[name].itemsize)
 
     def placed(data_start: int) -> SavePlan:
         pieces, position = [], data_start
         for name in names:
-            box, end = Box.whole(facts[name][0]), position + catalogue[name].nbytes
+            box, end = Box.whole(facts[name][0]), position + schema[name].nbytes
             pieces.append(TensorPiece(name, box, (), facts[name][1], position, end))
             position = end
         total = position - data_start
-        return SavePlan((), [catalogue], 0, pieces, data_start, position, total, frozenset({0}))
+        return SavePlan((), [schema], 0, pieces, data_start, position, total, frozenset({0}))
 
     return placed(placed(0).room_for_header())
 

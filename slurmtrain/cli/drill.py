@@ -12,10 +12,10 @@ from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.run_control import open_run
 from slurmtrain.cli.submit import compose_and_validate
+from slurmtrain.control.drill.comparison import TOLERANCE
 from slurmtrain.control.drill.judge import Judgement, Result
 from slurmtrain.control.drill.own import OwnDrill, OwnPlan, drill_config, drill_run
-from slurmtrain.control.drill.sameness import TOLERANCE
-from slurmtrain.control.drill.scratch import Remains
+from slurmtrain.control.drill.scratch import Leftovers
 from slurmtrain.control.drill.site import SiteDrill, drill_site
 from slurmtrain.control.drill.ways import TINY, is_for_site, keys_of, parse_ways
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
@@ -125,13 +125,13 @@ def print_site(found: SiteDrill) -> None:
     passed = sum(each.result is Result.PASSED for each in found.judgements)
     failed = sum(each.result is Result.FAILED for each in found.judgements)
     rest = len(found.judgements) - passed - failed
-    print(f"{passed} passed, {failed} failed, {rest} not tried; {_left(found.took_s, found.remains)}")
+    print(f"{passed} passed, {failed} failed, {rest} not tried; {_left(found.took_s, found.leftovers)}")
 
 
-def _left(took_s: float, remains: Remains) -> str:
+def _left(took_s: float, leftovers: Leftovers) -> str:
     """Say how long a drill took, and what it has left behind."""
-    jobs = "some of its jobs have not ended yet (they are cancelled)" if remains.jobs else "no job is left"
-    kept = f"\nits runs are kept, to look at: {remains.folder}" if remains.folder is not None else ""
+    jobs = "some of its jobs have not ended yet (they are cancelled)" if leftovers.jobs else "no job is left"
+    kept = f"\nits runs are kept, to look at: {leftovers.folder}" if leftovers.folder is not None else ""
     return f"it took {took_s:.0f} s, and {jobs}{kept}"
 
 
@@ -158,7 +158,7 @@ def _own(found: OwnDrill, plan: OwnPlan, options: dict[str, str]) -> int:
         print(printable(f"{found.result}: {found.sentence}"))
         for cause in found.causes:
             print(printable(f"  likely: {cause}"))
-        print(_left(found.took_s, found.remains))
+        print(_left(found.took_s, found.leftovers))
     return exit_code([found.result])
 
 
@@ -177,13 +177,13 @@ def site_object(found: SiteDrill) -> dict[str, Any]:
     """
     return {
         "took_s": found.took_s,
-        **_remains_object(found.remains),
+        **_leftovers_object(found.leftovers),
         "ways": [dataclasses.asdict(each) for each in found.judgements],
     }
 
 
-def _remains_object(remains: Remains) -> dict[str, Any]:
-    return {"kept": None if remains.folder is None else str(remains.folder), "jobs_left": remains.jobs}
+def _leftovers_object(leftovers: Leftovers) -> dict[str, Any]:
+    return {"kept": None if leftovers.folder is None else str(leftovers.folder), "jobs_left": leftovers.jobs}
 
 
 def own_object(found: OwnDrill) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def own_object(found: OwnDrill) -> dict[str, Any]:
     tensors      names of the tensors that differ, each with relative (null: not comparable) and why
     took_s, kept, jobs_left  as for a site
     """
-    same = found.sameness
-    parting = same.parting if same is not None else None
+    same = found.comparison
+    divergence = same.divergence if same is not None else None
     return {
         "result": found.result,
         "sentence": found.sentence,
@@ -213,8 +213,8 @@ def own_object(found: OwnDrill) -> dict[str, Any]:
         "steps": list(same.steps) if same is not None else [],
         "checkpoint": same.checkpoint if same is not None else None,
         "parting": None
-        if parting is None
-        else {"step": parting.step, "name": parting.name, "undisturbed": parting.a, "resumed": parting.b},
+        if divergence is None
+        else {"step": divergence.step, "name": divergence.name, "undisturbed": divergence.a, "resumed": divergence.b},
         "tensors": [
             {
                 "name": each.name,
@@ -224,5 +224,5 @@ def own_object(found: OwnDrill) -> dict[str, Any]:
             for each in (same.tensors if same is not None else ())
         ],
         "took_s": found.took_s,
-        **_remains_object(found.remains),
+        **_leftovers_object(found.leftovers),
     }

@@ -193,7 +193,7 @@ def _render(
     once_more = STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(version)
     return template.render(
         version=__version__,
-        guard_why=", as SLURM does after a preemption (24.05 and later)" if once_more else "",
+        guard_why=", as 24.05 and later do after a preemption" if once_more else "",
         directives=explained_directives(config, paths, version, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
@@ -292,7 +292,7 @@ def explained_directives(
     if order is not None:
         reasons["nodes"] += f"; {order}"
     return [
-        Line(text, reasons.get(name, f"cluster.sbatch.{name}: yours, as it stands"))
+        Line(text, reasons.get(name, f"cluster.sbatch.{name}: your option, unchanged"))
         for name, value in options
         if (text := _directive(name, value))
     ]
@@ -302,57 +302,61 @@ def reasons_of_options(config: Config, paths: JobPaths, version: Version | None)
     """Return why each option of sbatch that this script sets by itself is there, by its name."""
     cluster, mode = config.cluster, config.requeue.mode
     elastic = cluster.node_range.elastic
-    spare = f", and cluster.spare_nodes={cluster.spare_nodes} besides" if cluster.spare_nodes else ""
+    spare = f" + cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
     expedited = (
-        "; not --requeue=expedite (25.11), with which SLURM holds a job after any requeue but that of a bad node"
+        "; not --requeue=expedite (25.11), with which SLURM holds the job after every requeue that no failed node causes"
         if EXPEDITED_REQUEUE.applies_to(version)
         else ""
     )
-    several = (
-        f"{paths.tasks} tasks, each {'of ' + str(paths.pack) + ' runs' if paths.pack > 1 else 'a run'} of the sweep"
-    )
+    runs = f"{paths.pack} runs" if paths.pack > 1 else "one run"
     return {
-        "job-name": "job.name: squeue shows it",
+        "job-name": "job.name: the name of the job in squeue",
         "partition": "cluster.partition",
         "account": "cluster.account",
         "qos": "cluster.qos",
         "nodes": f"cluster.nodes{spare}",
-        "ntasks-per-node": "cluster.tasks_per_node: a task is a rank",
+        "ntasks-per-node": "cluster.tasks_per_node: each task is a rank",
         "cpus-per-task": "cluster.cpus_per_task"
         + (
-            " x cluster.tasks_per_node: with a range of nodes, a node has one task, which srun divides"
+            " x cluster.tasks_per_node: with a range of nodes, each node has one task, whose CPUs srun divides among ranks"
             if elastic
             else ""
         ),
-        "gpus-per-node": "cluster.gpus_per_node and gpu_type; not --gpus-per-task, with which a rank sees its own GPU alone, "
-        "and NCCL cannot use the links to the others; all kinds of clusters take it",
-        "mem": "cluster.mem_per_node_gb" + (": 0 is all of a node's memory" if cluster.mem_per_node_gb == 0 else ""),
+        "gpus-per-node": "cluster.gpus_per_node and cluster.gpu_type; not --gpus-per-task, with which a rank would see only "
+        "its own GPU, and NCCL could not use the links between GPUs",
+        "mem": "cluster.mem_per_node_gb"
+        + (": 0 requests all memory of each node" if cluster.mem_per_node_gb == 0 else ""),
         "mem-per-cpu": "cluster.mem_per_cpu_gb",
         "mem-per-gpu": "cluster.mem_per_gpu_gb",
-        "time": "cluster.time_limit_min, in minutes; a run continues automatically after each job",
-        "signal": "cluster.signal_lead_s: the early warning, so many seconds before the time limit (SLURM may send it 60 s "
-        "sooner), to the ranks, which save; with B: it would come to this shell alone",
+        "time": "cluster.time_limit_min, in minutes: the limit of each job, not of the run",
+        "signal": "cluster.signal_lead_s: SLURM warns the ranks with SIGUSR2 this many seconds before the time limit, or up to "
+        "60 s earlier, so that they save; with B: it would warn only this shell",
         "constraint": "cluster.constraint",
         "reservation": "cluster.reservation",
         "exclude": "cluster.exclude",
         "switches": "cluster.switches"
-        + (", and cluster.switches_wait_min: then any nodes will do" if cluster.switches_wait_min else ""),
-        "segment": "cluster.segment: nodes come in groups of so many, each within one block",
+        + (
+            ", and cluster.switches_wait_min: after this wait, SLURM takes any nodes"
+            if cluster.switches_wait_min
+            else ""
+        ),
+        "segment": "cluster.segment: SLURM allocates nodes in groups of this size, each within one block",
         "exclusive": "cluster.exclusive: no other job runs on these nodes",
-        "array": several + (f", {paths.parallelism} at a time" if paths.parallelism else ""),
+        "array": f"{paths.tasks} tasks, each with {runs} of the sweep"
+        + (f"; at most {paths.parallelism} tasks run at a time" if paths.parallelism else ""),
         "dependency": "what the job waits for: --after, job.singleton, cluster.sbatch.dependency",
-        "no-kill": "a dead node leaves the job its others, which are enough to go on (requeue.in_place)",
-        "requeue": f"requeue.mode={mode}: without it a preempted job is cancelled before its first line runs, and a dead node "
-        f"ends it{expedited}",
+        "no-kill": "if a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place)",
+        "requeue": f"requeue.mode={mode}: without it, SLURM cancels a job that is preempted before its first line runs, and "
+        f"ends the job if a node fails{expedited}",
         "no-requeue": f"requeue.mode={mode}: "
         + (
-            "nothing starts it again"
+            "SLURM does not start the job again"
             if mode == RequeueMode.OFF
-            else "another job goes on, so SLURM must not start this one again"
+            else "another job continues the run, so SLURM must not start this one again"
         ),
-        "open-mode": "a restart would truncate the log of the attempt before",
-        "chdir": "the folder in which submit was typed, to which paths in set-up lines are relative",
-        "output": "what this shell and the set-up print, in the run directory; each rank has a log of its own",
+        "open-mode": "otherwise a restarted job would overwrite the log of its earlier attempts",
+        "chdir": "the folder where you ran submit; paths in set-up lines are relative to it",
+        "output": "the output of this shell and of the set-up; each rank has its own log",
     }
 
 
@@ -500,68 +504,73 @@ def explained_srun(
     container = cluster.container
     logs = "${attempt_dir//%/%%}" if any("%" in str(run_dir) for run_dir in paths.run_dirs) else "$attempt_dir"
     lines = [
-        Line("srun", "one process for each task: a rank" + " that waits (requeue.standby_ranks)" * standby),
+        Line(
+            "srun", "starts one process per task: a " + ("standby rank (requeue.standby_ranks)" if standby else "rank")
+        ),
         Line(f"--cpus-per-task={cluster.cpus_per_task}", _why_cpus_again(version)),
-        Line("--kill-on-bad-exit=1", "a rank that fails ends the others, which would wait for it"),
+        Line("--kill-on-bad-exit=1", "if a rank fails, srun ends the others, which would wait for it"),
         Line(
             f"--wait={cluster.srun_wait_s}",
-            "cluster.srun_wait_s: ranks that live on for so many seconds after the first has left are killed",
+            "cluster.srun_wait_s: srun kills ranks that are still alive this many seconds after the first one exited",
         ),
     ]
     if paths.pack > 1 or standby:
-        lines.append(Line("--overlap", "beside other steps of this job, on the same CPUs and GPUs"))
+        lines.append(Line("--overlap", "runs beside other steps of this job, on the same CPUs and GPUs"))
     if standby:
-        lines.append(Line("--mem=0", "all of the job's memory: that of a step would come on top"))
+        lines.append(Line("--mem=0", "shares all memory of the job, instead of reserving memory of its own"))
     if cluster.spare_nodes or cluster.node_range.elastic:
-        lines.append(Line('"${nodes_of_ranks[@]}"', "the nodes of the job on which ranks run, chosen above"))
-    lines.append(Line("--unbuffered", "lines of a rank that dies are in its log"))
+        lines.append(Line('"${nodes_of_ranks[@]}"', "the nodes on which the ranks run, chosen above"))
+    lines.append(
+        Line("--unbuffered", "writes output at once, so that the last lines of a rank that dies are in its log")
+    )
     if not standby:  # each opens its log itself
-        lines.append(Line(f'--output="{logs}/{rank_log_name("%t")}"', "a log for each rank, in the attempt's folder"))
+        lines.append(Line(f'--output="{logs}/{rank_log_name("%t")}"', "one log per rank, in the attempt's folder"))
     mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
     if paths.workdir.startswith("/"):
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
-    own_args = "cluster.container.args: yours, as they stand"
+    own_args = "cluster.container.args: your arguments, unchanged"
     if container.kind == ContainerKind.PYXIS:
         lines += [
             Line(f"--container-image={shlex.quote(str(container.image))}", "cluster.container.image, run by pyxis"),
             Line("--container-mounts=" + ",".join(mounts), "the run directory, and cluster.container.mounts"),
-            Line('--container-workdir="$PWD"', "otherwise it would be the image's own"),
+            Line('--container-workdir="$PWD"', "otherwise the image would set the working directory"),
         ]
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
         names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
         if names:
             # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
             named = CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))
-            lines.append(Line(named, "variables of this script that come before the image's own"))
+            lines.append(Line(named, "variables of this script that override those of the image"))
         lines += [Line(shlex.quote(word), own_args) for word in container.args if word not in own]
     srun_args = _without_output(cluster.srun_args) if standby else cluster.srun_args
-    lines += [Line(shlex.quote(word), "cluster.srun_args: yours, as they stand") for word in srun_args]
+    lines += [Line(shlex.quote(word), "cluster.srun_args: your arguments, unchanged") for word in srun_args]
     if container.kind == ContainerKind.APPTAINER:
         lines.append(Line("apptainer exec", "cluster.container.kind=apptainer"))
         lines += [Line(f"--bind {mount}", "the run directory, and cluster.container.mounts") for mount in mounts]
-        lines.append(Line('--pwd "$PWD"', "otherwise it would be the image's own"))
+        lines.append(Line('--pwd "$PWD"', "otherwise the image would set the working directory"))
         lines += [Line(shlex.quote(word), own_args) for word in container.args]
         lines.append(Line(shlex.quote(str(container.image)), "cluster.container.image"))
     shielded = STAGED if cluster.stage.wanted else SHIELDED
     rank = f'{shielded} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"{" --standby" * standby}'
     lines.append(
         Line(
-            rank, "the rank (cluster.python, venv or conda_env); it ignores signals until Python has handlers for them"
+            rank,
+            "the program of a rank (cluster.python, venv or conda_env); it ignores signals until Python can handle them",
         )
     )
     return lines
 
 
 def _why_cpus_again(version: Version | None) -> str:
-    """Return why srun is told the number of CPUs that sbatch has been told already: each release had a reason."""
+    """Return why srun gets the number of CPUs that sbatch has got already: each release has its own reason."""
     known = [each for each in (SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK) if each.applies_to(version)]
     if version is None:
         known = [SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK]
     of = [
-        f"from {_release(each.since)}{f' to before {_release(each.until)}' if each.until else ' on'} {each.what}"
+        f"{f'before {_release(each.until)}' if each.until else f'since {_release(each.since)}'}, {each.what}"
         for each in known
     ]
-    return "; ".join(["cluster.cpus_per_task, said again", *of])
+    return "; ".join(["cluster.cpus_per_task, repeated for srun", *of])
 
 
 def _release(version: Version) -> str:

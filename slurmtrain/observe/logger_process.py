@@ -133,7 +133,7 @@ def held_after(record: dict[str, Any], held: Held) -> Held:
     return replace(held, step=max(held.step, record["step"]))
 
 
-class Shipping:
+class RecordShipper:
     """Hands the records of a run to a logger, each once, until rank 0 says that it is over.
 
     Args:
@@ -352,7 +352,7 @@ def main(words: list[str]) -> int:
         threading.Thread(target=_leave_when_alone, args=(0,), name="alone", daemon=True).start()
         with records.locked(note_file.with_suffix(".lock"), at_most_s=LOCK_S):
             run, tail = logged_run(run_dir, attempt), Tail(run_dir.metrics_file)
-            code = Shipping(lambda: build_logger(name, config), run, tail, Control(0), note_file).run()
+            code = RecordShipper(lambda: build_logger(name, config), run, tail, Control(0), note_file).run()
     except (SlurmtrainError, OSError) as error:
         logs.show_error(error)
         return 1

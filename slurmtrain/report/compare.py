@@ -31,7 +31,7 @@ MISSING = object()  # a key that one of the two does not have, which is not null
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first step that both have logged with different values of a metric."""
 
     step: int
@@ -52,7 +52,7 @@ class Comparison:
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.
         weights: comparison of the checkpoints that both have.
-        partings: by metric, the first difference; a metric that never differs is not in it.
+        divergences: by metric, the first difference; a metric that never differs is not in it.
         final: by metric, the last value of each; None if it was never logged.
     """
 
@@ -63,14 +63,14 @@ class Comparison:
     steps: list[int]
     data: Data
     weights: Weights
-    partings: dict[str, Parting]
+    divergences: dict[str, Divergence]
     final: dict[str, tuple[float | None, float | None]]
 
     @property
-    def parted(self) -> Parting | None:
+    def first_divergence(self) -> Divergence | None:
         """The earliest difference in a metric that does not measure speed."""
-        found = [parting for name, parting in self.partings.items() if not is_measured(name)]
-        return min(found, key=lambda parting: parting.step, default=None)
+        found = [divergence for name, divergence in self.divergences.items() if not is_measured(name)]
+        return min(found, key=lambda divergence: divergence.step, default=None)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         sorted(logs[0].keys() & logs[1].keys()),
         _compare_data(a, b),
         _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
-        partings(*logs, tolerance=tolerance),
+        divergences(*logs, tolerance=tolerance),
         _final(*logs),
     )
 
@@ -236,15 +236,15 @@ def code_differences(a: Path, b: Path) -> list[str]:
     return sorted(differ | (left.keys() ^ right.keys()))
 
 
-def partings(
+def divergences(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.0
-) -> dict[str, Parting]:
+) -> dict[str, Divergence]:
     """Return, by metric, the first step that both have with values that differ. Logs are values by step and name."""
-    found: dict[str, Parting] = {}
+    found: dict[str, Divergence] = {}
     for step in sorted(a.keys() & b.keys()):
         for name in a[step].keys() & b[step].keys() - found.keys():
             if not _equal(a[step][name], b[step][name], tolerance):
-                found[name] = Parting(step, a[step][name], b[step][name])
+                found[name] = Divergence(step, a[step][name], b[step][name])
     return found
 
 

@@ -235,7 +235,7 @@ _SUMMED = ("seconds", "gpu_seconds", "startup_s", "lost_gpu_seconds", "lost_s", 
 # What the run's files say.
 
 
-class Try(NamedTuple):
+class AttemptTimes(NamedTuple):
     """What the files say of one attempt. Times are unix seconds, None where nobody has recorded them.
 
     Attributes:
@@ -276,7 +276,7 @@ class History:
     submitted: float | None
     kind: str | None
     local: bool
-    tries: Sequence[Try]
+    tries: Sequence[AttemptTimes]
     events: Sequence[Mapping[str, Any]]
     jobs: tuple[str, ...] = ()
     slurm_conf: str | None = None
@@ -297,10 +297,10 @@ def read_history(run_dir: RunDir) -> History:
     info, events = run_dir.info(), run_dir.events()
     local = info.get("backend") == Backend.LOCAL
     by_hand = _GpusByScript(run_dir, packed=bool(info.get("packed")))
-    found: list[Try] = []
+    found: list[AttemptTimes] = []
     numbers = run_dir.attempt_numbers()
     for number in numbers:
-        each = _read_try(run_dir, number, by_hand, is_last=number == numbers[-1])
+        each = _read_times(run_dir, number, by_hand, is_last=number == numbers[-1])
         if each is not None:
             found.append(each)
     for index, (each, after) in enumerate(pairwise(found)):
@@ -323,7 +323,7 @@ def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> 
     return float(created) if records.is_time(created) and info.get("job_ids") else None  # type: ignore[arg-type]
 
 
-def _read_try(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: bool) -> Try | None:
+def _read_times(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: bool) -> AttemptTimes | None:
     folder = run_dir.attempt(number)
     names = folder.names()
     record = attempts.read_attempt_in(folder, number, names)
@@ -350,7 +350,7 @@ def _read_try(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: 
         record = _with_present_steps(run_dir, record)
     gpus = record.gpus if record.gpus is not None else by_hand.of(max(1, len(record.nodes)))
     sampled = any(map(is_gpu_file, names or ()))
-    return Try(begun, record, job, hung_since, failed, sign, max(0.0, gpus), sampled)
+    return AttemptTimes(begun, record, job, hung_since, failed, sign, max(0.0, gpus), sampled)
 
 
 def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
@@ -464,7 +464,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     pieces, segments = list[Piece](), list[Segment]()
     startup: dict[str, float] = {}
     furthest = 0
-    before: Try | None = None
+    before: AttemptTimes | None = None
     why = ""  # the reason for which the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
         start, end = max(start, begin), max(end, begin)
@@ -637,7 +637,9 @@ def _blame(before: str, own: str) -> dict[Cause, str]:
     return of_before | dict.fromkeys((Cause.HUNG, Cause.IDLE_END, Cause.LOST), own)
 
 
-def _waits(history: History, before: Try | None, after: Try, start: float, end: float, why: str) -> Sequence[Segment]:
+def _waits(
+    history: History, before: AttemptTimes | None, after: AttemptTimes, start: float, end: float, why: str
+) -> Sequence[Segment]:
     """Return the wait between two attempts, or before the first one."""
     if end <= start:
         return ()
@@ -659,7 +661,7 @@ def _waits(history: History, before: Try | None, after: Try, start: float, end: 
 _RESUMED = (Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED)
 
 
-def _waits_at_the_end(history: History, before: Try | None, alive: bool | None) -> bool:
+def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:
     """Return whether the run waits to be started, for the first time or once more."""
     if alive is False:
         return False
@@ -675,7 +677,7 @@ def _waits_at_the_end(history: History, before: Try | None, alive: bool | None) 
 
 
 def _inside(
-    each: Try,
+    each: AttemptTimes,
     kind: str | None,
     events: Events,
     begin: float,
@@ -743,7 +745,7 @@ def _inside_of_program(
 
 
 def _inside_of_training(
-    each: Try,
+    each: AttemptTimes,
     kind: str | None,
     events: Events,
     stepping: float,
@@ -894,7 +896,7 @@ def _overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | Non
     return found
 
 
-def _add_stages(startup: dict[str, float], each: Try, inside: Sequence[Stretch], begin: float) -> None:
+def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float) -> None:
     """Add the start-up of an attempt, by stage: as rank 0 has timed them, and what was before and after them.
 
     They add up to the start-up's part of the attempt.

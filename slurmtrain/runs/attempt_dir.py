@@ -80,11 +80,11 @@ class AttemptDir:
         """The sentence and the nodes of a hang, for the outcome of the attempt."""
         return self.path / "hang.json"
 
-    def hang_witness(self, rank: int) -> Path:
+    def hang_report(self, rank: int) -> Path:
         """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""
         return self.path / f"hang-{rank}.json"
 
-    def hang_witnesses(self) -> dict[int, Path]:
+    def hang_reports(self) -> dict[int, Path]:
         """Return those files by rank, in no particular order."""
         found = {path.stem.removeprefix("hang-"): path for path in self.path.glob("hang-*.json")}
         return {int(rank): path for rank, path in found.items() if rank.isdecimal()}

@@ -157,11 +157,11 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         cluster, limits = config.cluster, config.watchdog
         session.local_copies = config.checkpoint.local
         device = config.train.device if device == "auto" else device
-    meeting = session.context.attempt_dir.path if session.context else None
-    if meeting is None and environment.source == "slurm" and environment.world_size > 1:
-        meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
+    rendezvous_dir = session.context.attempt_dir.path if session.context else None
+    if rendezvous_dir is None and environment.source == "slurm" and environment.world_size > 1:
+        rendezvous_dir = attempt_context.rendezvous_directory(environment, lookup.runs_root())
     try:
-        session.distributed = init_distributed(cluster, device, environment, meeting, stop_flag)
+        session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag)
         session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
         if session.context is not None:
             from slurmtrain.runtime.preflight.check import run_preflight

@@ -65,7 +65,7 @@ def given_attempt(run_dir: RunDir) -> AttemptContext | None:
     return AttemptContext(run_dir, int(number), supervised=True) if number else None
 
 
-def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
+def rendezvous_directory(environment: Environment, runs_dir: Path) -> Path:
     """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart."""
     path = runs_dir / ".meetings" / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -76,21 +76,21 @@ def agree_on_attempt(
     environment: Environment,
     find_or_create: Callable[[], RunDir],
     tell: Callable[[str | None], str],
-    meeting: Path | None,
+    rendezvous_dir: Path | None,
 ) -> AttemptContext:
     """Let rank 0 find or create the run directory and claim an attempt, and broadcast both.
 
     Args:
         tell: broadcasts rank 0's text to all; called with None on the others.
-        meeting: folder to remove afterwards.
+        rendezvous_dir: folder to remove afterwards.
     """
     text = None
     if environment.rank == 0:
         run_dir = find_or_create()
         text = json.dumps([str(run_dir.path), run_dir.new_attempt()])
     path, number = json.loads(tell(text))
-    if environment.rank == 0 and meeting is not None:
-        shutil.rmtree(meeting, ignore_errors=True)
+    if environment.rank == 0 and rendezvous_dir is not None:
+        shutil.rmtree(rendezvous_dir, ignore_errors=True)
     return AttemptContext(RunDir(Path(path)), number, supervised=False)
 
 

@@ -107,7 +107,7 @@ def init_distributed(
     if dist.is_initialized():
         _choose_interface(cluster.network_interface, None)
         return _with_groups(environment, own, timeout, _address_of_store())
-    meeting = meet(
+    rendezvous = meet(
         environment,
         directory or Path("."),
         timeout_s=cluster.rendezvous_timeout_s,
@@ -116,19 +116,19 @@ def init_distributed(
         ports=cluster.ports,
     )
     if own.type == "cuda":
-        _check_own_gpu(meeting.store, environment, own)
-    _choose_interface(cluster.network_interface, meeting.interface)
-    if meeting.interface != "lo":  # which all ranks of one machine have
-        check_peer_ports(meeting.store, environment, os.environ.get("GLOO_SOCKET_IFNAME"))
+        _check_own_gpu(rendezvous.store, environment, own)
+    _choose_interface(cluster.network_interface, rendezvous.interface)
+    if rendezvous.interface != "lo":  # which all ranks of one machine have
+        check_peer_ports(rendezvous.store, environment, os.environ.get("GLOO_SOCKET_IFNAME"))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
-        store=meeting.store,
+        store=rendezvous.store,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
         device_id=own if own.type == "cuda" else None,
     )
-    return replace(_with_groups(environment, own, timeout, meeting.address), store=meeting.store)
+    return replace(_with_groups(environment, own, timeout, rendezvous.address), store=rendezvous.store)
 
 
 def _with_groups(

@@ -181,16 +181,16 @@ def _join(
     if environment.world_size > 1:
         others = environment.world_size - 1
         timeline.begin("waiting for the other rank" if others == 1 else f"waiting for the other {others} ranks")
-    meeting = None
+    rendezvous_dir = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
-        meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))
-    directory = given.attempt_dir.path if given else meeting
+        rendezvous_dir = attempt_context.rendezvous_directory(environment, Path(config.job.runs_dir))
+    directory = given.attempt_dir.path if given else rendezvous_dir
     distributed = init_distributed(config.cluster, config.train.device, environment, directory, stop_flag)
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given
     return distributed, attempt_context.agree_on_attempt(
-        environment, find_or_create, distributed.broadcast_text, meeting
+        environment, find_or_create, distributed.broadcast_text, rendezvous_dir
     )
 
 

@@ -30,7 +30,7 @@ from slurmtrain.runtime.told_error import error_of_word, word_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json, write_json
 
-ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the meeting folder of ranks that were started by hand
+ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the rendezvous folder of ranks that were started by hand
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
@@ -48,7 +48,7 @@ class StopDuringStartError(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store through which all ranks of this attempt can communicate.
 
     Attributes:
@@ -70,7 +70,7 @@ def meet(
     stop_requested: Callable[[], bool],
     interface: str = "auto",
     ports: PortRange | None = None,
-) -> Meeting:
+) -> Rendezvous:
     """Bring all ranks together.
 
     Args:
@@ -112,7 +112,7 @@ def meet(
             _await_word(store, environment, timeout_s, stop_requested)
     finally:
         published.forget()
-    return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
+    return Rendezvous(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
 
 
 def _publish(

@@ -67,14 +67,14 @@ TIME_BEFORE_STEP_ERRORS = Difference(
 )
 SRUN_FORGETS_CPUS_PER_TASK = Difference(
     (22, 5),
-    "srun takes no --cpus-per-task from sbatch (SLURM_CPUS_PER_TASK): without its own, each rank gets one CPU",
+    "srun ignores --cpus-per-task of sbatch (SLURM_CPUS_PER_TASK): without an option of its own, each rank gets one CPU",
     "22.05.8; CHANGELOG of 22.05 and 23.11",
     until=(23, 11),
 )
 SRUN_COMPARES_CPUS_PER_TASK = Difference(
     (23, 11),
-    "sbatch also sets SLURM_TRES_PER_TASK=cpu=N, and srun ends with 'set by two different environment variables' where "
-    "somebody has changed SLURM_CPUS_PER_TASK alone; an option of its own comes before both",
+    "sbatch also sets SLURM_TRES_PER_TASK=cpu=N, and srun fails with 'set by two different environment variables' if "
+    "only SLURM_CPUS_PER_TASK was changed; an option of srun overrides both",
     "25.05's source (slurm_opt.c); CHANGELOG of 23.11",
 )
 STEPS_MANAGED_ON_THE_NODE = Difference(

@@ -25,11 +25,11 @@ from slurmtrain.sweep.optuna_study import Study
 from slurmtrain.sweep.points import Composer, values_of
 from slurmtrain.sweep.pruning import LoggedValues, ask_to_end
 from slurmtrain.sweep.search import checked, explaining_sweeper, result_of
-from slurmtrain.sweep.search_runs import Here, OnCluster
+from slurmtrain.sweep.search_runs import ClusterRuns, ProcessRuns
 from slurmtrain.sweep.trials import (
     LogEvent,
-    Spent,
     Trial,
+    TrialCost,
     TrialLog,
     TrialState,
     best_of,
@@ -108,7 +108,7 @@ class OptunaSearch:
             parallelism = sweep.info()["parallelism"]
             local = self._open_sweep.client is None
             slots = min(self._study.n_jobs, parallelism or (pack if local else self._study.n_jobs))
-            runs = Here(self._open_sweep, show=slots == 1) if local else OnCluster(self._open_sweep)
+            runs = ProcessRuns(self._open_sweep, show=slots == 1) if local else ClusterRuns(self._open_sweep)
             with runs:
                 self._take_up(runs)
                 while True:
@@ -120,7 +120,7 @@ class OptunaSearch:
                     self._prune()
             self._write_results()
 
-    def _take_up(self, runs: OnCluster | Here) -> None:
+    def _take_up(self, runs: ClusterRuns | ProcessRuns) -> None:
         """Go on with the trials that another process has left, and with those that had failed and were tried again.
 
         Those that were started keep their run, whatever has become of their config's checks: its job may be running.
@@ -150,7 +150,7 @@ class OptunaSearch:
         self._running.setdefault(run_dir, []).append(number)
         self._logs.setdefault(run_dir, LoggedValues(run_dir, self._metric))
 
-    def _refill(self, runs: OnCluster | Here, slots: int, pack: int) -> None:
+    def _refill(self, runs: ClusterRuns | ProcessRuns, slots: int, pack: int) -> None:
         """Ask for so many trials that all slots are taken, and submit them."""
         if self._submit_again and time.monotonic() < self._submit_again:
             return
@@ -180,7 +180,7 @@ class OptunaSearch:
             if self._submit_again:
                 return
 
-    def _begin(self, trials: Sequence[Trial], runs: OnCluster | Here) -> None:
+    def _begin(self, trials: Sequence[Trial], runs: ClusterRuns | ProcessRuns) -> None:
         """Start the runs of trials that were asked for and have no run, and what else waits for its start."""
         wanted, refused = [], []
         for trial in trials:
@@ -382,7 +382,7 @@ def _facts_of(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     except UnreadableRecordError:
         return facts
     trained = sum(seconds for cause, seconds in spent.seconds.items() if cause not in NOT_TRAINING)
-    cost = Spent(gpus=spent.gpu_count, held_s=spent.held_s, trained_s=trained)
+    cost = TrialCost(gpus=spent.gpu_count, held_s=spent.held_s, trained_s=trained)
     return {**facts, "spent": {"gpus": cost.gpus, "held_s": cost.held_s, "trained_s": cost.trained_s}}
 
 

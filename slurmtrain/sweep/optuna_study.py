@@ -32,7 +32,7 @@ TARGET = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 ATTRIBUTES_BYTES = 2000  # of a trial; CMA-ES keeps its whole state there, and works without
 
 
-class Asked(NamedTuple):
+class Proposal(NamedTuple):
     """What the sampler has chosen for a trial. The names are those of `Trial`."""
 
     overrides: tuple[str, ...]
@@ -93,14 +93,14 @@ class Study:
         # Trials whose end a storage knows, and the log does not, as after a power cut.
         self._ended_before = set[int]()
 
-    def ask(self) -> Asked:
+    def ask(self) -> Proposal:
         """Return what the sampler chooses for the next trial."""
         trial = self._study.ask()
         (overrides,) = self._sweeper._configure_trials([trial], self._space, self._fixed)
         self._trials[self._asked] = trial
         self._asked += 1
         attributes = {"id": trial._trial_id} if self.kept_elsewhere else _small(trial.system_attrs)
-        return Asked(tuple(overrides), dict(trial.params), attributes)
+        return Proposal(tuple(overrides), dict(trial.params), attributes)
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Tell an intermediate value of a trial, and return whether it is to be pruned."""

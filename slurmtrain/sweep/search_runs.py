@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # at the logs of local runs, if they are judged by them
 
 
-class OnCluster:
+class ClusterRuns:
     """The runs of a search as jobs. One squeue call asks for all of them, now and then."""
 
     def __init__(self, open_sweep: OpenSweep):
         self._open_sweep, self._watch = open_sweep, EndWatch(ask_first=False)
 
-    def __enter__(self) -> OnCluster:
+    def __enter__(self) -> ClusterRuns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -68,7 +68,7 @@ class OnCluster:
         return found
 
 
-class Here:
+class ProcessRuns:
     """The runs of a search as processes of this machine."""
 
     def __init__(self, open_sweep: OpenSweep, *, show: bool):
@@ -76,7 +76,7 @@ class Here:
         self._over: list[RunDir] = []
         self._known = set[RunDir]()
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> ProcessRuns:
         self._runs.__enter__()
         return self
 

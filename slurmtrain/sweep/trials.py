@@ -43,7 +43,7 @@ class LogEvent(StrEnum):
 
 
 @dataclass(frozen=True)
-class Spent:
+class TrialCost:
     """What a trial has cost.
 
     Attributes:
@@ -88,7 +88,7 @@ class Trial:
     run_id: str | None = None
     steps: int | None = None
     steps_planned: int | None = None
-    spent: Spent = Spent()
+    spent: TrialCost = TrialCost()
     why: str = ""
 
     @property
@@ -271,9 +271,9 @@ def _count(value: Any) -> int | None:
     return int(value) if _is_count(value) else None
 
 
-def _spent(values: Any) -> Spent:
+def _spent(values: Any) -> TrialCost:
     known = values if isinstance(values, dict) else {}
-    return Spent(**{each.name: known[each.name] for each in fields(Spent) if _is_number(known.get(each.name))})
+    return TrialCost(**{each.name: known[each.name] for each in fields(TrialCost) if _is_number(known.get(each.name))})
 
 
 def to_ask(*, asked: int, wanted: int, running: int, slots: int, pack: int = 1) -> int:
@@ -346,7 +346,7 @@ def _saved_h(trial: Trial, usual: float | None) -> float | None:
     return _hours(trial.spent, trial.spent.trained_s * max(0.0, planned / trial.steps - 1))
 
 
-def _hours(spent: Spent, seconds: float) -> float:
+def _hours(spent: TrialCost, seconds: float) -> float:
     return seconds * (spent.gpus or 1.0) / 3600
 
 

@@ -96,7 +96,7 @@ def received(plan: SavePlan) -> Tensor:
     for rank in range(RANKS):
         shifted = own.boxes.copy()
         shifted[:, 0, 0] += rank
-        table = FileTable(own.catalogue, own.data_start, own.tensors, shifted, own.own_bytes)
+        table = FileTable(own.schema, own.data_start, own.tensors, shifted, own.own_bytes)
         digests = os.urandom(BLOCKS * DIGEST_BYTES)
         record = FileRecord(10**9, blocks.root(digests))
         none = np.empty((0, 4), dtype=np.int64)
@@ -114,9 +114,9 @@ def received(plan: SavePlan) -> Tensor:
 def commit_all(plan: SavePlan, messages: Tensor, folder: Path) -> int:
     """From the messages to the commit; the size of what is written."""
     handed_in = [RankContribution.from_json(decode(row.numpy().data)[0]) for row in messages]
-    check_coverage(plan.catalogues, (part.table for part in handed_in))
+    check_coverage(plan.schemas, (part.table for part in handed_in))
     index = Index(
-        plan.catalogues,
+        plan.schemas,
         {part.name: part.table for part in handed_in},
         {part.name: part.digests for part in handed_in},
     )

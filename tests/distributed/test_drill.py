@@ -42,7 +42,7 @@ def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(f
     code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", "order")
     assert (code, found["result"]) == (1, "failed"), found
     assert found["parting"]["step"] == found["stopped_at"] + 1
-    assert f"parts at step {found['stopped_at'] + 1}: loss" in found["sentence"]
+    assert f"diverges at step {found['stopped_at'] + 1}: loss" in found["sentence"]
     assert "the order of the data is not restored" in found["causes"][0]
     assert Path(found["kept"]).is_dir() and not all_runs(folder / "runs")
 
@@ -50,7 +50,7 @@ def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(f
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("forgets", "result", "words"),
-    [("", "passed", "the same bits"), ("momentum", "failed", "parts at step"), ("all", "failed", "began anew")],
+    [("", "passed", "the same bits"), ("momentum", "failed", "diverges at step"), ("all", "failed", "began anew")],
 )
 def test_other_loops(folder: Path, forgets: str, result: str, words: str) -> None:
     code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", *([forgets] if forgets else []))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slurmtrain.checkpoint.format.tensor_index import Catalogue
+from slurmtrain.checkpoint.format.tensor_index import TensorSchema
 from slurmtrain.errors import CheckpointError
 
 # https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
@@ -46,9 +46,9 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def check_types(catalogues: Sequence[Catalogue]) -> None:
+def check_types(schemas: Sequence[TensorSchema]) -> None:
     """Raise CheckpointError if a tensor's element type is unknown, or has another size here."""
-    for catalogue in catalogues:
-        for name, fact in catalogue.items():
+    for schema in schemas:
+        for name, fact in schema.items():
             if dtype_of(fact.dtype).itemsize != fact.itemsize:
                 raise CheckpointError(f"{name} is {fact.dtype} with {fact.itemsize} bytes an element")

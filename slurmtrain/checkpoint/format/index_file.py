@@ -58,7 +58,7 @@ def read_whole_index(path: Path, manifest: Manifest, *, sizes: bool = True) -> I
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     index = read_index(path, manifest)
     try:
-        facts = check_coverage(index.catalogues, index.tables.values())
+        facts = check_coverage(index.schemas, index.tables.values())
     except CheckpointError as error:
         raise CheckpointError(f"{path} is damaged: by its {INDEX} {error.message}") from None
     if manifest.tensors != {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()}:
@@ -83,8 +83,8 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
         raise
     except CheckpointError as error:
         return [damage_of(path, error)]
-    for catalogue in index.catalogues:
-        for name, fact in catalogue.items():
+    for schema in index.schemas:
+        for name, fact in schema.items():
             if DTYPE_BYTES.get(fact.dtype) != fact.itemsize:
                 return [
                     f"{name} is {fact.dtype[:50]!r} with {fact.itemsize} bytes an element, which torch does not know"

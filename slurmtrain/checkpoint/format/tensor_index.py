@@ -7,8 +7,8 @@ and writes them into one file, `index.bin`, from which a reader with any other l
 Tables are numpy arrays, not objects: 4,096 ranks with 1,000 tensors each are four million boxes. Imports no torch, and
 knows nothing of storage.
 
-index.bin: uint64 length of the header, the header (JSON: the catalogues and, for every file, where its table and its
-digests lie), then per file the zlib-compressed table and the 32-byte digests of its blocks. Little-endian.
+index.bin: uint64 length of the header, the header (JSON: the schemas, as "catalogues", and, for every file, where its
+table and its digests lie), then per file the zlib-compressed table and the 32-byte digests of its blocks. Little-endian.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TensorFacts:
         return math.prod(self.shape) * self.itemsize
 
 
-Catalogue = Mapping[str, TensorFacts]
+TensorSchema = Mapping[str, TensorFacts]  # the tensors of a rank, by name, with shape and type
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
@@ -127,17 +127,17 @@ def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | 
 
 @dataclass(frozen=True, eq=False)
 class FileTable:
-    """The contents of one rank's file: boxes of tensors of its catalogue, one after another, without gaps.
+    """The contents of one rank's file: boxes of tensors of its schema, one after another, without gaps.
 
     Attributes:
-        catalogue: number of the catalogue that `tensors` refers to.
+        schema: number of the schema that `tensors` refers to.
         data_start: bytes before the first box.
-        tensors: int64 [pieces], position in the catalogue.
+        tensors: int64 [pieces], position in the schema.
         boxes: int64 [pieces, 2, dimensions], start and size, padded with start 0 and size 1.
         own_bytes: length of the JSON that follows the last box.
     """
 
-    catalogue: int
+    schema: int
     data_start: int
     tensors: Ints
     boxes: Ints
@@ -147,14 +147,14 @@ class FileTable:
         """Return the byte at which each box begins, and where the last one ends, int64 [pieces + 1].
 
         Args:
-            itemsizes: bytes of an element of each tensor of the catalogue.
+            itemsizes: bytes of an element of each tensor of the schema.
         """
         nbytes = self.boxes[:, 1].prod(axis=1) * itemsizes[self.tensors]
         return np.concatenate([[self.data_start], self.data_start + np.cumsum(nbytes)]).astype(np.int64)
 
     def pack(self) -> bytes:
         pieces, _, dimensions = self.boxes.shape
-        head = np.array([self.catalogue, self.data_start, pieces, dimensions, self.own_bytes], dtype="<i8")
+        head = np.array([self.schema, self.data_start, pieces, dimensions, self.own_bytes], dtype="<i8")
         numbers = np.concatenate([head, self.tensors, self.boxes.reshape(-1)]).astype("<i8")
         return zlib.compress(numbers.tobytes(), level=1)
 
@@ -171,16 +171,16 @@ class FileTable:
         if not unpacker.eof:
             raise ValueError("a table is cut short, or longer than it can be")
         numbers = np.frombuffer(content, dtype="<i8")
-        catalogue, data_start, pieces, dimensions, own_bytes = (int(number) for number in numbers[:5])
+        schema, data_start, pieces, dimensions, own_bytes = (int(number) for number in numbers[:5])
         tensors, boxes = numbers[5 : 5 + pieces], numbers[5 + pieces :]
-        return cls(catalogue, data_start, tensors, boxes.reshape(pieces, 2, dimensions), own_bytes)
+        return cls(schema, data_start, tensors, boxes.reshape(pieces, 2, dimensions), own_bytes)
 
 
 def table_of(
-    pieces: Sequence[tuple[str, Box]], catalogue: Catalogue, *, number: int, data_start: int, own_bytes: int
+    pieces: Sequence[tuple[str, Box]], schema: TensorSchema, *, number: int, data_start: int, own_bytes: int
 ) -> FileTable:
     """Return the table of a file with these pieces in this order."""
-    position = {key: index for index, key in enumerate(catalogue)}
+    position = {key: index for index, key in enumerate(schema)}
     dimensions = max((len(box.size) for _, box in pieces), default=0) or 1
     boxes = np.zeros((len(pieces), 2, dimensions), dtype=np.int64)
     boxes[:, 1] = 1
@@ -196,7 +196,7 @@ def table_of(
 PRIME = (1 << 31) - 1
 
 
-def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> dict[str, TensorFacts]:
+def check_coverage(schemas: Sequence[TensorSchema], packed: Iterable[bytes]) -> dict[str, TensorFacts]:
     """Check that the boxes of all files together tile every tensor: every element once, none twice, none outside.
 
     Boxes tile a tensor exactly if, for every measure, theirs add up to that of the whole. One random measure is enough:
@@ -213,7 +213,7 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
     Raises:
         CheckpointError: a tensor is not complete; the message names it.
     """
-    facts, positions = _merge(catalogues)
+    facts, positions = _merge(schemas)
     names = list(facts)
     dimensions = max((len(fact.shape) for fact in facts.values()), default=0) or 1
     shapes = np.ones((len(names), dimensions), dtype=np.int64)
@@ -223,14 +223,14 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
     found = np.zeros(len(names), dtype=np.int64)
     elements = np.zeros(len(names), dtype=np.int64)
     own = [
-        ([number for number, fact in enumerate(catalogue.values()) if fact.own and fact.nbytes > 0], _shapes(catalogue))
-        for catalogue in catalogues
+        ([number for number, fact in enumerate(schema.values()) if fact.own and fact.nbytes > 0], _shapes(schema))
+        for schema in schemas
     ]
     for data in packed:
         table = FileTable.unpack(data)
-        numbers = positions[table.catalogue][table.tensors]
+        numbers = positions[table.schema][table.tensors]
         shared = numbers >= 0
-        _check_own(table, ~shared, *own[table.catalogue])
+        _check_own(table, ~shared, *own[table.schema])
         numbers, boxes = numbers[shared], table.boxes[shared]
         starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
         outside = ((starts < 0) | (starts + sizes > shapes[numbers])).any(axis=1)
@@ -254,8 +254,8 @@ def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int],
     """Raise CheckpointError unless these rows of a rank's table have each of its own tensors, whole and once.
 
     Args:
-        wanted: numbers of the own tensors in the catalogue.
-        shapes: shapes of all tensors in the catalogue.
+        wanted: numbers of the own tensors in the schema.
+        shapes: shapes of all tensors in the schema.
     """
     boxes, dimensions = table.boxes[rows], shapes.shape[1]
     starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
@@ -264,11 +264,11 @@ def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int],
         raise CheckpointError("a rank's own tensors are not whole")
 
 
-def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], list[Ints]]:
-    """Return all shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's own)."""
+def _merge(schemas: Sequence[TensorSchema]) -> tuple[dict[str, TensorFacts], list[Ints]]:
+    """Return all shared tensors, and for every schema the number of each of its tensors among them (-1: a rank's own)."""
     facts: dict[str, TensorFacts] = {}
-    for catalogue in catalogues:
-        for key, fact in catalogue.items():
+    for schema in schemas:
+        for key, fact in schema.items():
             if not fact.own and facts.setdefault(key, fact) != fact:
                 raise CheckpointError(
                     f"{key} is {fact.dtype} {list(fact.shape)} on one rank and "
@@ -277,8 +277,8 @@ def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], lis
                 )
     number = {key: index for index, key in enumerate(facts)}
     positions = [
-        np.array([-1 if fact.own else number[key] for key, fact in catalogue.items()], dtype=np.int64)
-        for catalogue in catalogues
+        np.array([-1 if fact.own else number[key] for key, fact in schema.items()], dtype=np.int64)
+        for schema in schemas
     ]
     return facts, positions
 
@@ -322,12 +322,12 @@ class Index:
     """The contents of index.bin, as written or read.
 
     Attributes:
-        catalogues: the different catalogues; ranks that hold the same tensors share one.
+        schemas: the distinct schemas; ranks that hold the same tensors share one.
         tables: `FileTable.pack()` by file name.
         digests: SHA-256 of every block by file name, one after another.
     """
 
-    catalogues: Sequence[Catalogue]
+    schemas: Sequence[TensorSchema]
     tables: Mapping[str, bytes]
     digests: Mapping[str, bytes] = field(repr=False)
 
@@ -338,7 +338,7 @@ class Index:
             segments[name] = [position, len(table), len(self.digests[name])]
             position += len(table) + len(self.digests[name])
         header = json.dumps(
-            {"catalogues": [encode_catalogue(catalogue) for catalogue in self.catalogues], "files": segments}
+            {"catalogues": [encode_schema(schema) for schema in self.schemas], "files": segments}
         ).encode()
         yield struct.pack("<Q", len(header)) + header
         for name, table in self.tables.items():
@@ -358,7 +358,7 @@ class Index:
         try:
             (length,) = struct.unpack_from("<Q", data)
             header = json.loads(data[8 : 8 + length])
-            catalogues = [decode_catalogue(values) for values in header["catalogues"]]
+            schemas = [decode_schema(values) for values in header["catalogues"]]
             tables, digests = {}, {}
             for name, (position, table, digest) in header["files"].items():
                 begin = 8 + length + position
@@ -367,43 +367,43 @@ class Index:
                 _demand(begin + table + digest <= len(data), "it is cut short")
                 tables[name] = data[begin : begin + table]
                 digests[name] = data[begin + table : begin + table + digest]
-            _check_catalogues(catalogues, sum(sizes.values()))
-            shapes = [_shapes(catalogue) for catalogue in catalogues]
-            itemsizes = [_itemsizes(catalogue) for catalogue in catalogues]
+            _check_schemas(schemas, sum(sizes.values()))
+            shapes = [_shapes(schema) for schema in schemas]
+            itemsizes = [_itemsizes(schema) for schema in schemas]
             for name, packed in tables.items():
                 _check_table(packed, shapes, itemsizes, sizes[name])
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"index.bin cannot be read: {error}") from None
         except (struct.error, zlib.error) as error:
             raise CheckpointError(f"index.bin cannot be read: {error}") from None
-        return cls(catalogues, tables, digests)
+        return cls(schemas, tables, digests)
 
     @cached_property
     def facts(self) -> dict[str, TensorFacts]:
-        return _merge(self.catalogues)[0]
+        return _merge(self.schemas)[0]
 
     def own_facts(self, file: str) -> dict[str, TensorFacts]:
         """Return the own tensors of the rank that wrote `file`."""
-        catalogue = self.catalogues[FileTable.unpack(self.tables[file]).catalogue]
-        return {key: fact for key, fact in catalogue.items() if fact.own}
+        schema = self.schemas[FileTable.unpack(self.tables[file]).schema]
+        return {key: fact for key, fact in schema.items() if fact.own}
 
     def own_state(self, file: str) -> tuple[int, int]:
         """Return first byte and length of the JSON of the rank's own plain state in `file`."""
         table = FileTable.unpack(self.tables[file])
-        itemsizes = _itemsizes(self.catalogues[table.catalogue])
+        itemsizes = _itemsizes(self.schemas[table.schema])
         return int(table.offsets(itemsizes)[-1]), table.own_bytes
 
     def pieces(self, file: str) -> dict[str, tuple[int, int]]:
         """Return first and last byte of every box in `file`, by its name in the safetensors header."""
         table = FileTable.unpack(self.tables[file])
-        catalogue = self.catalogues[table.catalogue]
-        names, offsets = list(catalogue), table.offsets(_itemsizes(catalogue)).tolist()
+        schema = self.schemas[table.schema]
+        names, offsets = list(schema), table.offsets(_itemsizes(schema)).tolist()
         found = {}
         for row, number in enumerate(table.tensors.tolist()):
             name = names[number]
-            start, size = (values[: len(catalogue[name].shape)] for values in table.boxes[row].tolist())
+            start, size = (values[: len(schema[name].shape)] for values in table.boxes[row].tolist())
             box = Box(tuple(start), tuple(size))
-            found[piece_name(name, box, catalogue[name].shape)] = (offsets[row], offsets[row + 1])
+            found[piece_name(name, box, schema[name].shape)] = (offsets[row], offsets[row + 1])
         return found
 
     def find(self, wanted: Mapping[str, Box], own_file: str | None = None) -> dict[str, list[BoxLocation]]:
@@ -413,10 +413,10 @@ class Index:
             wanted: boxes by name. Names of own tensors are looked up in `own_file` alone.
         """
         found: dict[str, list[BoxLocation]] = {key: [] for key in wanted}
-        lookups = [_Lookup(catalogue, wanted) for catalogue in self.catalogues]
+        lookups = [_Lookup(schema, wanted) for schema in self.schemas]
         for file, packed in self.tables.items():
             table = FileTable.unpack(packed)
-            lookup = lookups[table.catalogue]
+            lookup = lookups[table.schema]
             rows = lookup.overlapping(table, own=file == own_file)
             offsets = table.offsets(lookup.itemsizes)
             for row in rows:
@@ -437,10 +437,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-def _check_catalogues(catalogues: Sequence[Catalogue], size: int) -> None:
+def _check_schemas(schemas: Sequence[TensorSchema], size: int) -> None:
     """Raise ValueError if a tensor is not valid, or larger than all files together."""
-    for catalogue in catalogues:
-        for key, fact in catalogue.items():
+    for schema in schemas:
+        for key, fact in schema.items():
             _demand(isinstance(key, str) and isinstance(fact.dtype, str), "a tensor has no name or type")
             _demand(len(fact.shape) <= MAX_DIMENSIONS and all(map(_is_count, fact.shape)), f"{key} has no shape")
             _demand(
@@ -449,11 +449,11 @@ def _check_catalogues(catalogues: Sequence[Catalogue], size: int) -> None:
             _demand(fact.nbytes <= size, f"{key} is larger than the checkpoint")
 
 
-def _shapes(catalogue: Catalogue) -> Ints:
-    """Return the shapes of the catalogue's tensors, int64 [tensors, dimensions], padded with 1."""
-    dimensions = max((len(fact.shape) for fact in catalogue.values()), default=0) or 1
-    shapes = np.ones((len(catalogue), dimensions), dtype=np.int64)
-    for row, fact in enumerate(catalogue.values()):
+def _shapes(schema: TensorSchema) -> Ints:
+    """Return the shapes of the schema's tensors, int64 [tensors, dimensions], padded with 1."""
+    dimensions = max((len(fact.shape) for fact in schema.values()), default=0) or 1
+    shapes = np.ones((len(schema), dimensions), dtype=np.int64)
+    for row, fact in enumerate(schema.values()):
         shapes[row, : len(fact.shape)] = fact.shape
     return shapes
 
@@ -462,34 +462,34 @@ def _check_table(packed: bytes, shapes: Sequence[Ints], itemsizes: Sequence[Ints
     """Raise ValueError if a table describes other bytes than those of its file, or pieces that are outside their tensor.
 
     Args:
-        shapes, itemsizes: shapes and bytes of an element of the tensors of every catalogue.
+        shapes, itemsizes: shapes and bytes of an element of the tensors of every schema.
         size: bytes of the file.
     """
     # A rank writes at most one box of each tensor.
     table = FileTable.unpack(packed, limit=max(8 * (5 + len(each) * (1 + 2 * each.shape[1])) for each in shapes))
-    _demand(0 <= table.catalogue < len(shapes), "a table belongs to no catalogue")
-    tensors, dimensions = shapes[table.catalogue].shape
+    _demand(0 <= table.schema < len(shapes), "a table belongs to no schema")
+    tensors, dimensions = shapes[table.schema].shape
     _demand(1 <= table.boxes.shape[2] <= dimensions, "a table has no dimensions")
     _demand(bool(((table.tensors >= 0) & (table.tensors < tensors)).all()), "a piece belongs to no tensor")
     starts, sizes = _padded(table.boxes[:, 0], dimensions, 0), _padded(table.boxes[:, 1], dimensions, 1)
-    room = shapes[table.catalogue][table.tensors]
+    room = shapes[table.schema][table.tensors]
     inside = (starts >= 0) & (sizes >= 1) & (sizes <= room) & (starts <= room - sizes)
     _demand(bool(inside.all()), "a piece lies outside of its tensor")
     _demand(_is_count(table.data_start) and _is_count(table.own_bytes), "a table begins nowhere")
-    nbytes = sizes.prod(axis=1) * itemsizes[table.catalogue][table.tensors]
+    nbytes = sizes.prod(axis=1) * itemsizes[table.schema][table.tensors]
     end = table.data_start + table.own_bytes + float(nbytes.sum(dtype=np.float64))
     _demand(end <= size, "a piece lies outside of its file")
 
 
 class _Lookup:
-    """The wanted boxes by position in one catalogue."""
+    """The wanted boxes by position in one schema."""
 
-    def __init__(self, catalogue: Catalogue, wanted: Mapping[str, Box]):
-        self.names = list(catalogue)
-        self.itemsizes = _itemsizes(catalogue)
-        self._own = np.array([fact.own for fact in catalogue.values()], dtype=bool)
+    def __init__(self, schema: TensorSchema, wanted: Mapping[str, Box]):
+        self.names = list(schema)
+        self.itemsizes = _itemsizes(schema)
+        self._own = np.array([fact.own for fact in schema.values()], dtype=bool)
         self._wanted = np.array([key in wanted for key in self.names], dtype=bool)
-        dimensions = max((len(fact.shape) for fact in catalogue.values()), default=0) or 1
+        dimensions = max((len(fact.shape) for fact in schema.values()), default=0) or 1
         self._starts = np.zeros((len(self.names), dimensions), dtype=np.int64)
         self._ends = np.ones((len(self.names), dimensions), dtype=np.int64)
         for row, key in enumerate(self.names):
@@ -512,17 +512,17 @@ class _Lookup:
         return np.flatnonzero(mask)
 
 
-def _itemsizes(catalogue: Catalogue) -> Ints:
-    return np.array([fact.itemsize for fact in catalogue.values()], dtype=np.int64)
+def _itemsizes(schema: TensorSchema) -> Ints:
+    return np.array([fact.itemsize for fact in schema.values()], dtype=np.int64)
 
 
-def encode_catalogue(catalogue: Catalogue) -> list[list[Any]]:
-    """Return a catalogue as JSON values."""
-    return [[key, list(fact.shape), fact.dtype, fact.itemsize, int(fact.own)] for key, fact in catalogue.items()]
+def encode_schema(schema: TensorSchema) -> list[list[Any]]:
+    """Return a schema as JSON values."""
+    return [[key, list(fact.shape), fact.dtype, fact.itemsize, int(fact.own)] for key, fact in schema.items()]
 
 
-def decode_catalogue(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
-    """Return the catalogue that `encode_catalogue` has encoded. Raise ValueError if it names a tensor twice."""
+def decode_schema(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
+    """Return the schema that `encode_schema` has encoded. Raise ValueError if it names a tensor twice."""
     found = {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}
     if len(found) != len(values):
         raise ValueError("a tensor has two entries")

@@ -465,7 +465,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     """
     manifest = read_manifest(path)
     index = read_index(path, manifest)
-    check_types(index.catalogues)
+    check_types(index.schemas)
     own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)
     tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}

@@ -346,7 +346,7 @@ class Restorer:
         if self._ranks.rank != 0:
             wait_until_visible(path / INDEX)
         index = read_index(path, manifest)
-        check_types(index.catalogues)
+        check_types(index.schemas)
         return index
 
     def _find_targets(

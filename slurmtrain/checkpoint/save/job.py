@@ -75,7 +75,7 @@ class RankContribution:
     Attributes:
         plain: JSON of the state that is no tensor, by object; from the first of the ranks that hold the same tensors.
         plain_digests: digests of the state that is no tensor, by object.
-        catalogue: number of this rank's catalogue.
+        schema: number of this rank's schema.
         bundles: digests of tensors that other ranks hold, too; see `fingerprints.digests_of`.
     """
 
@@ -86,7 +86,7 @@ class RankContribution:
     table: bytes
     plain: Mapping[str, bytes] | None
     plain_digests: Mapping[str, int]
-    catalogue: int
+    schema: int
     bundles: Ints
 
     def to_json(self) -> list[Any]:
@@ -99,16 +99,16 @@ class RankContribution:
             self.table,
             dict(self.plain) if self.plain is not None else None,
             dict(self.plain_digests),
-            self.catalogue,
+            self.schema,
             self.bundles.astype("<i8").tobytes(),
         ]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> RankContribution:
         """Return the part that a rank has sent by `to_json`."""
-        step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, bundles = values
+        step, name, (size, sha256), digests, table, plain, plain_digests, schema, bundles = values
         rows = np.frombuffer(bundles, dtype="<i8").reshape(-1, 3)
-        return cls(step, name, FileRecord(size, sha256), digests, table, plain, plain_digests, catalogue, rows)
+        return cls(step, name, FileRecord(size, sha256), digests, table, plain, plain_digests, schema, rows)
 
 
 class _NoTimeError(Exception):
@@ -259,7 +259,7 @@ class SaveJob:
             record,
             digests,
             table,
-            plain if self._ranks.rank in plan.spokesmen else None,
+            plain if self._ranks.rank in plan.group_leaders else None,
             {key: zlib.crc32(text) for key, text in plain.items()},
             plan.number,
             digests_of(self._bundles),
@@ -317,13 +317,11 @@ class SaveJob:
         return self._commit(temporary)
 
     def _commit(self, temporary: Path) -> dict[str, Any]:
-        parts, catalogues = self._contributions, self._plan.catalogues
+        parts, schemas = self._contributions, self._plan.schemas
         self._note_drift()
-        index = Index(
-            catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
-        )
+        index = Index(schemas, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts})
         try:
-            facts = check_coverage(catalogues, index.tables.values())
+            facts = check_coverage(schemas, index.tables.values())
         except CheckpointError as error:
             raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
 
@@ -374,9 +372,9 @@ class SaveJob:
     def _note_drift(self) -> None:
         """Note what is another one on some ranks and may be."""
         sentences = list(self._differing_names)
-        for number in range(len(self._plan.catalogues)):
+        for number in range(len(self._plan.schemas)):
             alike = [
-                (rank, part.plain_digests) for rank, part in enumerate(self._contributions) if part.catalogue == number
+                (rank, part.plain_digests) for rank, part in enumerate(self._contributions) if part.schema == number
             ]
             first, digests = alike[0]
             for key in sorted(digests):

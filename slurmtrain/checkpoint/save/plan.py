@@ -1,9 +1,9 @@
-"""The plan which rank writes which piece of which tensor.
+"""The plan of which rank writes which piece of which tensor.
 
-It is agreed once, and again only when a tensor was added, removed or laid out anew.
+The ranks agree on it once, and again only when a tensor was added, removed or sharded differently.
 
-Every rank lists its tensors in a catalogue. Ranks that hold the same box of a tensor (data parallel replicas) split it
-among themselves, so each writes, and copies, its part only. Which ranks these are follows from the catalogues and from
+Every rank describes its tensors in a schema. Ranks that hold the same box of a tensor (data parallel replicas) split it
+among themselves, so each writes, and copies, its part only. Which ranks these are follows from the schemas and from
 the meshes of DTensors alone: nothing else is sent, and all ranks come to the same plan.
 """
 
@@ -23,9 +23,9 @@ from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
 from slurmtrain.checkpoint.format.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.tensor_index import (
     Box,
-    Catalogue,
     FileTable,
     TensorFacts,
+    TensorSchema,
     piece_name,
     share,
     table_of,
@@ -85,30 +85,31 @@ class SavePlan:
 
     Attributes:
         signature: identifies this rank's tensors; the plan is valid as long as no rank's signature changes.
-        catalogues: the different ones among all ranks, in the same order on all.
-        number: number of this rank's catalogue.
+        schemas: the distinct ones among all ranks, in the same order on all.
+        number: number of this rank's schema.
         pieces: in the order of the file, larger element types first, so that each is aligned.
         data_start: first byte after the header: whole pages.
         data_end: last byte of the tensors; the rank's own JSON follows.
         total_bytes: bytes of all ranks' tensors.
-        spokesmen: the first rank of each catalogue.
+        group_leaders: the lowest rank of each group of ranks that have the same schema; it alone hands in their state
+            that is no tensor.
         replicas: tensors that other ranks hold, too, and that this rank compares with theirs.
     """
 
     signature: tuple[Any, ...]
-    catalogues: Sequence[Catalogue]
+    schemas: Sequence[TensorSchema]
     number: int
     pieces: Sequence[TensorPiece]
     data_start: int
     data_end: int
     total_bytes: int
-    spokesmen: frozenset[int]
+    group_leaders: frozenset[int]
     replicas: Sequence[Replica] = ()
 
     def table(self, own_bytes: int) -> FileTable:
         return table_of(
             [(piece.name, piece.box) for piece in self.pieces],
-            self.catalogues[self.number],
+            self.schemas[self.number],
             number=self.number,
             data_start=self.data_start,
             own_bytes=own_bytes,
@@ -129,7 +130,7 @@ class SavePlan:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for piece in self.pieces:
             known = SAFETENSORS_NAMES.get(piece.dtype)
-            name = piece_name(piece.name, piece.box, self.catalogues[self.number][piece.name].shape)
+            name = piece_name(piece.name, piece.box, self.schemas[self.number][piece.name].shape)
             entries[name] = {
                 "dtype": known or "U8",
                 "shape": list(piece.box.size) if known else [piece.end - piece.begin],
@@ -185,7 +186,7 @@ def make_plan(
     members: dict[str, list[int]] = {}
     for rank, digest in enumerate(ranks.gather(describe)):
         members.setdefault(digest, []).append(rank)
-    # Mostly there is one description, at most a few (pipeline stages): each is told by one of those that have it.
+    # Mostly there is one description, at most a few (pipeline stages): its lowest rank broadcasts each.
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
@@ -207,7 +208,7 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> str:
-    """Return this rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
+    """Return this rank's schema and layouts, as text that is the same on ranks that hold the same."""
     layouts: list[Layout] = []
     # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
     numbers: dict[tuple[int, Any], int] = {}
@@ -243,7 +244,7 @@ def _make(
     Args:
         texts: every different description, and the ranks that gave it.
     """
-    catalogues: list[Catalogue] = []
+    schemas: list[TensorSchema] = []
     holders: dict[str, list[int]] = {}
     different: list[Layout] = []
     layouts: dict[str, list[int]] = {}  # places among the `different` ones
@@ -251,13 +252,13 @@ def _make(
         meshes, entries = json.loads(text)
         different += [found for mesh in meshes if (found := tuple(mesh)) not in different]
         places = [different.index(tuple(mesh)) for mesh in meshes]
-        catalogue = {}
+        schema = {}
         for name, shape, dtype, itemsize, layout in entries:
-            catalogue[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
+            schema[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
             holders.setdefault(name, []).extend(members)
             if layout is not None and places[layout] not in layouts.setdefault(name, []):
                 layouts[name].append(places[layout])
-        catalogues.append(catalogue)
+        schemas.append(schema)
 
     groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
 
@@ -293,7 +294,7 @@ def _make(
     # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
     written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
 
-    spokesmen = frozenset(members[0] for _, members in texts)
+    group_leaders = frozenset(members[0] for _, members in texts)
 
     def placed(data_start: int) -> SavePlan:
         pieces, position = [], data_start
@@ -302,8 +303,8 @@ def _make(
             end = position + part.numel * dtype.itemsize
             pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
             position = end
-        return SavePlan(signature, catalogues, number, pieces, data_start, position, total, spokesmen, replicated)
+        return SavePlan(signature, schemas, number, pieces, data_start, position, total, group_leaders, replicated)
 
-    facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
+    facts = {name: fact for schema in schemas for name, fact in schema.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())
     return placed(placed(0).room_for_header())

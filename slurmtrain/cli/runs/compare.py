@@ -56,7 +56,7 @@ def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float)
     print(f"\n{_code_sentence(a, b, found)}")
     _print_environments(found.environment)
     print(_data_sentence(found))
-    print(f"{_parting_sentence(found, tolerance)}\n{_weights_sentence(found)}")
+    print(f"{_divergence_sentence(found, tolerance)}\n{_weights_sentence(found)}")
     if found.final:
         print()
         print_table(
@@ -123,18 +123,19 @@ def _revision(run: RunDir) -> str:
     return f"revision {printable(str(revision)[:12])}{words_for_changes(code.get('dirty'))}"
 
 
-def _parting_sentence(found: Comparison, tolerance: float) -> str:
+def _divergence_sentence(found: Comparison, tolerance: float) -> str:
     if not found.steps:
         return "no step was logged by both"
     within = f"within {tolerance:g}" if tolerance else "to the last bit"
     only = len(found.steps) == 1
     several = f"{len(found.steps)} steps that both have logged, {found.steps[0]} to {found.steps[-1]}"
-    if found.parted is None:
+    first = found.first_divergence
+    if first is None:
         every = f"step {found.steps[0]}, the only one that both have logged" if only else f"all {several}"
         return f"they are equal {within} at {every}"
-    names = [name for name, each in found.partings.items() if each.step == found.parted.step and not is_measured(name)]
+    names = [name for name, each in found.divergences.items() if each.step == first.step and not is_measured(name)]
     of = "the only one that both have logged" if only else f"of {several}"
-    return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), {of}"
+    return f"they diverge at step {first.step} ({printable(', '.join(sorted(names)))}), {of}"
 
 
 def _data_sentence(found: Comparison) -> str:
@@ -161,8 +162,8 @@ def _weights_sentence(found: Comparison) -> str:
 
 def _metric_row(name: str, found: Comparison) -> list[str]:
     a, b = found.final[name]
-    parting = found.partings.get(name)
-    where = "" if parting is None else f"{parting.step}: {' and '.join(told_apart(parting.a, parting.b))}"
+    divergence = found.divergences.get(name)
+    where = "" if divergence is None else f"{divergence.step}: {' and '.join(told_apart(divergence.a, divergence.b))}"
     return [printable(name), short(a), short(b), where]
 
 
@@ -212,7 +213,7 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
         },
         "tolerance": tolerance,
         "steps": len(found.steps),
-        "parted_at": found.parted.step if found.parted is not None else None,
+        "parted_at": found.first_divergence.step if found.first_divergence is not None else None,
         "data": {"steps": len(found.data.steps), "parted_at": found.data.parts_at},
         "weights": {
             "steps": found.weights.steps,
@@ -223,7 +224,7 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
         "metrics": {
             name: {
                 "final": {"a": final[0], "b": final[1]},
-                "parts": vars(found.partings[name]) if name in found.partings else None,
+                "parts": vars(found.divergences[name]) if name in found.divergences else None,
             }
             for name, final in found.final.items()
         },

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.tensor_difference import TensorDifference
-from slurmtrain.control.drill.sameness import HASH, Log, Sameness, compare_logs
+from slurmtrain.control.drill.comparison import HASH, Log, RunComparison, compare_logs
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
@@ -75,7 +75,7 @@ def is_number_or_nan(value: object) -> bool:
     return is_number(value) or (isinstance(value, float) and not isinstance(value, bool))
 
 
-def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = None) -> Sameness:
+def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = None) -> RunComparison:
     """Compare what two runs have logged, and every tensor of the newest checkpoint that both have.
 
     Args:
@@ -84,7 +84,7 @@ def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = No
     try:
         logs = [log_of(run) for run in (undisturbed, resumed)]
     except UnreadableRecordError as error:
-        return Sameness(left=error.message)
+        return RunComparison(left=error.message)
     if up_to is not None:
         logs = [{step: values for step, values in log.items() if step <= up_to} for log in logs]
     found = compare_logs(*logs)
@@ -97,7 +97,7 @@ def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = No
     return with_checkpoint(found, common[-1], saved[0][common[-1]], saved[1][common[-1]], differences)
 
 
-def with_checkpoint(found: Sameness, step: int, a: Path, b: Path, differences: Differences) -> Sameness:
+def with_checkpoint(found: RunComparison, step: int, a: Path, b: Path, differences: Differences) -> RunComparison:
     """Return a comparison with that of two checkpoints of the same step."""
     try:
         tensors, state = differences(a, b)
@@ -107,8 +107,8 @@ def with_checkpoint(found: Sameness, step: int, a: Path, b: Path, differences: D
 
 
 def with_own_checkpoints(
-    found: Sameness, undisturbed: Sequence[ProgramCheckpoint], resumed: Sequence[ProgramCheckpoint]
-) -> Sameness:
+    found: RunComparison, undisturbed: Sequence[ProgramCheckpoint], resumed: Sequence[ProgramCheckpoint]
+) -> RunComparison:
     """Return a comparison with that of the newest complete checkpoints of the same step, of a program's own."""
     saved = [
         {each.step: each.path for each in its if each.problem is None and each.step is not None}

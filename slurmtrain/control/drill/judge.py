@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.control.drill.sameness import Sameness, describe, likely_causes
+from slurmtrain.control.drill.comparison import RunComparison, describe, likely_causes
 from slurmtrain.control.drill.ways import Way
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.runs.attempts import Attempt
@@ -46,7 +46,7 @@ class Evidence:
         time_s: seconds from the signal until SLURM kills; None if that is not known.
         time_of: what gives that time: "cluster.signal_lead_s", "partition low".
         within_min: minutes for which the drill has waited at most.
-        sameness: the comparison with the undisturbed run; None if one of them has not finished.
+        comparison: the comparison with the undisturbed run; None if one of them has not finished.
         undisturbed: why there is no undisturbed run to compare with; None if there is one.
     """
 
@@ -63,7 +63,7 @@ class Evidence:
     time_s: float | None = None
     time_of: str = ""
     within_min: float = 30.0
-    sameness: Sameness | None = None
+    comparison: RunComparison | None = None
     undisturbed: str | None = None
 
 
@@ -132,7 +132,7 @@ def _measured(evidence: Evidence) -> Judgement:
         back_by=_back_by(first, second) if first is not None and second is not None else None,
         back_after_s=_span(ended, second.started) if seen_end and second is not None and second.started else None,
         resumed_step=second.first_step if second is not None else None,
-        same_bits=evidence.sameness.same_bits if evidence.sameness is not None else None,
+        same_bits=evidence.comparison.same_bits if evidence.comparison is not None else None,
     )
     return replace(known, sentence=_story(known, evidence))
 
@@ -325,16 +325,16 @@ def _in_time(evidence: Evidence, known: Judgement) -> Judgement | None:
 def _same_in_the_end(evidence: Evidence, known: Judgement) -> Judgement | None:
     if evidence.undisturbed is not None:
         return _undecided(known, f"{known.sentence}; its bits cannot be compared: {evidence.undisturbed}")
-    if evidence.sameness is None:
+    if evidence.comparison is None:
         if evidence.over:
             last = evidence.attempts[-1]
             return _failed(known, f"came back, and did not finish: {last.sentence or evidence.explanation}", None)
         return _too_late(evidence, known, "it came back, and has not finished")
-    if evidence.sameness.same_bits:
+    if evidence.comparison.same_bits:
         return None
-    causes = likely_causes(evidence.sameness, evidence.attempts[1].first_step if len(evidence.attempts) > 1 else None)
+    causes = likely_causes(evidence.comparison, evidence.attempts[1].first_step if len(evidence.attempts) > 1 else None)
     return _failed(
         known,
-        f"{known.sentence}, and ended with other bits: {describe(evidence.sameness)}",
+        f"{known.sentence}, and ended with other bits: {describe(evidence.comparison)}",
         next(iter(causes), "the nodes' hardware or libraries differ: cluster.constraint"),
     )

@@ -23,9 +23,9 @@ from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
 from slurmtrain.control.drill import evidence as records
 from slurmtrain.control.drill import scratch
+from slurmtrain.control.drill.comparison import TOLERANCE, RunComparison, describe, likely_causes
 from slurmtrain.control.drill.judge import Result
-from slurmtrain.control.drill.sameness import TOLERANCE, Sameness, describe, likely_causes
-from slurmtrain.control.drill.scratch import NOTHING_LEFT, Remains, Watched
+from slurmtrain.control.drill.scratch import NOTHING_LEFT, Leftovers, Watched
 from slurmtrain.control.drill.ways import interruption, scratch_config
 from slurmtrain.control.submitting import check, client_of
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError
@@ -76,7 +76,7 @@ class OwnEvidence:
         failed: why it could not be stopped and resumed; None if it could.
         stopped_at: the last step that it showed before it was resumed.
         resumed_at: steps done when it was resumed, as far as it shows.
-        sameness: the comparison; None if there is none.
+        comparison: the comparison; None if there is none.
     """
 
     undisturbed: str | None = None
@@ -85,7 +85,7 @@ class OwnEvidence:
     failed: str | None = None
     stopped_at: int | None = None
     resumed_at: int | None = None
-    sameness: Sameness | None = None
+    comparison: RunComparison | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class OwnDrill:
     causes: Sequence[str] = ()
     stopped_at: int | None = None
     resumed_at: int | None = None
-    sameness: Sameness | None = None
+    comparison: RunComparison | None = None
     took_s: float = 0.0
-    remains: Remains = NOTHING_LEFT
+    leftovers: Leftovers = NOTHING_LEFT
 
 
 def judge_own(evidence: OwnEvidence, plan: OwnPlan) -> OwnDrill:
@@ -109,7 +109,7 @@ def judge_own(evidence: OwnEvidence, plan: OwnPlan) -> OwnDrill:
         "",
         stopped_at=evidence.stopped_at,
         resumed_at=evidence.resumed_at,
-        sameness=evidence.sameness,
+        comparison=evidence.comparison,
     )
     if evidence.undisturbed is not None:
         return dataclasses.replace(known, sentence=f"could not be judged: the undisturbed run {evidence.undisturbed}")
@@ -134,7 +134,7 @@ def judge_own(evidence: OwnEvidence, plan: OwnPlan) -> OwnDrill:
                 "write below $SLURMTRAIN_RUN_DIR"
             ],
         )
-    same = evidence.sameness or Sameness()
+    same = evidence.comparison or RunComparison()
     story = _story(stopped, resumed)
     if not same.anything_compared:
         return dataclasses.replace(
@@ -221,12 +221,12 @@ def _drill(config: Config, plan: OwnPlan, overrides: Sequence[str], cwd: Path, o
         for name in ("undisturbed", "stopped"):
             its = own_config(config, plan, drill.folder, stopped=name == "stopped")
             drill.runs.append(_start(name, its, overrides, cwd, of, client))
-        steering = _Steering(plan, client)
+        stop_and_resume = _StopAndResume(plan, client)
         within_s = 60 * plan.within_min - (time.monotonic() - began)
-        scratch.follow(drill.runs, steering.act, within_s=within_s, is_to_come=steering.is_to_resume)
-        found = judge_own(_evidence(drill.runs[0], drill.runs[1], steering, plan), plan)
+        scratch.follow(drill.runs, stop_and_resume.act, within_s=within_s, is_to_come=stop_and_resume.is_to_resume)
+        found = judge_own(_evidence(drill.runs[0], drill.runs[1], stop_and_resume, plan), plan)
         drill.keep = plan.keep or found.result is not Result.PASSED
-    return dataclasses.replace(found, took_s=time.monotonic() - began, remains=drill.remains)
+    return dataclasses.replace(found, took_s=time.monotonic() - began, leftovers=drill.leftovers)
 
 
 def _refuse(config: Config) -> None:
@@ -276,7 +276,7 @@ def _own_checkpoints(run_dir: RunDir, config: Config) -> list[ProgramCheckpoint]
     return find_checkpoints(run_dir.program_folders, config.job.checkpoints, config.job.checkpoint_complete)
 
 
-class _Steering:
+class _StopAndResume:
     """The stop and the resume of one of the two runs, and the end of programs that have gone far enough."""
 
     def __init__(self, plan: OwnPlan, client: SlurmClient | None):
@@ -378,13 +378,13 @@ def shown_step(run: Watched) -> int:
     return max((step for step in steps if step is not None), default=0)
 
 
-def _evidence(undisturbed: Watched, stopped: Watched, steering: _Steering, plan: OwnPlan) -> OwnEvidence:
+def _evidence(undisturbed: Watched, stopped: Watched, stop_and_resume: _StopAndResume, plan: OwnPlan) -> OwnEvidence:
     """Return what the records say of the two runs."""
     tries = [records.attempts_of(run.run_dir) for run in (undisturbed, stopped)]
 
     def fine(run: Watched, attempts_of_it: Sequence[attempts.Attempt]) -> bool:
         done = bool(attempts_of_it) and attempts_of_it[-1].verdict == Next.DONE
-        return done or run.run_dir.id in steering.ended_on_purpose
+        return done or run.run_dir.id in stop_and_resume.ended_on_purpose
 
     first = tries[1][0] if tries[1] else None
     second = tries[1][1] if len(tries[1]) > 1 else None
@@ -393,16 +393,16 @@ def _evidence(undisturbed: Watched, stopped: Watched, steering: _Steering, plan:
         return OwnEvidence(finished_first=True)
     if stopped.told_at is None:
         failed = f"it could not be told to stop: {stopped.refused or stopped.explanation}"
-    elif second is None and steering.not_resumed is not None:
-        failed = f"it could not be resumed: {steering.not_resumed}"
+    elif second is None and stop_and_resume.not_resumed is not None:
+        failed = f"it could not be resumed: {stop_and_resume.not_resumed}"
     elif second is None:
         failed = f"it was told to stop, and did not begin again: {(first.sentence if first else None) or stopped.explanation}"
     elif not fine(stopped, tries[1]):
         failed = f"it was resumed, and has not finished: {second.sentence or stopped.explanation}"
     why_no_reference = None if fine(undisturbed, tries[0]) else f"has not finished ({undisturbed.explanation})"
     resumed_at = second.first_step if second is not None else None
-    if resumed_at is None and steering.resumed:
-        resumed_at = first_step_after(stopped.run_dir, steering.lines_before)
+    if resumed_at is None and stop_and_resume.resumed:
+        resumed_at = first_step_after(stopped.run_dir, stop_and_resume.lines_before)
     same = None
     if failed is None and why_no_reference is None:
         command = stopped.config.job.kind == JobKind.COMMAND
@@ -413,11 +413,11 @@ def _evidence(undisturbed: Watched, stopped: Watched, steering: _Steering, plan:
             )
     return OwnEvidence(
         undisturbed=why_no_reference,
-        told=stopped.told_at is not None and steering.not_resumed is None,
+        told=stopped.told_at is not None and stop_and_resume.not_resumed is None,
         failed=failed,
-        stopped_at=steering.stopped_at,
+        stopped_at=stop_and_resume.stopped_at,
         resumed_at=resumed_at,
-        sameness=same,
+        comparison=same,
     )
 
 

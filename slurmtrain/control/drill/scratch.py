@@ -257,7 +257,7 @@ def interruptible() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Remains:
+class Leftovers:
     """What a drill has left behind.
 
     Attributes:
@@ -269,7 +269,7 @@ class Remains:
     jobs: bool = False
 
 
-NOTHING_LEFT = Remains()
+NOTHING_LEFT = Leftovers()
 
 
 @dataclass
@@ -279,13 +279,13 @@ class Drill:
     Attributes:
         runs: those that it has started.
         keep: keep its folder; so it is with one that is broken off.
-        remains: what it has left behind, when it has ended.
+        leftovers: what it has left behind, when it has ended.
     """
 
     folder: Path
     runs: list[Watched] = field(default_factory=list)
     keep: bool = True
-    remains: Remains = NOTHING_LEFT
+    leftovers: Leftovers = NOTHING_LEFT
 
 
 @contextlib.contextmanager
@@ -307,8 +307,8 @@ def drilling(runs_dir: Path, client: SlurmClient | None) -> Iterator[Drill]:
         raise
     finally:
         if not end_all(drill.runs, client):
-            drill.remains = Remains(drill.folder, jobs=True)
+            drill.leftovers = Leftovers(drill.folder, jobs=True)
         elif drill.keep and drill.runs:
-            drill.remains = Remains(drill.folder)
+            drill.leftovers = Leftovers(drill.folder)
         else:
             remove_drill_folder(drill.folder)

@@ -18,7 +18,7 @@ from slurmtrain.control.drill import evidence as records
 from slurmtrain.control.drill import scratch
 from slurmtrain.control.drill.judge import Evidence, Judgement, Result, judge
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors, script_of
-from slurmtrain.control.drill.scratch import Remains, Watched
+from slurmtrain.control.drill.scratch import Leftovers, Watched
 from slurmtrain.control.drill.ways import Way, site_config, why_not_here
 from slurmtrain.control.submitting import check, look_at_cluster
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
@@ -41,7 +41,7 @@ class SiteDrill:
 
     judgements: Sequence[Judgement]
     took_s: float
-    remains: Remains
+    leftovers: Leftovers
 
 
 def drill_site(
@@ -101,7 +101,7 @@ def drill_site(
         scratch.follow(drill.runs, act, within_s=60 * within_min - (time.monotonic() - began))
         judgements = _judge_all(ways, by_way, cannot, facts, within_min)
         drill.keep = keep or any(each.undecided or each.result is Result.FAILED for each in judgements)
-    return SiteDrill(judgements, time.monotonic() - began, drill.remains)
+    return SiteDrill(judgements, time.monotonic() - began, drill.leftovers)
 
 
 def _start(config: Config, way: Way | None, overrides: Sequence[str], cwd: Path, client: SlurmClient | None) -> Watched:
@@ -230,6 +230,6 @@ def evidence_of(
         time_s=time_s,
         time_of=time_of,
         within_min=within_min,
-        sameness=records.compare_runs(undisturbed.run_dir, run.run_dir) if all(finished) else None,
+        comparison=records.compare_runs(undisturbed.run_dir, run.run_dir) if all(finished) else None,
         undisturbed=None if finished[1] else f"the undisturbed run has not finished ({undisturbed.explanation})",
     )

@@ -232,7 +232,7 @@ def _summary(curves: Sequence[Curve], unit: str) -> str:
             )
             parts.append(
                 f"{curve.name}: {first[0]} at {first[1]}, {last[0]}{f' {unit}' if unit else ''} at {last[1]}; "
-                f"least {least[0]} ({least[1]}), greatest {most[0]} ({most[1]})"
+                f"minimum {least[0]} ({least[1]}), maximum {most[0]} ({most[1]})"
             )
     return ". ".join(parts[:COLORS])
 

@@ -122,12 +122,12 @@ def _tiles(facts: RunFacts) -> Iterable[Tile]:
     if mfu is not None:
         yield Tile("MFU", units.percent(mfu), "of the GPUs' peak")
     if goodput is not None and goodput.share is not None:
-        yield Tile("goodput", units.percent(goodput.share), "of the time on nodes")
+        yield Tile("goodput", units.percent(goodput.share), "of the allocated time")
     if goodput is not None and goodput.gpu_hours > 0:
         lost = sum(goodput.lost_gpu_seconds.values())
         yield Tile("GPU hours", units.hours(3600 * goodput.gpu_hours), f"{units.hours(lost)} lost" if lost > 0 else "")
     elif goodput is not None and goodput.held_s > 0:
-        yield Tile("time on nodes", units.duration(goodput.held_s))
+        yield Tile("allocated time", units.duration(goodput.held_s))
     if facts.attempts:
         yield Tile("attempts", str(len(facts.attempts)))
 
@@ -172,7 +172,7 @@ def _curves(facts: RunFacts, span: tuple[float, float], columns: int) -> Section
     ]
     drawn = tuple(chart for chart in found if chart is not None)
     missing = "" if drawn else "Nothing has been logged yet, so there is no curve."
-    about = "The curves have each step once: what an attempt did again replaces what was logged before."
+    about = "Each step appears once in the curves: values of steps that were repeated replace the earlier ones."
     return Section("curves", "Loss and evaluation", about if drawn else "", drawn, missing=missing)
 
 
@@ -236,13 +236,13 @@ def _curves_of(series: Mapping[str, Series], name: str) -> list[Curve]:
         return [Curve(series[name], units.name_of(name))]
     curves = with_mean(series[name], units.name_of(name))
     if name == "mfu" and "mfu_attended" in series:
-        curves.append(Curve(series["mfu_attended"], "counting only what attends to each other", 1, thin=True))
+        curves.append(Curve(series["mfu_attended"], "only attention within documents counted", 1, thin=True))
     return curves
 
 
 def _speed(facts: RunFacts, span: tuple[float, float], columns: int) -> Section:
     drawn = _single(facts, SPEED, span, columns)
-    missing = "" if drawn else "No speed has been logged, as by a program of the user's own that reports none."
+    missing = "" if drawn else "No speed has been logged. A program of your own may report none."
     return Section("throughput", "Throughput", "", drawn, missing=missing)
 
 
@@ -260,14 +260,14 @@ def phases_of(series: Mapping[str, Series]) -> list[tuple[str, Series]]:
     steps = common_steps([waits, times])
     waited = waits.at(steps)
     rest = Series("rest", steps, np.maximum(0.0, times.at(steps) - waited))
-    return [("wait for data", Series("data_wait_s", steps, waited)), ("the rest of the step", rest)]
+    return [("wait for data", Series("data_wait_s", steps, waited)), ("rest of the step", rest)]
 
 
 def _phases(facts: RunFacts, span: tuple[float, float]) -> Section:
     parts = phases_of(facts.series)
-    chart = charts.stacked_chart("phases", "Time of a step by phase", parts, span, unit="s") if parts else None
+    chart = charts.stacked_chart("phases", "Step time by phase", parts, span, unit="s") if parts else None
     if chart is None:
-        return Section("phases", "Where the time of a step goes", missing="The phases of a step have not been logged.")
+        return Section("phases", "Where the step time goes", missing="The phases of the steps have not been logged.")
     means = [(name, max(0.0, series.mean or 0.0)) for name, series in parts]
     total = sum(mean for _, mean in means)
     bar = charts.shares(
@@ -276,12 +276,12 @@ def _phases(facts: RunFacts, span: tuple[float, float]) -> Section:
             for index, (name, mean) in enumerate(means)
         ]
     )
-    about = f"A step took {units.brief(total)} s on average over all that was logged."
+    about = f"A step took {units.brief(total)} s on average, over all logged steps."
     share = dict(means).get("communication, not hidden")
     if share is not None and total > 0:
         about += f" {units.percent(share / total)} of it was communication that no computation hid."
     bars = (ShareBar("Mean share of each phase", tuple(bar)),)
-    return Section("phases", "Where the time of a step goes", about, (chart,), bars)
+    return Section("phases", "Where the step time goes", about, (chart,), bars)
 
 
 def _attempts(facts: RunFacts) -> Section:
@@ -290,13 +290,13 @@ def _attempts(facts: RunFacts) -> Section:
         return Section("attempts", "Attempts", timeline=timeline, missing="The run has not started yet.")
     about = sentences.attempts_sentence(facts.attempts)
     if timeline is not None and timeline.left_out:
-        about += f" The timeline has the last {MOST_ROWS} of them, the table all."
+        about += f" The timeline shows the last {MOST_ROWS} of them, the table shows all."
     table = grid("Attempts", ATTEMPTS, [attempt_cells(each, facts) for each in facts.attempts])
     saved = sentences.checkpoints_sentence(facts.events)
     return Section("attempts", "Attempts", about, timeline=timeline, grids=(table,), notes=(saved,) if saved else ())
 
 
-ATTEMPTS = ("attempt", "job", "nodes", "started", "took", "steps", "why it ended", "in words, and what came next")
+ATTEMPTS = ("attempt", "job", "nodes", "started", "took", "steps", "reason", "details, and what came next")
 
 
 def attempt_cells(attempt: Attempt, facts: RunFacts) -> tuple[str, ...]:
@@ -315,15 +315,15 @@ def attempt_cells(attempt: Attempt, facts: RunFacts) -> tuple[str, ...]:
         units.moment(attempt.started),
         units.duration(end - attempt.started) if end and attempt.started else "-",
         steps if (first, last) != (None, None) else "-",
-        units.clean(attempt.reason or ("under way" if end is None or attempt.ended is None else "not known"), 40),
+        units.clean(attempt.reason or ("not ended" if end is None or attempt.ended is None else "not known"), 40),
         units.clean(attempt.sentence or ""),
     )
 
 
 def _goodput(goodput: Goodput | None) -> Section:
-    title = "Goodput: what the time went into"
+    title = "Goodput: where the time went"
     if goodput is None or not goodput.wall_s > 0:
-        return Section("goodput", title, missing="There is nothing to say yet of what the time went into.")
+        return Section("goodput", title, missing="It is not known yet where the time went.")
     parts = [
         (
             sentences.CAUSES[cause],
@@ -335,9 +335,9 @@ def _goodput(goodput: Goodput | None) -> Section:
         if goodput.seconds.get(cause, 0.0) > 0
     ]
     held = [part for part in parts if part[1] not in HOLDS_NO_GPUS]
-    bars = [ShareBar("All the time since it was submitted", tuple(charts.shares(parts)))]
+    bars = [ShareBar("All time since the run was submitted", tuple(charts.shares(parts)))]
     if len(held) < len(parts) and held:
-        bars.append(ShareBar("The time in which it held its nodes", tuple(charts.shares(held))))
+        bars.append(ShareBar("Time in which the run held nodes", tuple(charts.shares(held))))
     grids = [_cause_grid(goodput)]
     if goodput.startup_s:
         rows = [(units.clean(stage, 60), units.duration(seconds)) for stage, seconds in goodput.startup_s.items()]
@@ -352,7 +352,7 @@ def _goodput(goodput: Goodput | None) -> Section:
             )
             for reason, seconds in goodput.lost_s.items()
         ]
-        header = ("why attempts ended", "attempts", "time lost by it", "GPU hours lost")
+        header = ("reason", "attempts", "time lost", "GPU hours lost")
         grids.append(grid("What interruptions cost", header, costs))
     return Section("goodput", title, sentences.what_was_lost(goodput), bars=tuple(bars), grids=tuple(grids))
 
@@ -366,34 +366,34 @@ def _cause_grid(goodput: Goodput) -> Grid:
             held = "-" if cause in HOLDS_NO_GPUS else units.hours(goodput.gpu_seconds.get(cause, 0.0))
             share = "-" if cause in HOLDS_NO_GPUS or not goodput.held_s else units.percent(seconds / goodput.held_s)
             rows.append((sentences.CAUSES[cause], units.duration(seconds), share, *([held] if gpus else [])))
-    header = ("cause", "time", "share of the time on nodes", *(["GPU hours"] if gpus else []))
+    header = ("cause", "time", "share of the allocated time", *(["GPU hours"] if gpus else []))
     return grid("Time by cause", header, rows)
 
 
 def _nodes(facts: RunFacts) -> Section:
-    title = "Nodes that stand out"
+    title = "Conspicuous nodes"
     rows = [
         (
             units.moment(each.time),
             units.clean(each.node, 64),
             str(each.event),
-            f"attempt {each.attempt}",
+            str(each.attempt),
             units.clean(each.said),
         )
         for each in records_of(facts.run_dir.id, facts.attempts)
         if each.event is not NodeEvent.TRAINED and each.node
     ]
-    grids = [grid("What went wrong on a node", ("when", "node", "what", "in", "in words"), rows)] if rows else []
+    grids = [grid("Problems on nodes", ("time", "node", "problem", "attempt", "details"), rows)] if rows else []
     slow = [_slow_cells(each) for each in slow_ranks(facts.events)[-MOST_SLOW:]]
     if slow:
-        header = ("ranks", "node", "part of a step", "how slow", "share of a step lost", "when")
-        grids.append(grid("Ranks that were slower than the others", header, slow))
+        header = ("ranks", "node", "phase of the step", "how slow", "share of the step lost", "steps")
+        grids.append(grid("Slow ranks", header, slow))
     left_out = [
         (units.clean(each.node, 64), units.clean(each.why), units.moment(each.until)) for each in facts.left_out
     ]
     if left_out:
-        grids.append(grid("Nodes that its job leaves out", ("node", "why", "until"), left_out))
-    missing = "" if grids else "No rank was found slower than the others, and nothing speaks against a node."
+        grids.append(grid("Nodes that the job excludes", ("node", "why", "until"), left_out))
+    missing = "" if grids else "No rank was slower than the others, and no node had problems."
     return Section("nodes", title, grids=tuple(grids), missing=missing)
 
 
@@ -416,7 +416,7 @@ def _training(facts: RunFacts, span: tuple[float, float], columns: int) -> Secti
         for color, name in enumerate(MEMORY)
         if name in facts.series
     ]
-    memory = charts.line_chart("memory", "Peak memory of a GPU", held, span, unit="GiB", columns=columns, log=False)
+    memory = charts.line_chart("memory", "Peak memory per GPU", held, span, unit="GiB", columns=columns, log=False)
     drawn += [memory] if memory is not None else []
     drawn += [chart for prefix in LAYERS if (chart := _layers(facts, prefix, span, columns)) is not None]
     return Section("training", "Learning rate, norms and memory", "", tuple(drawn)) if drawn else None
@@ -429,7 +429,7 @@ def _layers(facts: RunFacts, prefix: str, span: tuple[float, float], columns: in
         Curve(facts.series[name], units.clean(name.removeprefix(prefix), 60), index * charts.COLORS // len(names))
         for index, name in enumerate(names)
     ]
-    title = f"{_title(prefix.rstrip('/'))} of each layer"
+    title = f"{_title(prefix.rstrip('/'))} per layer"
     return charts.line_chart(f"layers-{units.slug(prefix)}", title, curves, span, columns=columns)
 
 
@@ -450,7 +450,7 @@ def _others(facts: RunFacts, span: tuple[float, float], columns: int) -> Section
     about = ""
     hidden = len(names) - MOST_OTHERS + facts.metrics_left_out if len(names) > MOST_OTHERS else facts.metrics_left_out
     if hidden:
-        about = f"{units.plural(hidden, 'more metric')} not drawn; metrics.jsonl has all."
+        about = f"{units.plural(hidden, 'more metric')} not drawn; metrics.jsonl contains all of them."
     return Section("others", "Other metrics", about, _single(facts, names[:MOST_OTHERS], span, columns))
 
 
@@ -469,7 +469,7 @@ def _system(facts: RunFacts) -> Section:
     if facts.goodput is not None and facts.goodput.gpu_count:
         add("GPUs", f"{facts.goodput.gpu_count:g}")
     kind = facts.setting("cluster.gpu_type")
-    add("type of GPU", kind)
+    add("GPU type", kind)
     for key in (
         "cluster.partition",
         "cluster.account",
@@ -490,14 +490,16 @@ def _system(facts: RunFacts) -> Section:
     add("overrides", " ".join(info.get("overrides") or ()))
     add("run directory", facts.run_dir.path)
     add("submitted from", info.get("submit_dir"))
-    grids = [grid("The run and its machines", ("what", "value"), rows)]
+    grids = [grid("The run and its machines", ("item", "value"), rows)]
     used = _gpu_rows(facts)
     if used:
         header = ("node", "GPU", "busy", "idle", "power", "peak memory", "highest temperature", "errors")
         grids.append(grid("GPUs in the newest attempt", header, used, folded=len(used) > 16))
     rest = environment_rows({**facts.environment, **info})
     if rest:
-        grids.append(grid("Environment as recorded when it ran", ("what", "value"), rest, folded=len(rest) > 12))
+        grids.append(
+            grid("Environment, as recorded when the run started", ("item", "value"), rest, folded=len(rest) > 12)
+        )
     return Section("system", "System and environment", grids=tuple(grids))
 
 
@@ -565,10 +567,10 @@ def _config(facts: RunFacts) -> Section:
         return Section("config", title, missing="The config cannot be read.")
     changed = facts.changed_settings
     rows = [(units.clean(key, 120), setting_text(value), setting_text(default)) for key, default, value in changed]
-    differs = grid("What differs from the defaults", ("field", "value", "default"), rows[:MOST_SETTINGS])
+    differs = grid("Fields that differ from the defaults", ("field", "value", "default"), rows[:MOST_SETTINGS])
     everything = [(units.clean(key, 120), setting_text(value)) for key, value in _flat(facts.config)]
     whole = grid("All fields", ("field", "value"), everything[:MOST_SETTINGS], folded=True)
-    about = f"{units.plural(len(changed), 'field')} differ{'s' if len(changed) == 1 else ''} from the defaults of the package."
+    about = f"{units.plural(len(changed), 'field')} differ{'s' if len(changed) == 1 else ''} from the defaults."
     return Section("config", title, about, grids=(differs, whole) if rows else (whole,))
 
 
@@ -577,9 +579,9 @@ def _events(facts: RunFacts) -> Section:
     if not rows:
         return Section("events", "Events", missing="No event has been recorded.")
     left = len(facts.events) - len(rows)
-    about = f"The last {len(rows)} of {len(facts.events):,} events; events.jsonl has all." if left else ""
+    about = f"The last {len(rows)} of {len(facts.events):,} events; events.jsonl contains all of them." if left else ""
     return Section(
-        "events", "Events", about, grids=(grid("Events", ("when", "attempt", "event", "with"), rows, folded=True),)
+        "events", "Events", about, grids=(grid("Events", ("time", "attempt", "event", "details"), rows, folded=True),)
     )
 
 

@@ -27,20 +27,20 @@ MOST_SLOW = 3  # findings of slow ranks
 LONGEST_S = 10 * 365 * 86400.0  # a time that is further off says nothing
 CAUSES: dict[Cause, str] = {
     Cause.QUEUE: "waiting in the queue",
-    Cause.STOPPED: "stopped, until a person resumed it",
+    Cause.STOPPED: "stopped, until somebody resumed it",
     Cause.STARTUP: "starting up",
     Cause.PRODUCTIVE: "productive steps",
-    Cause.REDONE: "steps done again",
+    Cause.REDONE: "repeated steps",
     Cause.CHECKPOINT: "waiting for checkpoints",
     Cause.EVALUATION: "evaluation",
     Cause.HUNG: "hangs",
-    Cause.LOST: "steps that no checkpoint has",
+    Cause.LOST: "steps lost since the last checkpoint",
     Cause.IDLE_END: "idle at the end of attempts",
     Cause.BETWEEN: "between attempts in the same job",
     Cause.UNKNOWN: "not known: the program reports no progress",
 }
 REASONS: dict[str, tuple[str, str]] = {  # one, and several
-    Reason.FINISHED: ("end as planned", "ends as planned"),
+    Reason.FINISHED: ("planned end", "planned ends"),
     Reason.TIME_LIMIT: ("time limit", "time limits"),
     Reason.PREEMPTED: ("preemption", "preemptions"),
     Reason.CANCELLED: ("cancellation", "cancellations"),
@@ -50,7 +50,7 @@ REASONS: dict[str, tuple[str, str]] = {  # one, and several
     Reason.PRUNED: ("pruning", "prunings"),
     Reason.CONFIG: ("wrong config or environment", "wrong configs or environments"),
     Reason.DIVERGED: ("divergence", "divergences"),
-    Reason.BAD_NODE: ("node on which it could not start", "nodes on which it could not start"),
+    Reason.BAD_NODE: ("node on which the run could not start", "nodes on which the run could not start"),
     Reason.SUPERSEDED: ("newer attempt that took over", "newer attempts that took over"),
     Reason.CRASH: ("crash", "crashes"),
     Reason.HANG: ("hang", "hangs"),
@@ -69,11 +69,11 @@ def _subject(facts: RunFacts) -> str:
     kind = facts.setting("job.kind")
     command = facts.setting("job.command")
     if kind == "command" and isinstance(command, str):
-        what = f"It runs a program of the user's own: {units.clean(command, 160)}"
+        what = f"It runs the command {units.clean(command, 160)}"
     elif kind == "prepare":
         what = "It prepares data"
     elif facts.config is None:
-        what = "What it trains is not known, since its config cannot be read"
+        what = "It is not known what it trains, because its config cannot be read"
     else:
         what = f"It trains {_model(facts)}"
     return f"{what}, {_machines(facts)}." if facts.attempts else f"{what}."
@@ -113,7 +113,7 @@ def how_far(facts: RunFacts) -> str:
         parts.append(f"and has done {progress.step:,} steps")
     sentence = f"{' '.join(parts)}."
     if progress.eta_s is not None and progress.left and progress.eta_s < LONGEST_S:
-        sentence += f" It ends {at_about(facts.now + progress.eta_s, facts.now)}, if it goes on as fast."
+        sentence += f" At this speed, it ends {at_about(facts.now + progress.eta_s, facts.now)}."
     return " ".join([sentence, *(f"{each}." for each in (_loss(facts), _best(facts)) if each)])
 
 
@@ -206,7 +206,7 @@ def what_was_lost(goodput: Goodput | None) -> str:
     begin = f"It held its nodes for {units.duration(held)}"
     if goodput.gpu_hours > 0:
         begin += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
-    queued = f" Besides, it waited for {units.duration(waited)}." if waited >= 1 else ""
+    queued = f" In addition, it waited for {units.duration(waited)}." if waited >= 1 else ""
     if share is None:
         return f"{begin}. How much of that was productive is not known, since the program reports no progress.{queued}"
     others = sorted(
@@ -256,7 +256,7 @@ def _about_numbers(facts: RunFacts) -> list[str]:
     found = []
     numbers, checkpoints = trouble(facts.events), trouble_of_checkpoints(facts.events)
     if numbers:
-        found.append(f"The numbers of the training broke: {_sentence(numbers)}")
+        found.append(f"Training became numerically unstable: {_sentence(numbers)}")
     if checkpoints:
         found.append(f"Checkpoints of the program: {_sentence(checkpoints)}")
     valid = facts.series.get("valid_loss")
@@ -265,7 +265,7 @@ def _about_numbers(facts: RunFacts) -> list[str]:
         later = valid.finite.values[valid.finite.steps > best[1]]
         if len(later) >= 3 and bool((later > best[2] * 1.02).all()):
             found.append(
-                f"The validation loss rises since step {best[1]:,.0f}, its best: the model may overfit. "
+                f"The validation loss has been rising since its best value at step {best[1]:,.0f}, so the model may overfit. "
                 "checkpoint.keep_best=1 keeps the best one."
             )
     return found
@@ -288,15 +288,15 @@ def _about_time(facts: RunFacts) -> list[str]:
     if share is not None and share > DATA_WAIT_SHARE:
         workers = facts.setting("train.data_workers")
         found.append(
-            f"{units.percent(share)} of a step waits for data: more workers may help "
+            f"Steps spend {units.percent(share)} of their time waiting for data: more workers may help "
             f"(train.data_workers={units.clean(workers, 20)})."
         )
     exposed = facts.series.get("communication_share")
     share = exposed.last_half().mean if exposed is not None else None
     if share is not None and share > COMMUNICATION_SHARE:
         found.append(
-            f"{units.percent(share)} of a step is communication that no computation hides: larger micro batches "
-            "(train.micro_batch_size), or shards within a node only (parallel.dp_shard, dp_replicate), have less of it."
+            f"Steps spend {units.percent(share)} of their time on communication that no computation hides: larger micro "
+            "batches (train.micro_batch_size), or sharding only within a node (parallel.dp_shard, dp_replicate), reduce it."
         )
     goodput = facts.goodput
     if goodput is None or not goodput.held_s > 0:
@@ -304,40 +304,38 @@ def _about_time(facts: RunFacts) -> list[str]:
     for cause, advice in _ADVICE.items():
         part = goodput.seconds.get(cause, 0.0) / goodput.held_s
         if part > WORTH_SAYING:
-            found.append(
-                f"{units.percent(part)} of the time that it held its nodes went into {CAUSES[cause]}: {advice}"
-            )
+            found.append(f"{units.percent(part)} of the allocated time went into {CAUSES[cause]}: {advice}")
     return found
 
 
 _ADVICE: dict[Cause, str] = {
-    Cause.STARTUP: "requeue.standby_ranks and checkpoint.local shorten a restart; longer attempts have fewer of them.",
+    Cause.STARTUP: "requeue.standby_ranks and checkpoint.local shorten a restart; longer time limits make restarts rarer.",
     Cause.REDONE: "save more often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
     Cause.CHECKPOINT: "save less often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
-    Cause.EVALUATION: "evaluate less often (train.eval_every), or in jobs of their own (eval.mode).",
+    Cause.EVALUATION: "evaluate less often (train.eval_every), or in separate jobs (eval.mode=job).",
     Cause.HUNG: "a shorter watchdog.min_s finds a hang sooner.",
-    Cause.LOST: "save more often (checkpoint.every_minutes), so that an end loses fewer steps.",
+    Cause.LOST: "save more often (checkpoint.every_minutes), so that an interruption loses fewer steps.",
 }
 
 
 def _about_nodes(facts: RunFacts) -> list[str]:
     found = [
-        f"{units.clean(str(each)[:1].upper() + str(each)[1:])}: look at that node, and at the load of its ranks."
+        f"{units.clean(str(each)[:1].upper() + str(each)[1:])}: check that node, and the load of its ranks."
         for each in slow_ranks(facts.events)
         if each.until is None
     ][-MOST_SLOW:]
     if facts.left_out:
         nodes = units.listed(units.clean(each.node, 64) for each in facts.left_out)
-        found.append(f"Its job leaves out {nodes}, which earlier attempts speak against: tell the cluster's admins.")
+        found.append(f"The job excludes {nodes}, where earlier attempts had problems: tell the cluster's admins.")
     return found
 
 
 def _sentence(text: object) -> str:
     """Return a text as one sentence that ends with a full stop."""
-    shown = units.clean(text or "no reason is known")
+    shown = units.clean(text or "the reason is not known")
     return shown if shown.endswith((".", "!", "?", "…")) else f"{shown}."
 
 
 def made(now: float) -> str:
     """Say when the report was made, and in which time zone its times are."""
-    return f"Made on {units.moment(now)} {time.strftime('%Z', time.localtime(now))}; all times are of that zone"
+    return f"Made on {units.moment(now)} {time.strftime('%Z', time.localtime(now))}; all times are in that time zone"

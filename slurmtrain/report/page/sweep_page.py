@@ -120,14 +120,14 @@ def _what_it_is(facts: SweepFacts) -> str:
 def _how_far(facts: SweepFacts, best: Result | None) -> str:
     words = Counter(str(state.status) for state in facts.states.values())
     states = units.listed(f"{count} {units.clean(word, 30)}" for word, count in words.most_common())
-    begin = f"Of its points {states}." if states else "It has no points yet."
+    begin = f"State of its points: {states}." if states else "It has no points yet."
     goal = facts.table.goal
     if best is None or goal is None or best.value is None:
         return f"{begin} No point has a result yet."
     where = "lowest" if goal.mode == "min" else "highest"
     value = units.number(best.value, units.unit_of(goal.metric))
     whose = f"point {best.point.number} ({varied_words(best.point)})"
-    return f"{begin} The {where} {units.name_of(goal.metric)} is {value}, of {whose}."
+    return f"{begin} The {where} {units.name_of(goal.metric)} is {value}, reached by {whose}."
 
 
 def varied_words(point: Point) -> str:
@@ -191,7 +191,7 @@ def _advice(facts: SweepFacts, best: Result | None) -> list[str]:
         numbers = units.listed(map(str, failed), 12)
         found.append(
             f"Point{'' if len(failed) == 1 else 's'} {numbers} did not finish: `sweep retry {units.clean(facts.name, 100)}` "
-            "submits what failed once more."
+            "submits the failed points again."
         )
     doubts = dict.fromkeys(units.clean(state.slurm_error) for state in facts.states.values() if state.slurm_error)
     found += [f"SLURM could not be asked: {doubt}" for doubt in doubts]
@@ -212,7 +212,7 @@ def _at_the_edge(facts: SweepFacts, best: Result, key: str) -> str:
         or mine not in (min(values), max(values))
     ):
         return ""
-    edge, further = ("least", "smaller") if mine == min(values) else ("greatest", "larger")
+    edge, further = ("smallest", "smaller") if mine == min(values) else ("largest", "larger")
     return (
         f"The best point has the {edge} {units.clean(key, 80)} that was tried ({units.number(mine)}): "
         f"{further} values may be better still."
@@ -246,9 +246,9 @@ def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], tim
     if time.gpu_hours > 0:
         yield Tile("GPU hours", units.hours(3600 * time.gpu_hours))
     elif time.held_s > 0:
-        yield Tile("time on nodes", units.duration(time.held_s))
+        yield Tile("allocated time", units.duration(time.held_s))
     if time.known_s > 0:
-        yield Tile("goodput", units.percent(time.productive_s / time.known_s), "of the time on nodes")
+        yield Tile("goodput", units.percent(time.productive_s / time.known_s), "of the allocated time")
 
 
 def _goal_cells(table: Table) -> list[Cell]:
@@ -271,7 +271,9 @@ def _table(facts: SweepFacts, best: Result | None) -> Section:
             marked.add(number)
     about = "The best point is marked." if best is not None else ""
     if len(facts.points) > MOST_ROWS:
-        about += f" The first {MOST_ROWS:,} of {len(facts.points):,} points are shown; `sweep collect` has all."
+        about += (
+            f" The first {MOST_ROWS:,} of {len(facts.points):,} points are shown; `sweep collect` lists all of them."
+        )
     table = grid(
         "Points", header, rows, caption="All points with their metrics", sortable=True, marked=frozenset(marked)
     )
@@ -295,14 +297,14 @@ def _coordinates(facts: SweepFacts, ranked: Sequence[Result], colors: Mapping[in
     if goal is None or not good:
         return Section("coordinates", title, missing="No point has a result yet.")
     if not facts.table.varied:
-        return Section("coordinates", title, missing="No key differs between the points.")
+        return Section("coordinates", title, missing="No config field differs between the points.")
     scatters: tuple[Scatter, ...] = ()
     with contextlib.suppress(UsageError):  # nothing that can be drawn
         scatters = tuple(_scatter(facts, panel) for panel in plot.panels(facts.table)[:MOST_SCATTERS])
     keys = facts.table.varied[:MOST_AXES]
     about = ""
     if len(facts.table.varied) > MOST_AXES:
-        about = f"The first {MOST_AXES} of {len(facts.table.varied)} keys that vary are drawn."
+        about = f"The first {MOST_AXES} of {len(facts.table.varied)} varied fields are drawn."
     return Section("coordinates", title, about, parallel=_parallel(facts, good, keys, colors), scatters=scatters)
 
 
@@ -395,7 +397,11 @@ def _scatter(facts: SweepFacts, panel: plot.Panel) -> Scatter:
         for index, (across, up) in enumerate(zip(panel.xs, panel.ys, strict=True))
     ]
     dots.sort(key=lambda dot: dot[3])
-    note = f"{units.plural(panel.left_out, 'point')} without a result not drawn." if panel.left_out else ""
+    note = (
+        f"{units.plural(panel.left_out, 'point')} without a result {'is' if panel.left_out == 1 else 'are'} not drawn."
+        if panel.left_out
+        else ""
+    )
     return Scatter(
         units.clean(panel.key, 80),
         units.name_of(goal.metric),
@@ -411,7 +417,7 @@ def _scatter(facts: SweepFacts, panel: plot.Panel) -> Scatter:
 
 def _curves(facts: SweepFacts, ranked: Sequence[Result], colors: Mapping[int, int]) -> Section:
     """Return the curves of the goal and of the loss, those of the best points, whose order is that of their results."""
-    title = "Curves together"
+    title = "Curves of all points"
     goal = facts.table.goal
     names = list(dict.fromkeys([*([goal.metric] if goal is not None else []), "loss"]))
     chosen = [result.point for result in ranked if result.point.run_dir is not None][:MOST_CURVES]
@@ -443,10 +449,10 @@ def _curves(facts: SweepFacts, ranked: Sequence[Result], colors: Mapping[int, in
         drawn += [made] if made is not None else []
     if not drawn:
         return Section("curves", title, missing="No point has logged anything yet.")
-    about = "The legend has the best points first."
+    about = "The legend lists the best points first."
     left = sum(result.point.run_dir is not None for result in ranked) - len(chosen)
     if left > 0:
-        about += f" The {MOST_CURVES} best of all points are drawn."
+        about += f" Only the {MOST_CURVES} best points are drawn."
     return Section("curves", title, about, tuple(drawn))
 
 
@@ -475,9 +481,9 @@ def _trouble(facts: SweepFacts) -> Section | None:
     ]
     if not rows:
         return None
-    header = ("point", "what varies", "state", "attempts", "in words")
+    header = ("point", "varied fields", "state", "attempts", "details")
     return Section(
         "interrupted",
-        "Points that have not finished, or took several attempts",
-        grids=(grid("Those points", header, rows[:MOST_ROWS]),),
+        "Points that have not finished or needed several attempts",
+        grids=(grid("These points", header, rows[:MOST_ROWS]),),
     )

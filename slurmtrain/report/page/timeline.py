@@ -28,7 +28,7 @@ SHAPES = {
     "failed": "crash or failure",
     "in_place": "restart in place",
     "finished": "finished",
-    "stopped": "ended otherwise",
+    "stopped": "other end",
     "trouble": "update skipped, spike or rollback",
 }
 _ENDINGS = {
@@ -167,8 +167,8 @@ def _end_words(attempt: Attempt | None) -> str:
     if attempt is None:
         return "waits"
     if attempt.ended is None:
-        return "has not ended, as far as its record says"
-    reason = units.clean(attempt.reason or "ended without a word", 40)
+        return "has not ended, according to its record"
+    reason = units.clean(attempt.reason or "ended for an unknown reason", 40)
     return f"{reason}, {units.moment(attempt.ended)}"
 
 

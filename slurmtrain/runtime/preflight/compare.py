@@ -76,7 +76,7 @@ def compare(facts: GatheredFacts, expected: Expected) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class _Odd:
+class _Outlier:
     """Nodes that have the same value, which is not that of the others; `others` is None where no value is right."""
 
     value: Hashable
@@ -88,7 +88,7 @@ class _Odd:
         return Fault.NODE if self.others is not None else Fault.CONFIG
 
 
-def odd_ones(values: Mapping[str, Hashable]) -> list[_Odd]:
+def outliers(values: Mapping[str, Hashable]) -> list[_Outlier]:
     """Group the nodes whose value is not that of more than half of them; without such a value, all of them."""
     known = {node: value for node, value in values.items() if value is not None}
     counts = Counter(known.values())
@@ -100,7 +100,7 @@ def odd_ones(values: Mapping[str, Hashable]) -> list[_Odd]:
     for node, value in known.items():
         if value != right:
             groups[value].append(node)
-    return [_Odd(value, tuple(nodes), right) for value, nodes in groups.items()]
+    return [_Outlier(value, tuple(nodes), right) for value, nodes in groups.items()]
 
 
 def _at_fault(nodes: Sequence[str], facts: GatheredFacts) -> Fault:
@@ -134,7 +134,7 @@ def _differing(
     say: Callable[[Hashable], str],
 ) -> Iterator[Finding]:
     """Yield a finding for each value that is not that of the majority."""
-    for odd in odd_ones(values):
+    for odd in outliers(values):
         others = len([value for value in values.values() if value is not None]) - len(odd.nodes)
         right = "the same on all nodes" if odd.others is None else f"{say(odd.others)}, as on most of the others"
         if odd.others is not None and others == 1:
@@ -268,7 +268,7 @@ def _packages(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:
     odd: dict[tuple[str, ...], list[tuple[str, str, str]]] = defaultdict(list)  # nodes -> name, value, expected
     undecided: dict[tuple[str, ...], bool] = {}
     for name in names:
-        for found in odd_ones({node: packages.get(name, "none") for node, packages in known.items()}):
+        for found in outliers({node: packages.get(name, "none") for node, packages in known.items()}):
             odd[found.nodes].append((name, str(found.value), "" if found.others is None else str(found.others)))
             undecided[found.nodes] = undecided.get(found.nodes, False) or found.others is None
     for nodes, differing in odd.items():
@@ -316,7 +316,7 @@ def _code(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:
     odd: dict[tuple[tuple[str, ...], Fault], list[str]] = defaultdict(list)
     for name in sorted({name for files in known.values() for name in files}):
         # Rank 0 loads modules that others do not, so only nodes that have loaded it are compared.
-        for found in odd_ones({node: files[name] for node, files in known.items() if name in files}):
+        for found in outliers({node: files[name] for node, files in known.items() if name in files}):
             odd[found.nodes, found.fault].append(name)
     for (nodes, fault), names in odd.items():
         more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
@@ -352,7 +352,7 @@ def _data(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:
         }
         listings = {node: found.listing for node, found in known.items() if found.listing is not None}
         # Files may come to a folder while the nodes look, one after the other; its manifest stays as it is.
-        for values, fatal in ((contents, True), ({} if odd_ones(contents) else listings, False)):
+        for values, fatal in ((contents, True), ({} if outliers(contents) else listings, False)):
             yield from _differing(
                 FindingKind.DATA_DIFFERS,
                 values,
@@ -551,7 +551,7 @@ def _network(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:
     if len(facts.nodes) < 2:
         return
     # Nodes name the same network differently, and each rack may have a network of its own: one of the two is no finding.
-    names, networks = ({node: odd for odd in odd_ones(values) for node in odd.nodes} for values in _interfaces(facts))
+    names, networks = ({node: odd for odd in outliers(values) for node in odd.nodes} for values in _interfaces(facts))
     for node in names:
         if node in networks or not any(each.network for each in facts.nodes):
             right = names[node].others or "the same on all nodes"

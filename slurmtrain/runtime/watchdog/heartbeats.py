@@ -101,12 +101,12 @@ class Heartbeats:
     Attributes:
         alert: what another rank has told all; None: nothing.
         first: rank 0's newest beat; None: there was none yet.
-        mates: the newest known beats of the ranks of this node, for their processes.
+        local_beats: the newest known beats of the other ranks of this node, which name their processes.
 
     Args:
         connect: makes a connection to the store that no other thread uses.
         make_beat: returns this rank's beat.
-        mates: ranks of this node.
+        local_ranks: ranks of this node.
         on_alert: called once, on this thread, when another rank has told all something.
         gone_means_failed: take a store whose port is closed for rank 0's word that it has failed.
     """
@@ -118,17 +118,17 @@ class Heartbeats:
         *,
         rank: int,
         world_size: int,
-        mates: Iterable[int],
+        local_ranks: Iterable[int],
         on_alert: Callable[[Alert], None],
         gone_means_failed: bool = False,
     ):
         self._connect, self._make_beat, self._on_alert = connect, make_beat, on_alert
         self._rank, self._world_size, self._gone_means_failed = rank, world_size, gone_means_failed
-        self._mates_missing = [mate for mate in mates if mate != rank]
+        self._local_missing = [local for local in local_ranks if local != rank]
         self.every_s = max(1.0, world_size / RANKS_PER_S)
         self.alert: Alert | None = None
         self.first: Beat | None = None
-        self.mates: dict[int, Beat] = {}
+        self.local_beats: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self._store: dist.Store | None = None
         self._wake = threading.Event()
@@ -205,8 +205,8 @@ class Heartbeats:
         if telling is not None and not self._told.is_set():
             store.compare_set(f"{PREFIX}/alert", "", telling.text())  # only the first alert counts
             self._told.set()
-        if self._mates_missing:
-            self._mates_missing = [mate for mate in self._mates_missing if not self._read_mate(store, mate)]
+        if self._local_missing:
+            self._local_missing = [rank for rank in self._local_missing if not self._read_local_beat(store, rank)]
         if store.check([f"{PREFIX}/alert"]):
             found = Alert.parse(store.get(f"{PREFIX}/alert"))
             if found is not None and self.alert is None and found.rank != self._rank:
@@ -220,12 +220,12 @@ class Heartbeats:
                 self._look, self._looks_wanted = beats, 0
             self._looked.set()
 
-    def _read_mate(self, store: dist.Store, mate: int) -> bool:
-        if not store.check([_key(mate)]):
+    def _read_local_beat(self, store: dist.Store, rank: int) -> bool:
+        if not store.check([_key(rank)]):
             return False
-        beat = Beat.parse(store.get(_key(mate)))
+        beat = Beat.parse(store.get(_key(rank)))
         if beat is not None:
-            self.mates[mate] = beat
+            self.local_beats[rank] = beat
         return True
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:

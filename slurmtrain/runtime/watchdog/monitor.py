@@ -65,12 +65,12 @@ class Monitor:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, beat: Beat, mates: Mapping[int, Beat]) -> None:
+    def tell(self, beat: Beat, local_beats: Mapping[int, Beat]) -> None:
         """Send this rank's beat, and once the newest known ones of the other ranks of its node."""
         self._send(beat)
-        for rank, mate in list(mates.items()):
+        for rank, local in list(local_beats.items()):
             if rank not in self._told:
-                self._send(mate)
+                self._send(local)
                 self._told.add(rank)
 
     def _send(self, beat: Beat) -> None:
@@ -192,7 +192,7 @@ def _end_alone(attempt_dir: AttemptDir | None, heard: _Heard) -> None:
 
 def _help_others(attempt_dir: AttemptDir, heard: _Heard) -> None:
     """Tell the live ranks of other nodes, if they have found a hang, what became of those here, and end these."""
-    found = attempt_dir.hang_witnesses()
+    found = attempt_dir.hang_reports()
     if not (found or attempt_dir.hang_page.exists()) or any(rank in found for rank in heard.beats):
         return  # a live rank of this node does it
     from slurmtrain.runtime.watchdog import report

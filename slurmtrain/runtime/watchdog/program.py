@@ -21,7 +21,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.watchdog import evidence, report
 from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks
 from slurmtrain.runtime.watchdog.progress import ActiveClock
-from slurmtrain.runtime.watchdog.report import Witness
+from slurmtrain.runtime.watchdog.report import HangReport
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process
 
@@ -121,9 +121,9 @@ class ProgramWatch:
             (self._pid, *process.living_descendants(self._pid)), log_file, last=True
         )
         try:
-            Witness(beat, workers=processes).write(self._attempt_dir)
+            HangReport(beat, workers=processes).write(self._attempt_dir)
             time.sleep(COLLECT_S)
-            place = sorted({*self._attempt_dir.hang_witnesses(), environment.rank}).index(environment.rank)
+            place = sorted({*self._attempt_dir.hang_reports(), environment.rank}).index(environment.rank)
             until = time.monotonic() + place * PAGE_S
             while not self._attempt_dir.hang_page.exists() and time.monotonic() < until:
                 time.sleep(pause_between_looks(environment.world_size))

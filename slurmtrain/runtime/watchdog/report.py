@@ -1,8 +1,8 @@
-"""Which ranks did not come, and the page that says so: from what every live rank has written, without asking any further.
+"""Which ranks did not come, and the page that says so: from the reports of all live ranks, without asking any further.
 
-Every live rank writes one file into the attempt's folder when a hang is found; the lowest of them writes hang.md, for people,
-and hang.json, for the outcome of the attempt. The folder is the one thing that works when rank 0, which has the store, is the
-one that hangs.
+Every live rank writes one file into the attempt's folder when a hang is found; the lowest of them writes hang.md, for
+people, and hang.json, for the outcome of the attempt. The folder still works when the rank that hangs is rank 0, which has
+the store.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _OF_WORKERS = ("pt_data_worker", "multiprocessing")
 
 
 @dataclass(frozen=True)
-class Witness:
-    """What one live rank has written when a hang was found.
+class HangReport:
+    """What one live rank reports when a hang has been found.
 
     Attributes:
         beat: the rank's own last beat.
         stacks: its stacks, all threads.
         collectives: the newest collective of each process group, see `evidence.last_collectives`.
         workers: what is known of its child processes, if it waits for data.
-        mates: the state of each silent process of this node, by rank, see `evidence.state_of`; and its beats.
+        local_states: the state of the process of each other rank of this node, see `evidence.state_of`.
         seen: the newest beats of silent ranks that this rank could read.
         store_answers: whether the store in rank 0 answered.
     """
@@ -44,22 +44,22 @@ class Witness:
     stacks: str = ""
     collectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     workers: Sequence[Mapping[str, Any]] = ()
-    mates: Mapping[int, str] = field(default_factory=dict)
+    local_states: Mapping[int, str] = field(default_factory=dict)
     seen: Mapping[int, Beat] = field(default_factory=dict)
     store_answers: bool = True
 
     def write(self, attempt_dir: AttemptDir) -> None:
-        write_json(attempt_dir.hang_witness(self.beat.rank), asdict(self), durable=False)
+        write_json(attempt_dir.hang_report(self.beat.rank), asdict(self), durable=False)
 
     @staticmethod
-    def read(path: Path) -> Witness | None:
+    def read(path: Path) -> HangReport | None:
         try:
             values = read_json(path) or {}
-            return Witness(
+            return HangReport(
                 **{
                     **values,
                     "beat": Beat(**values["beat"]),
-                    "mates": {int(rank): state for rank, state in values["mates"].items()},
+                    "local_states": {int(rank): state for rank, state in values["local_states"].items()},
                     "seen": {int(rank): Beat(**beat) for rank, beat in values["seen"].items()},
                 }
             )
@@ -74,8 +74,8 @@ class Witness:
 
 
 @dataclass(frozen=True)
-class NodeWitness:
-    """What a monitor has written of the ranks of its node, none of which is alive.
+class NodeHangReport:
+    """What a monitor reports of the ranks of its node, none of which is alive.
 
     Attributes:
         states: the state of each rank's process, see `evidence.state_of`.
@@ -93,24 +93,24 @@ class NodeWitness:
         write_json(attempt_dir.hang_node(min(self.seen)), asdict(self), durable=False)
 
     @staticmethod
-    def read(path: Path) -> NodeWitness | None:
+    def read(path: Path) -> NodeHangReport | None:
         try:
             values = {
                 name: {int(rank): value for rank, value in each.items()}
                 for name, each in (read_json(path) or {}).items()
             }
-            return NodeWitness(**{**values, "seen": {rank: Beat(**beat) for rank, beat in values["seen"].items()}})
+            return NodeHangReport(**{**values, "seen": {rank: Beat(**beat) for rank, beat in values["seen"].items()}})
         except (KeyError, TypeError, ValueError, AttributeError, SlurmtrainError):
             return None
 
 
-def look_at_node(beats: Mapping[int, Beat], attempt_dir: AttemptDir | None) -> NodeWitness:
+def look_at_node(beats: Mapping[int, Beat], attempt_dir: AttemptDir | None) -> NodeHangReport:
     """Look at the processes of the ranks of this node, by their last beats, and have each that can write its stacks."""
     states = {rank: evidence.state_of(beat.pid, beat.born) for rank, beat in beats.items()}
     channels = {rank: evidence.wait_channel(beats[rank].pid) for rank, state in states.items() if state in "DS"}
     logs = {rank: attempt_dir.stacks_log(rank) for rank in beats} if attempt_dir is not None else {}
     stacks = {rank: evidence.ask_for_stacks(beats[rank].pid, states[rank], log) for rank, log in logs.items()}
-    return NodeWitness(states, {rank: each for rank, each in channels.items() if each}, stacks, dict(beats))
+    return NodeHangReport(states, {rank: each for rank, each in channels.items() if each}, stacks, dict(beats))
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,18 @@ class Absent:
         )
 
 
-def all_witnesses(attempt_dir: AttemptDir) -> dict[int, Witness]:
-    """Return what the live ranks have written, by rank."""
-    found = (Witness.read(path) for path in attempt_dir.hang_witnesses().values())
+def read_reports(attempt_dir: AttemptDir) -> dict[int, HangReport]:
+    """Return the reports of the live ranks, by rank."""
+    found = (HangReport.read(path) for path in attempt_dir.hang_reports().values())
     return dict(sorted((each.beat.rank, each) for each in found if each is not None))
 
 
 def find_absent(
-    witnesses: Mapping[int, Witness],
+    reports: Mapping[int, HangReport],
     world_size: int,
     expected_nodes: Mapping[int, str],
     dumps: Mapping[int, str],
-    nodes: Sequence[NodeWitness] = (),
+    nodes: Sequence[NodeHangReport] = (),
 ) -> list[Absent]:
     """Return the ranks that did not come; none if all wait for each other.
 
@@ -164,51 +164,51 @@ def find_absent(
     Args:
         expected_nodes: where SLURM puts each rank.
         dumps: stacks that the timers of silent ranks have written.
-        nodes: what monitors have written.
+        nodes: reports of monitors.
     """
-    silent = [rank for rank in range(world_size) if rank not in witnesses]
+    silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:
         asked = {rank: stacks for each in nodes for rank, stacks in each.stacks.items() if stacks}
         dumps = {**dumps, **asked}
-        return [_silent(rank, witnesses, expected_nodes, dumps.get(rank, ""), nodes) for rank in silent]
+        return [_silent(rank, reports, expected_nodes, dumps.get(rank, ""), nodes) for rank in silent]
     if world_size == 1:
-        return [_live(witness) for witness in witnesses.values()]
-    at_work = [rank for rank, witness in witnesses.items() if not witness.beat.waits]
-    behind = _behind(witnesses)
+        return [_live(report) for report in reports.values()]
+    at_work = [rank for rank, report in reports.items() if not report.beat.waits]
+    behind = _behind(reports)
     if len(at_work) < world_size:
         behind = [rank for rank in at_work if rank in behind] or at_work or behind
-    return [_live(witnesses[rank]) for rank in behind]
+    return [_live(reports[rank]) for rank in behind]
 
 
-def _behind(witnesses: Mapping[int, Witness]) -> list[int]:
+def _behind(reports: Mapping[int, HangReport]) -> list[int]:
     """Return the ranks that have begun fewer collectives than others, in a group in which somebody waits."""
     behind: set[int] = set()
-    for group in {name for witness in witnesses.values() for name in witness.collectives}:
-        last = {rank: each.collectives[group] for rank, each in witnesses.items() if group in each.collectives}
+    for group in {name for report in reports.values() for name in report.collectives}:
+        last = {rank: each.collectives[group] for rank, each in reports.items() if group in each.collectives}
         most = max(int(each["number"]) for each in last.values())
         if any(each["number"] == most and each["state"] != "completed" for each in last.values()):
             behind |= {rank for rank, each in last.items() if int(each["number"]) < most}
     if not behind:
-        steps = {rank: each.beat.step for rank, each in witnesses.items() if each.beat.step is not None}
+        steps = {rank: each.beat.step for rank, each in reports.items() if each.beat.step is not None}
         behind = {rank for rank, step in steps.items() if step < max(steps.values())}
     return sorted(behind)
 
 
 def _silent(
     rank: int,
-    witnesses: Mapping[int, Witness],
+    reports: Mapping[int, HangReport],
     expected_nodes: Mapping[int, str],
     dump: str,
-    nodes: Sequence[NodeWitness],
+    nodes: Sequence[NodeHangReport],
 ) -> Absent:
-    states = [each.mates[rank] for each in witnesses.values() if rank in each.mates]
+    states = [each.local_states[rank] for each in reports.values() if rank in each.local_states]
     states += [each.states[rank] for each in nodes if rank in each.states]
-    known = [*(each.seen for each in witnesses.values()), *(each.seen for each in nodes)]
+    known = [*(each.seen for each in reports.values()), *(each.seen for each in nodes)]
     beats = [seen[rank] for seen in known if rank in seen]
     beat = max(beats, key=lambda each: each.number, default=None)
     stack = phases.parse_dump(dump)
     frame = phases.where(stack) if stack else ""
-    common = _common_step(witnesses)
+    common = _common_step(reports)
     step, phase = common, "phase not known"
     if stack:
         phase = phases.phase_of(stack, stepping=True).name
@@ -236,19 +236,19 @@ def _silent(
     return Absent(rank, node, pid, step, phase, what, frame, dump)
 
 
-def _live(witness: Witness) -> Absent:
-    beat = witness.beat
+def _live(report: HangReport) -> Absent:
+    beat = report.beat
     what, where = "did not come to where the others wait", beat.where
-    stuck = [worker for worker in witness.workers if any(word in worker["stacks"] for word in _OF_WORKERS)]
-    stopped = [worker for worker in witness.workers if worker["state"] in "TtD"]
+    stuck = [worker for worker in report.workers if any(word in worker["stacks"] for word in _OF_WORKERS)]
+    stopped = [worker for worker in report.workers if worker["state"] in "TtD"]
     if beat.phase == "data":
         what = "waits for data"
-        if stopped or stuck or witness.workers:
-            worker = (stopped or stuck or list(witness.workers))[0]
+        if stopped or stuck or report.workers:
+            worker = (stopped or stuck or list(report.workers))[0]
             where = f"its data worker {worker['pid']} " + describe_worker(worker)
     elif beat.waits:
         what = "waits for others, but not in what they wait in,"
-    return Absent(beat.rank, beat.node, beat.pid, beat.step, beat.phase, what, where, witness.stacks, witness.workers)
+    return Absent(beat.rank, beat.node, beat.pid, beat.step, beat.phase, what, where, report.stacks, report.workers)
 
 
 def describe_worker(worker: Mapping[str, Any]) -> str:
@@ -263,15 +263,15 @@ def describe_worker(worker: Mapping[str, Any]) -> str:
     return f"is {evidence.STATES.get(state, state)}{channel}"
 
 
-def _common_step(witnesses: Mapping[int, Witness]) -> int | None:
-    steps = [each.beat.step for each in witnesses.values() if each.beat.step is not None]
+def _common_step(reports: Mapping[int, HangReport]) -> int | None:
+    steps = [each.beat.step for each in reports.values() if each.beat.step is not None]
     return min(steps, default=None)
 
 
-def sentence_of(absent: Sequence[Absent], witnesses: Mapping[int, Witness], world_size: int) -> str:
+def sentence_of(absent: Sequence[Absent], reports: Mapping[int, HangReport], world_size: int) -> str:
     """Return the sentence of the attempt's outcome: who did not come, and where."""
     if not absent:
-        step = _common_step(witnesses)
+        step = _common_step(reports)
         at = f" in step {step + 1}" if step is not None else ""
         return f"all {world_size} ranks wait for each other{at}, and none comes"
     shown = "; ".join(each.sentence for each in absent[:SHOWN])
@@ -283,24 +283,24 @@ def sentence_of(absent: Sequence[Absent], witnesses: Mapping[int, Witness], worl
 
 def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mapping[int, str]) -> str:
     """Write hang.md and hang.json from what the ranks have written, and return the sentence."""
-    witnesses = all_witnesses(attempt_dir)
-    silent = [rank for rank in range(world_size) if rank not in witnesses]
+    reports = read_reports(attempt_dir)
+    silent = [rank for rank in range(world_size) if rank not in reports]
     dumps = {rank: evidence.dump_of_timer(attempt_dir.stacks_log(rank)) for rank in silent}
-    nodes = [each for path in attempt_dir.hang_nodes() if (each := NodeWitness.read(path)) is not None]
-    absent = find_absent(witnesses, world_size, expected_nodes, dumps, nodes)
-    sentence = sentence_of(absent, witnesses, world_size)
+    nodes = [each for path in attempt_dir.hang_nodes() if (each := NodeHangReport.read(path)) is not None]
+    absent = find_absent(reports, world_size, expected_nodes, dumps, nodes)
+    sentence = sentence_of(absent, reports, world_size)
     failures.record_hang(
         attempt_dir,
         sentence=sentence,
         nodes=sorted({each.node for each in absent}),
         ranks=[each.rank for each in absent],
-        since=_got_on(witnesses),
+        since=_got_on(reports),
     )
     write_text(
-        attempt_dir.hang_page, page(sentence, absent, witnesses, world_size)
+        attempt_dir.hang_page, page(sentence, absent, reports, world_size)
     )  # last: the others leave when it is there
     # All that they say is on the page.
-    for path in (*attempt_dir.hang_witnesses().values(), *attempt_dir.hang_nodes(), *attempt_dir.stacks_files()):
+    for path in (*attempt_dir.hang_reports().values(), *attempt_dir.hang_nodes(), *attempt_dir.stacks_files()):
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence
@@ -311,10 +311,10 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
 
     Those whose processes are stopped or busy are named; if there are none, or nothing else, all of them.
     """
-    witnesses = all_witnesses(attempt_dir)
-    chosen = [each for each in witnesses.values() if not each.beat.waits] or list(witnesses.values())
+    reports = read_reports(attempt_dir)
+    chosen = [each for each in reports.values() if not each.beat.waits] or list(reports.values())
     named = [_program(each) for each in chosen]
-    others = len(witnesses) - len(named)
+    others = len(reports) - len(named)
     shown = "; ".join(each.sentence for each in named[:SHOWN])
     more = _and_more(len(named) - SHOWN)
     waited = f"; {others} other rank{'s' * (others != 1)} waited" if others else ""
@@ -325,30 +325,30 @@ def write_program_report(attempt_dir: AttemptDir) -> str:
         sentence=sentence,
         nodes=nodes if len(nodes) == 1 else [],  # else it is no fault of one of them
         ranks=[each.rank for each in named],
-        since=_got_on(witnesses),
+        since=_got_on(reports),
     )
-    write_text(attempt_dir.hang_page, page(sentence, named, witnesses, len(witnesses)))
-    for path in attempt_dir.hang_witnesses().values():
+    write_text(attempt_dir.hang_page, page(sentence, named, reports, len(reports)))
+    for path in attempt_dir.hang_reports().values():
         with contextlib.suppress(OSError):
             path.unlink()
     return sentence
 
 
-def _got_on(witnesses: Mapping[int, Witness]) -> float | None:
+def _got_on(reports: Mapping[int, HangReport]) -> float | None:
     """Return when a rank that is alive got on for the last time, in unix seconds."""
-    return max((each.beat.time - each.beat.idle_s for each in witnesses.values()), default=None)
+    return max((each.beat.time - each.beat.idle_s for each in reports.values()), default=None)
 
 
-def _program(witness: Witness) -> Absent:
-    beat = witness.beat
-    stacks = "\n".join(str(each["stacks"]) for each in witness.workers if each["stacks"])
-    return Absent(beat.rank, beat.node, beat.pid, None, beat.phase, "hangs", beat.where, stacks, witness.workers)
+def _program(report: HangReport) -> Absent:
+    beat = report.beat
+    stacks = "\n".join(str(each["stacks"]) for each in report.workers if each["stacks"])
+    return Absent(beat.rank, beat.node, beat.pid, None, beat.phase, "hangs", beat.where, stacks, report.workers)
 
 
-def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witness], world_size: int) -> str:
+def page(sentence: str, absent: Sequence[Absent], reports: Mapping[int, HangReport], world_size: int) -> str:
     """Return the page as Markdown: first who did not come, then all who waited, in one table, then their stacks."""
     lines = [f"# Hung: {sentence}", ""]
-    if not all(each.store_answers for each in witnesses.values()):
+    if not all(each.store_answers for each in reports.values()):
         lines += ["The store in rank 0's process did not answer.", ""]
     for missing in absent:
         lines += [f"## Rank {missing.rank} on {missing.node} (pid {missing.pid or 'unknown'})", ""]
@@ -358,7 +358,7 @@ def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witnes
             lines += _block(str(worker["stacks"]))
         lines += _block(missing.stacks) or ["No stack could be had.", ""]
     named = {missing.rank for missing in absent}
-    others = {rank: each for rank, each in witnesses.items() if rank not in named}
+    others = {rank: each for rank, each in reports.items() if rank not in named}
     if others:
         lines += ["## Ranks that waited", "", "| rank | node | step | phase | for | where | last collective |"]
         lines += ["|---|---|---|---|---|---|---|"]
@@ -369,18 +369,18 @@ def page(sentence: str, absent: Sequence[Absent], witnesses: Mapping[int, Witnes
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _same_stacks(witnesses: Mapping[int, Witness]) -> dict[str, list[int]]:
+def _same_stacks(reports: Mapping[int, HangReport]) -> dict[str, list[int]]:
     """Return the ranks by their stacks: most of a thousand ranks wait at the same place."""
     found: dict[str, list[int]] = {}
-    for rank, each in witnesses.items():
+    for rank, each in reports.items():
         found.setdefault(re.sub(r"0x[0-9a-f]+", "0x...", each.stacks), []).append(rank)
     return found
 
 
-def _row(witness: Witness) -> str:
-    beat = witness.beat
+def _row(report: HangReport) -> str:
+    beat = report.beat
     step = "" if beat.step is None else str(beat.step + 1)
-    waiting = [each for each in witness.collectives.values() if each["state"] != "completed"]
+    waiting = [each for each in report.collectives.values() if each["state"] != "completed"]
     last = min(waiting, key=lambda each: float(each["since"]), default=None)
     collective = f"{last['name']} number {last['number']}, for {beat.time - last['since']:.0f} s" if last else ""
     cells = (str(beat.rank), beat.node, step, beat.phase, f"{beat.idle_s:.0f} s", beat.where, collective)

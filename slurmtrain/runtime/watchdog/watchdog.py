@@ -38,7 +38,7 @@ from slurmtrain.runtime.watchdog.heartbeats import (
 from slurmtrain.runtime.watchdog.monitor import Monitor
 from slurmtrain.runtime.watchdog.phases import Allowance
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress
-from slurmtrain.runtime.watchdog.report import Witness
+from slurmtrain.runtime.watchdog.report import HangReport
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process
 
@@ -96,7 +96,7 @@ class Watchdog:
         self._timed_out_at = 0.0
         self._timer_due = math.inf
         first = environment.rank - environment.local_rank
-        self._mates = range(first, min(first + environment.local_world_size, environment.world_size))
+        self._local_ranks = range(first, min(first + environment.local_world_size, environment.world_size))
         self._heartbeats: Heartbeats | None = None
         self._began = time.monotonic()
         self._monitor: Monitor | None = None
@@ -109,7 +109,7 @@ class Watchdog:
                 self._beat,
                 rank=environment.rank,
                 world_size=environment.world_size,
-                mates=self._mates,
+                local_ranks=self._local_ranks,
                 on_alert=self._note_alert,
                 gone_means_failed=leaves_with_rank_0,
             )
@@ -216,7 +216,7 @@ class Watchdog:
             except OSError as error:
                 log.warning("nothing will notice if this rank is stopped: %s", error)
         if self._monitor is not None:
-            self._monitor.tell(self._beat(0), self._heartbeats.mates if self._heartbeats is not None else {})
+            self._monitor.tell(self._beat(0), self._heartbeats.local_beats if self._heartbeats is not None else {})
 
     def _set_timer(self) -> None:
         """Have faulthandler write the stacks when this rank is overdue, if this thread has not run again by then."""
@@ -267,17 +267,17 @@ class Watchdog:
         self._silent = silent_between(one, two, self._environment.world_size)
         self._seen = {rank: beat for rank, beat in two.items() if rank in self._silent}
         allowed = still_allowed(two, self._silent, self._beat(0))
-        traced = [rank for rank, state in self._states_of_mates().items() if rank in self._silent and state == "t"]
+        traced = [rank for rank, state in self._local_states().items() if rank in self._silent and state == "t"]
         if allowed or traced:
             self._look_again = time.monotonic() + AGAIN_S
             return False
         return True
 
-    def _states_of_mates(self) -> dict[int, str]:
-        mates = self._heartbeats.mates if self._heartbeats is not None else {}
-        return {rank: evidence.state_of(beat.pid, beat.born) for rank, beat in mates.items()}
+    def _local_states(self) -> dict[int, str]:
+        beats = self._heartbeats.local_beats if self._heartbeats is not None else {}
+        return {rank: evidence.state_of(beat.pid, beat.born) for rank, beat in beats.items()}
 
-    def _witness(self) -> Witness:
+    def _make_report(self) -> HangReport:
         """Write down what this rank knows."""
         workers = []
         if not self._phase.waits:
@@ -288,12 +288,12 @@ class Watchdog:
         seen = dict(self._seen)
         if self._heartbeats is not None and self._heartbeats.first is not None:
             seen.setdefault(0, self._heartbeats.first)
-        return Witness(
+        return HangReport(
             beat=self._beat(0),
             stacks=evidence.own_stacks(self._watched),
             collectives=evidence.last_collectives(),
             workers=workers,
-            mates=self._states_of_mates(),
+            local_states=self._local_states(),
             seen={rank: beat for rank, beat in seen.items() if rank != self._environment.rank},
             store_answers=self._store_answers,
         )
@@ -304,25 +304,25 @@ class Watchdog:
             self._monitor.close()  # this rank says itself what it knows
         if self._heartbeats is not None:
             self._heartbeats.tell("hang", 2.0)
-        witness = self._witness()
+        own_report = self._make_report()
         world_size, rank = self._environment.world_size, self._environment.rank
         expected = {each: self._environment.expected_node(each) for each in range(world_size)}
         if self._attempt_dir is None:
-            self._say_what_is_known(witness, expected)
+            self._say_what_is_known(own_report, expected)
             end_process()
         with contextlib.suppress(OSError):  # a full disk; it leaves all the same
-            witness.write(self._attempt_dir)
-        found = self._wait_for_witnesses(self._attempt_dir) | {rank}
+            own_report.write(self._attempt_dir)
+        found = self._wait_for_reports(self._attempt_dir) | {rank}
         nccl = self._attempt_dir.nccl_trace(rank)
         evidence.write_nccl_trace(nccl)
         place = sorted(found).index(rank)
         self._write_page(self._attempt_dir, place, expected)
-        on_node = [each for each in found if each in self._mates]
+        on_node = [each for each in found if each in self._local_ranks]
         if rank == min(on_node, default=rank):
-            self._end_silent_mates(found)
+            self._end_silent_local_ranks(found)
         end_process()
 
-    def _wait_for_witnesses(self, attempt_dir: AttemptDir) -> set[int]:
+    def _wait_for_reports(self, attempt_dir: AttemptDir) -> set[int]:
         """Return the live ranks, which have written what they know, when all have, or no further one comes.
 
         Their files are read only by the one that writes the page.
@@ -331,7 +331,7 @@ class Watchdog:
         count = 0
         every_s = self._heartbeats.every_s if self._heartbeats is not None else 0.0
         while True:
-            here = set(attempt_dir.hang_witnesses())
+            here = set(attempt_dir.hang_reports())
             now = time.monotonic()
             if len(here) != count:
                 count, changed = len(here), now
@@ -355,22 +355,22 @@ class Watchdog:
             sentence = f"(the page cannot be written: {error})"
         say(f"slurmtrain: hung: {sentence}; see {attempt_dir.hang_page}")
 
-    def _say_what_is_known(self, witness: Witness, expected: Mapping[int, str]) -> None:
+    def _say_what_is_known(self, own_report: HangReport, expected: Mapping[int, str]) -> None:
         """Write to stderr what the page would say, as far as this rank knows: there is no folder that all ranks share."""
         world_size = self._environment.world_size
         beats = self._heartbeats.look(ANSWER_S) if self._heartbeats is not None else None
-        known = {rank: Witness(beat) for rank, beat in (beats or {}).items() if rank not in self._silent}
-        known[self._environment.rank] = witness
+        known = {rank: HangReport(beat) for rank, beat in (beats or {}).items() if rank not in self._silent}
+        known[self._environment.rank] = own_report
         if not self._store_answers or beats is None:
-            known |= {rank: witness for rank in range(1, world_size) if rank not in known}
+            known |= {rank: own_report for rank in range(1, world_size) if rank not in known}
         absent = report.find_absent(known, world_size, expected, {})
-        say(f"slurmtrain: hung: {report.sentence_of(absent, known, world_size)}\n{witness.stacks}")
-        self._end_silent_mates(known)
+        say(f"slurmtrain: hung: {report.sentence_of(absent, known, world_size)}\n{own_report.stacks}")
+        self._end_silent_local_ranks(known)
 
-    def _end_silent_mates(self, witnesses: Collection[int]) -> None:
+    def _end_silent_local_ranks(self, live: Collection[int]) -> None:
         """End the ranks of this node that cannot end themselves, with their data workers."""
-        for rank, beat in (self._heartbeats.mates if self._heartbeats is not None else {}).items():
-            if rank not in witnesses and evidence.kill_tree(beat.pid, beat.born):
+        for rank, beat in (self._heartbeats.local_beats if self._heartbeats is not None else {}).items():
+            if rank not in live and evidence.kill_tree(beat.pid, beat.born):
                 say(f"slurmtrain: ended rank {rank} (pid {beat.pid}), which cannot end itself")
 
     def _leave_after(self, alert: Alert) -> None:

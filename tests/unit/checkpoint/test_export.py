@@ -60,7 +60,7 @@ def by_ranks(
     order = Incarnation(1, "x")
     claim(directory, order)
     temporary = commit.begin(directory, 7, order)
-    catalogue = {
+    schema = {
         name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize)
         for name, tensor in shapes.items()
     }
@@ -74,11 +74,11 @@ def by_ranks(
             name = f"rank{rank:05d}.safetensors"
             records[name], digests[name] = blocks.write(temporary / name, memoryview(data), pool)
             tables[name] = table_of(
-                [(key, box) for key, box, _ in pieces], catalogue, number=0, data_start=64, own_bytes=0
+                [(key, box) for key, box, _ in pieces], schema, number=0, data_start=64, own_bytes=0
             ).pack()
-        index = b"".join(Index([catalogue], tables, digests).chunks())
+        index = b"".join(Index([schema], tables, digests).chunks())
         records[INDEX], _ = blocks.write(temporary / INDEX, memoryview(index), pool)
-    tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in catalogue.items()}
+    tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in schema.items()}
     manifest = Manifest(FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
 

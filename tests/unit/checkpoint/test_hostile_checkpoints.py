@@ -69,7 +69,7 @@ class Forged:
         return pickle.dumps(Evil(self.path.parent.parent / "canary"))
 
     def numbers(self) -> Any:
-        """The table of rank 0: catalogue, data_start, pieces, dimensions, own_bytes, tensors, boxes."""
+        """The table of rank 0: schema, data_start, pieces, dimensions, own_bytes, tensors, boxes."""
         return np.frombuffer(zlib.decompress(self.tables[RANK]), dtype="<i8").copy()
 
     def set_numbers(self, numbers: Any) -> None:
@@ -212,7 +212,7 @@ def _(forged: Forged) -> None:
 
 # Absurd numbers in index.bin.
 
-for place, label in enumerate(["catalogue", "data_start", "pieces", "dimensions", "own_bytes", "tensor"]):
+for place, label in enumerate(["schema", "data_start", "pieces", "dimensions", "own_bytes", "tensor"]):
     for value in (-1, -HUGE, HUGE, 1 << 40, 7):
 
         @attack(f"{label} {value}")

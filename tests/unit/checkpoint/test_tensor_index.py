@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from slurmtrain.checkpoint.format.tensor_index import (
     SPLIT_BYTES,
     Box,
-    Catalogue,
     FileTable,
     Index,
     TensorFacts,
+    TensorSchema,
     check_coverage,
     share,
     table_of,
@@ -113,14 +113,14 @@ def deal(named: Sequence[tuple[str, Box]], ranks: int, seed: int) -> list[list[t
     return files
 
 
-def packed(files: Sequence[Sequence[tuple[str, Box]]], catalogue: Catalogue, number: int = 0) -> list[bytes]:
-    return [table_of(pieces, catalogue, number=number, data_start=4096, own_bytes=0).pack() for pieces in files]
+def packed(files: Sequence[Sequence[tuple[str, Box]]], schema: TensorSchema, number: int = 0) -> list[bytes]:
+    return [table_of(pieces, schema, number=number, data_start=4096, own_bytes=0).pack() for pieces in files]
 
 
 def check(boxes: Mapping[str, Tiling], ranks: int = 3, seed: int = 0) -> dict[str, TensorFacts]:
-    catalogue = {name: facts(shape) for name, (shape, _) in boxes.items()}
+    schema = {name: facts(shape) for name, (shape, _) in boxes.items()}
     named = [(name, box) for name, (_, found) in boxes.items() for box in found]
-    return check_coverage([catalogue], packed(deal(named, ranks, seed), catalogue))
+    return check_coverage([schema], packed(deal(named, ranks, seed), schema))
 
 
 # ------------------------------------------------------------------------------------------------------------ coverage
@@ -222,7 +222,7 @@ def test_all_that_is_wrong_is_counted() -> None:
 
 
 def test_ranks_with_different_tensors_make_one_whole() -> None:
-    """Pipeline stages: catalogues differ, their common tensors are counted together, positions are each one's own."""
+    """Pipeline stages: schemas differ, their common tensors are counted together, positions are each one's own."""
     first = {"a": facts((2,)), "shared": facts((4, 3))}
     second = {"shared": facts((4, 3)), "z": facts(())}
     tables = [
@@ -235,12 +235,12 @@ def test_ranks_with_different_tensors_make_one_whole() -> None:
 
 
 def test_a_rank_s_own_tensors_are_no_part_of_the_whole() -> None:
-    catalogue = {"a": facts((2,)), "own/random": TensorFacts((3, 1), "uint8", 1, own=True)}
+    schema = {"a": facts((2,)), "own/random": TensorFacts((3, 1), "uint8", 1, own=True)}
     files = [
         [("a", Box((0,), (2,))), ("own/random", Box((0, 0), (3, 1)))],
         [("own/random", Box((0, 0), (3, 1)))],
     ]
-    assert set(check_coverage([catalogue], packed(files, catalogue))) == {"a"}
+    assert set(check_coverage([schema], packed(files, schema))) == {"a"}
 
 
 @pytest.mark.parametrize("other", [TensorFacts((3,), "float32", 4), TensorFacts((2,), "float64", 8)])
@@ -291,35 +291,35 @@ def test_small_tensors_are_spread_over_all_holders() -> None:
 
 @given(st.lists(tilings(), max_size=4), st.integers(0, 9), st.integers(0, 1 << 40))
 def test_tables_come_back_as_they_were(found: list[Tiling], number: int, data_start: int) -> None:
-    catalogue = {f"t{position}": facts(shape, 4 + 4 * (position % 2)) for position, (shape, _) in enumerate(found)}
+    schema = {f"t{position}": facts(shape, 4 + 4 * (position % 2)) for position, (shape, _) in enumerate(found)}
     pieces = [(f"t{position}", box) for position, (_, boxes) in enumerate(found) for box in boxes if box.numel]
-    table = table_of(pieces, catalogue, number=number, data_start=data_start, own_bytes=7)
+    table = table_of(pieces, schema, number=number, data_start=data_start, own_bytes=7)
     again = FileTable.unpack(table.pack())
-    assert (again.catalogue, again.data_start, again.own_bytes) == (number, data_start, 7)
+    assert (again.schema, again.data_start, again.own_bytes) == (number, data_start, 7)
     assert np.array_equal(again.tensors, table.tensors)
     assert np.array_equal(again.boxes, table.boxes)
-    itemsizes = np.array([fact.itemsize for fact in catalogue.values()], dtype=np.int64)
+    itemsizes = np.array([fact.itemsize for fact in schema.values()], dtype=np.int64)
     expected = list(
-        itertools.accumulate((box.numel * catalogue[name].itemsize for name, box in pieces), initial=data_start)
+        itertools.accumulate((box.numel * schema[name].itemsize for name, box in pieces), initial=data_start)
     )
     assert again.offsets(itemsizes).tolist() == expected
 
 
-def index_of(files: Mapping[str, Sequence[tuple[str, Box]]], catalogue: Catalogue) -> Index:
-    tables = dict(zip(files, packed(list(files.values()), catalogue), strict=True))
-    return Index([catalogue], tables, {name: bytes([number] * 32) for number, name in enumerate(files)})
+def index_of(files: Mapping[str, Sequence[tuple[str, Box]]], schema: TensorSchema) -> Index:
+    tables = dict(zip(files, packed(list(files.values()), schema), strict=True))
+    return Index([schema], tables, {name: bytes([number] * 32) for number, name in enumerate(files)})
 
 
 def test_an_index_comes_back_as_it_was() -> None:
-    catalogues = [
+    schemas = [
         {"a": facts((2, 3)), "own/r": TensorFacts((), "uint8", 1, own=True), "ünïcode": facts(())},
         {"b": facts((0,))},
     ]
-    tables = {"f0": packed([[("a", Box((0, 0), (2, 3)))]], catalogues[0])[0], "f1": packed([[]], catalogues[1], 1)[0]}
+    tables = {"f0": packed([[("a", Box((0, 0), (2, 3)))]], schemas[0])[0], "f1": packed([[]], schemas[1], 1)[0]}
     digests = {"f0": bytes(range(64)), "f1": b"\0" * 32}
-    data = b"".join(Index(catalogues, tables, digests).chunks())
+    data = b"".join(Index(schemas, tables, digests).chunks())
     again = Index.parse(data, {"f0": 1 << 20, "f1": 1 << 20})
-    assert [list(catalogue.items()) for catalogue in again.catalogues] == [list(c.items()) for c in catalogues]
+    assert [list(schema.items()) for schema in again.schemas] == [list(c.items()) for c in schemas]
     assert (dict(again.tables), dict(again.digests)) == (tables, digests)
     assert b"".join(again.chunks()) == data
     assert set(again.facts) == {"a", "ünïcode", "b"}
@@ -386,16 +386,16 @@ def boxes_within(draw: Any, shape: tuple[int, ...]) -> Box:
 
 @given(st.lists(tilings(), min_size=1, max_size=3), st.data())
 def test_any_box_is_read_back_from_any_tiling(found: list[Tiling], data: st.DataObject) -> None:
-    arrays, catalogue, named = {}, {}, []
+    arrays, schema, named = {}, {}, []
     for position, (shape, boxes) in enumerate(found):
         name = f"t{position}"
         arrays[name] = np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + 1000 * position
-        catalogue[name] = facts(shape)
+        schema[name] = facts(shape)
         named += [(name, box) for box in boxes if box.numel]
     ranks = data.draw(st.integers(1, 4))
     dealt = deal(named, ranks, data.draw(st.integers(0, 99)))
     files = {f"rank{rank:05d}": pieces for rank, pieces in enumerate(dealt)}
-    index = index_of(files, catalogue)
+    index = index_of(files, schema)
     wanted = {name: data.draw(boxes_within(array.shape)) for name, array in arrays.items()}
     read = read_box(index, files_as_bytes(files, arrays), wanted)
     for name, box in wanted.items():
@@ -404,9 +404,9 @@ def test_any_box_is_read_back_from_any_tiling(found: list[Tiling], data: st.Data
 
 
 def test_names_of_own_tensors_are_looked_up_in_one_file() -> None:
-    catalogue = {"own/random": TensorFacts((2,), "uint8", 1, own=True)}
+    schema = {"own/random": TensorFacts((2,), "uint8", 1, own=True)}
     whole = Box((0,), (2,))
-    index = index_of({"f0": [("own/random", whole)], "f1": [("own/random", whole)]}, catalogue)
+    index = index_of({"f0": [("own/random", whole)], "f1": [("own/random", whole)]}, schema)
     assert [source.file for source in index.find({"own/random": whole}, "f1")["own/random"]] == ["f1"]
     assert index.find({"own/random": whole})["own/random"] == []
     assert index.own_state("f0") == (4096 + 2, 0)
@@ -416,19 +416,19 @@ def test_many_ranks_and_tensors_stay_right() -> None:
     """64 ranks (16 replicas of 4 shards) x 200 tensors of many shapes; read by 3 ranks in rows, and one in columns."""
     dealer = random.Random(7)
     shards, replicas = 4, 16
-    catalogue = {
+    schema = {
         f"layers.{number}.weight": facts([dealer.randrange(1, 40) for _ in range(dealer.randrange(4))], itemsize=4)
         for number in range(199)
     }
-    catalogue["embedding.weight"] = facts((1030, 300))
+    schema["embedding.weight"] = facts((1030, 300))
     arrays = {
         name: np.random.default_rng(number).integers(0, 1 << 30, fact.shape, dtype=np.int32)
-        for number, (name, fact) in enumerate(catalogue.items())
+        for number, (name, fact) in enumerate(schema.items())
     }
     files: dict[str, list[tuple[str, Box]]] = {}
     for replica, shard in itertools.product(range(replicas), range(shards)):
         pieces = files[f"rank{replica * shards + shard:05d}"] = []
-        for name, fact in catalogue.items():
+        for name, fact in schema.items():
             boxes = row_boxes(Box.whole(fact.shape), shards)
             if len(boxes) == 1:  # 0-d: on all of them
                 part = share(boxes[0], ITEMSIZE, name, replica * shards + shard, shards * replicas)
@@ -436,11 +436,11 @@ def test_many_ranks_and_tensors_stay_right() -> None:
                 part = share(boxes[shard], ITEMSIZE, name, replica, replicas)
             if part is not None and part.numel:
                 pieces.append((name, part))
-    index = index_of(files, catalogue)
-    assert set(check_coverage([catalogue], index.tables.values())) == set(catalogue)
+    index = index_of(files, schema)
+    assert set(check_coverage([schema], index.tables.values())) == set(schema)
 
     contents = files_as_bytes(files, arrays)
-    assert sum(len(data) - 4096 for data in contents.values()) == sum(fact.nbytes for fact in catalogue.values())
+    assert sum(len(data) - 4096 for data in contents.values()) == sum(fact.nbytes for fact in schema.values())
     for rank in range(3):
         wanted = {name: row_boxes(Box.whole(array.shape), 3)[rank * (array.ndim > 0)] for name, array in arrays.items()}
         for name, tensor in read_box(index, contents, wanted).items():
@@ -459,4 +459,4 @@ def test_many_ranks_and_tensors_stay_right() -> None:
         if files[file]:
             lost = {**files, file: files[file][1:]}
             with pytest.raises(CheckpointError, match=files[file][0][0]):
-                check_coverage([catalogue], index_of(lost, catalogue).tables.values())
+                check_coverage([schema], index_of(lost, schema).tables.values())

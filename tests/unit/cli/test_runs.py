@@ -22,7 +22,7 @@ from slurmtrain.cli import main
 from slurmtrain.cli.runs.compare import told_apart
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import compare, prune
-from slurmtrain.report.compare import MISSING, Parting, config_differences, partings
+from slurmtrain.report.compare import MISSING, Divergence, config_differences, divergences
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs, find
@@ -209,14 +209,14 @@ def test_what_differs_in_the_configs_stands_side_by_side() -> None:
 def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
     left: float, right: float, tolerance: float, parts: bool
 ) -> None:
-    found = partings({1: {"x": 5.0}, 2: {"x": left}}, {1: {"x": 5.0}, 2: {"x": right}, 3: {}}, tolerance=tolerance)
+    found = divergences({1: {"x": 5.0}, 2: {"x": left}}, {1: {"x": 5.0}, 2: {"x": right}, 3: {}}, tolerance=tolerance)
     assert list(found) == (["x"] if parts else [])
 
 
 def test_only_steps_and_metrics_that_both_have_are_compared_and_the_first_counts() -> None:
     a = {1: {"x": 1.0, "y": 1.0}, 2: {"x": 1.0, "y": 1.0}, 5: {"x": 1.0, "y": 2.0}, 6: {"x": 0.0, "y": 3.0}}
     b = {2: {"x": 1.0}, 3: {"x": 9.0}, 5: {"x": 4.0, "y": 2.0}, 6: {"x": 9.0, "y": 4.0}}
-    assert partings(a, b) == {"x": Parting(5, 1.0, 4.0), "y": Parting(6, 3.0, 4.0)}
+    assert divergences(a, b) == {"x": Divergence(5, 1.0, 4.0), "y": Divergence(6, 3.0, 4.0)}
 
 
 def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: Path, capsys: Out) -> None:
@@ -229,7 +229,7 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     text = printed(capsys, "runs", "compare", a.id, b.id)
     assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
     assert "2 files of the snapshots differ: mine.py, other.py" in text
-    assert "they part at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
+    assert "they diverge at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
     assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
 
     found = read(capsys, "runs", "compare", a.id, str(b.path), "--json")
@@ -238,7 +238,7 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     assert found["files"] == ["mine.py", "other.py"]
     assert (found["steps"], found["parted_at"]) == (2, 20)
     assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
-    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they part
+    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they diverge
     assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
 
 
@@ -308,7 +308,7 @@ def test_runs_that_are_the_same_are_said_to_be(make: Make, capsys: Out) -> None:
     assert "the configs are the same" in text
     assert "its files are not compared" in text  # they ran in place, outside of git
     assert "they are equal to the last bit at all 2 steps" in text
-    assert compare.compare(a, b).parted is None
+    assert compare.compare(a, b).first_divergence is None
 
 
 def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(
@@ -317,7 +317,7 @@ def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_show
     b_loss = math.nextafter(13.0962001, 14.0)
     a, b = make("finished", losses={10: 13.0962001}), make("finished", losses={10: b_loss})
     text = printed(capsys, "runs", "compare", a.id, b.id)
-    assert "they part at step 10 (loss), the only one that both have logged" in text
+    assert "they diverge at step 10 (loss), the only one that both have logged" in text
     (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
     left, _, right = row.split()[-3:]
     assert (float(left), float(right)) == (13.0962001, b_loss)
@@ -341,7 +341,7 @@ def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> 
     a, b = make("finished", losses={10: 2.0, 20: 1.5}), make("finished", losses={10: 2.0, 20: 9.0})
     with b.metrics_file.open("a") as file:
         file.write('{"step": 20, "loss": 1.5}\n')
-    assert compare.compare(a, b).parted is None
+    assert compare.compare(a, b).first_divergence is None
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
+from slurmtrain.control.drill.comparison import Divergence, RunComparison, compare_logs, describe, likely_causes
 from slurmtrain.control.drill.evidence import from_interruption_on, log_of
 from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.own import OwnEvidence, OwnPlan, first_step_after, is_due, judge_own, own_config
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
-from slurmtrain.control.drill.sameness import Parting, Sameness, compare_logs, describe, likely_causes
-from slurmtrain.control.drill.scratch import Remains, Watched, all_leave, drilling
+from slurmtrain.control.drill.scratch import Leftovers, Watched, all_leave, drilling
 from slurmtrain.control.drill.site import interrupt
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
 from slurmtrain.errors import NoAnswerError, UsageError
@@ -39,7 +39,7 @@ from slurmtrain.slurm.parse_facts import (
 )
 from tests.support.runs import add_attempt
 
-SAME = Sameness(steps=(1, 2), names=("loss",), checkpoint=2)
+SAME = RunComparison(steps=(1, 2), names=("loss",), checkpoint=2)
 TOLD = Attempt(
     1,
     job_id="7",
@@ -73,7 +73,14 @@ BACK = Attempt(
 def evidence(way: Way = Way.REQUEUE, **changes: Any) -> Evidence:
     """A run that has passed, but for these changes."""
     good = Evidence(
-        way, attempts=[TOLD, BACK], over=True, told_at=110.0, save_s=0.4, time_s=30.0, time_of="KillWait", sameness=SAME
+        way,
+        attempts=[TOLD, BACK],
+        over=True,
+        told_at=110.0,
+        save_s=0.4,
+        time_s=30.0,
+        time_of="KillWait",
+        comparison=SAME,
     )
     return dataclasses.replace(good, **changes)
 
@@ -122,17 +129,19 @@ LOST = told(committed_step=4, exit_code=137, last_sign=112.0)
         ),
         (evidence(attempts=[LOST, BACK]), "killed before it had saved, and KillWait gives 30 s", "KillWait"),
         (
-            evidence(attempts=[told(verdict="requeue")], explanation="stopped: SLURM refused", sameness=None),
+            evidence(attempts=[told(verdict="requeue")], explanation="stopped: SLURM refused", comparison=None),
             "SLURM did not start it again: stopped: SLURM refused",
             "requeue=chain",
         ),
         (
-            evidence(attempts=[told(verdict="end")], mode=RequeueMode.OFF, sameness=None),
+            evidence(attempts=[told(verdict="end")], mode=RequeueMode.OFF, comparison=None),
             "does not come back: requeue.mode=off",
             "requeue=requeue",
         ),
         (
-            evidence(attempts=[told(verdict="end", sentence="no job is left")], mode=RequeueMode.CHAIN, sameness=None),
+            evidence(
+                attempts=[told(verdict="end", sentence="no job is left")], mode=RequeueMode.CHAIN, comparison=None
+            ),
             "did not come back: no job is left",
             "chain_length",
         ),
@@ -146,8 +155,8 @@ LOST = told(committed_step=4, exit_code=137, last_sign=112.0)
         ),
         (evidence(Way.EARLY_SIGNAL, attempts=[told(cause=None, verdict="done")]), "was never told", "scancel --signal"),
         (
-            evidence(sameness=Sameness((1,), ("loss",), Parting(9, "loss", 2.0, 2.5), 0.2)),
-            "other bits: parts at step 9",
+            evidence(comparison=RunComparison((1,), ("loss",), Divergence(9, "loss", 2.0, 2.5), 0.2)),
+            "other bits: diverges at step 9",
             "data",
         ),
         (evidence(Way.IN_PLACE), "not in place", "requeue.in_place=true"),
@@ -172,8 +181,8 @@ def test_a_way_that_fails_says_why_and_what_to_set(given: Evidence, words: str, 
             evidence(attempts=[], over=False, explanation="waiting: Priority"),
             "did not begin to train within 30 min (waiting",
         ),
-        (evidence(attempts=[TOLD], over=False, sameness=None), "did not start again within 30 min"),
-        (evidence(attempts=[TOLD, BACK], over=False, sameness=None), "has not finished within 30 min"),
+        (evidence(attempts=[TOLD], over=False, comparison=None), "did not start again within 30 min"),
+        (evidence(attempts=[TOLD, BACK], over=False, comparison=None), "has not finished within 30 min"),
         (evidence(undisturbed="it has not finished"), "its bits cannot be compared"),
         (evidence(Way.PREEMPTION, attempts=[told(cause=None, verdict="done")]), "SLURM did not preempt it"),
         (
@@ -336,7 +345,7 @@ def test_a_tiny_difference_is_told_as_one_and_a_larger_one_by_its_first_step() -
     assert not found.same_bits and found.within(1e-6)
     assert describe(found).startswith("equal to 3e-08 relative")
     found = compare_logs(losses(2.5, 2.31), losses(2.5, 2.35))
-    assert describe(found) == "parts at step 2: loss 2.31 and 2.35"
+    assert describe(found) == "diverges at step 2: loss 2.31 and 2.35"
 
 
 def test_nan_in_one_log_alone_is_no_tolerance() -> None:
@@ -349,7 +358,7 @@ def test_nan_in_one_log_alone_is_no_tolerance() -> None:
     [
         (losses(3.0, 2.0, 1.5), losses(3.0, 2.0, 1.6), "the order of the data is not restored"),
         (losses(3.0, 2.0, 1.5, 1.2), losses(3.0, 2.0, 1.5, 1.3), "the optimiser's state is not restored"),
-        (losses(3.0, 2.0), losses(3.1, 2.0), "they part before the stop (after step 2)"),
+        (losses(3.0, 2.0), losses(3.1, 2.0), "they diverge before the stop (after step 2)"),
         (
             losses(3.0, 2.0, 1.5, data_hash=["a", "b", "c"]),
             losses(3.0, 2.0, 1.6, data_hash=["a", "b", "d"]),
@@ -365,7 +374,7 @@ def test_the_step_at_which_two_logs_part_tells_what_was_not_restored(
 
 
 def test_a_tensor_that_differs_is_named_with_how_much() -> None:
-    found = Sameness(
+    found = RunComparison(
         steps=(1,),
         names=("loss",),
         checkpoint=20,
@@ -381,16 +390,16 @@ PLAN = OwnPlan()
 
 
 def test_a_run_of_ones_own_is_judged_by_what_it_has_logged_and_saved() -> None:
-    passed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, sameness=SAME), PLAN)
+    passed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, comparison=SAME), PLAN)
     assert passed.result is Result.PASSED
     assert passed.sentence.startswith(
         "stopped after step 10 and resumed there: the same bits (2 logged steps, every tensor"
     )
     apart = compare_logs(losses(2.0, 2.31, first=10), losses(2.0, 2.35, first=10))
-    failed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, sameness=apart), PLAN)
+    failed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, comparison=apart), PLAN)
     assert (failed.result, failed.sentence) == (
         Result.FAILED,
-        "stopped after step 10 and resumed there: parts at step 11: loss 2.31 and 2.35",
+        "stopped after step 10 and resumed there: diverges at step 11: loss 2.31 and 2.35",
     )
     assert "order of the data" in failed.causes[0]
 
@@ -406,9 +415,13 @@ def test_a_run_of_ones_own_is_judged_by_what_it_has_logged_and_saved() -> None:
         (OwnEvidence(finished_first=True), Result.NOT_TRIED, "it had finished before it was told to stop"),
         (OwnEvidence(failed="it was told to stop, and did not begin again"), Result.FAILED, "did not begin again"),
         (OwnEvidence(failed="it could not be told", told=False), Result.NOT_TRIED, "could not be judged"),
-        (OwnEvidence(stopped_at=10, resumed_at=0, sameness=SAME), Result.FAILED, "began anew"),
-        (OwnEvidence(stopped_at=10, resumed_at=10, sameness=Sameness()), Result.NOT_TRIED, "nothing could be compared"),
-        (OwnEvidence(stopped_at=10, resumed_at=5, sameness=SAME), Result.PASSED, "resumed at step 5"),
+        (OwnEvidence(stopped_at=10, resumed_at=0, comparison=SAME), Result.FAILED, "began anew"),
+        (
+            OwnEvidence(stopped_at=10, resumed_at=10, comparison=RunComparison()),
+            Result.NOT_TRIED,
+            "nothing could be compared",
+        ),
+        (OwnEvidence(stopped_at=10, resumed_at=5, comparison=SAME), Result.PASSED, "resumed at step 5"),
     ],
 )
 def test_other_endings_of_a_run_of_ones_own(given: OwnEvidence, result: Result, words: str) -> None:
@@ -493,7 +506,7 @@ def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
             raise error
         drill.keep = keep
     assert drill.folder.exists() == kept
-    assert drill.remains == Remains(drill.folder if kept else None)
+    assert drill.leftovers == Leftovers(drill.folder if kept else None)
     assert (str(drill.folder) in caplog.text) == (error is not None)
 
 

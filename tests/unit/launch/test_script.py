@@ -197,7 +197,7 @@ def test_the_reasons_name_the_fields_that_decide_and_what_the_clusters_release_n
         "#SBATCH --comment": "cluster.sbatch.comment",
         "module load": "cluster.modules",
         "export NCCL_DEBUG": "cluster.env.NCCL_DEBUG",
-        "--cpus-per-task=": "from 22.05 to before 23.11 srun takes no --cpus-per-task from sbatch",
+        "--cpus-per-task=": "before 23.11, srun ignores --cpus-per-task of sbatch",
         "--container-image=": "pyxis",
         "--mpi=pmix": "cluster.srun_args",
     }.items():

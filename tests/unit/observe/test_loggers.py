@@ -74,7 +74,7 @@ def ship(folder: Path, backend: Backend, ending: str = "close stopped 5", *, tel
     os.close(write)
     run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
     tail = process.Tail(folder / "metrics.jsonl")
-    process.Shipping(lambda: Fake(backend), run, tail, process.Control(read), folder / "note.json").run()
+    process.RecordShipper(lambda: Fake(backend), run, tail, process.Control(read), folder / "note.json").run()
     os.close(read)
 
 
@@ -131,7 +131,7 @@ def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
     run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
     control = process.Control(read)
     backend.tells = lambda: Held(step=max((step for _, step in backend.given), default=-1))
-    shipping = process.Shipping(
+    shipper = process.RecordShipper(
         lambda: Fake(backend), run, process.Tail(tmp_path / "metrics.jsonl"), control, tmp_path / "note.json"
     )
 
@@ -139,8 +139,8 @@ def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
         def flush(self) -> None:
             os.close(end)  # the first group that goes through is the last
 
-    shipping._build = lambda: Over(backend)
-    shipping.run()
+    shipper._build = lambda: Over(backend)
+    shipper.run()
     os.close(read)
     assert backend.opened == 3
     assert [step for _, step in backend.given] == [1, 2, 3, 4]
@@ -158,14 +158,14 @@ def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path)
         def flush(self) -> None:
             os.close(end)
 
-    shipping = process.Shipping(
+    shipper = process.RecordShipper(
         lambda: Flushes(backend),
         run,
         process.Tail(tmp_path / "metrics.jsonl"),
         process.Control(read),
         tmp_path / "n.json",
     )
-    shipping.run()
+    shipper.run()
     os.close(read)
     assert ("train", 3) in backend.given
     assert json.loads((tmp_path / "n.json").read_text())["left_out"] == 1
@@ -182,7 +182,7 @@ def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_p
 
     run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
     tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
-    process.Shipping(build, run, tail, control, tmp_path / "note.json").run()
+    process.RecordShipper(build, run, tail, control, tmp_path / "note.json").run()
     os.close(read)
     note = json.loads((tmp_path / "note.json").read_text())
     assert "wandb is not installed" in note["error"]
@@ -203,8 +203,8 @@ def test_a_logger_that_cannot_close_asks_for_another_process(tmp_path: Path) -> 
         os.close(end)
         run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
         tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
-        shipping = process.Shipping(lambda logger=logger: logger(backend), run, tail, control, tmp_path / "n.json")  # type: ignore[misc]
-        assert shipping.run() == code
+        shipper = process.RecordShipper(lambda logger=logger: logger(backend), run, tail, control, tmp_path / "n.json")  # type: ignore[misc]
+        assert shipper.run() == code
         os.close(read)
     assert backend.given == [("train", 1)]
 

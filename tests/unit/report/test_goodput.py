@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.goodput import Cause, Goodput, History, Try, goodput_of, of_history, over_all
+from slurmtrain.report.goodput import AttemptTimes, Cause, Goodput, History, goodput_of, of_history, over_all
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
@@ -353,7 +353,7 @@ def test_whatever_is_on_record_each_second_counts_once(
         begun, since, failed = (moved.pop(name) for name in ("claimed", "hung_since", "failed"))
         record = Attempt(number, job_id="7", started=T0 + begun + 1, nodes=["n1"], **moved)
         hung, gone = (None if moment is None else T0 + moment for moment in (since, failed))
-        found.append(Try(T0 + begun, record, ("7", record.restart_count), hung, gone, record.last_sign, 4.0))
+        found.append(AttemptTimes(T0 + begun, record, ("7", record.restart_count), hung, gone, record.last_sign, 4.0))
     history = History(None if submitted is None else T0 + submitted, kind, False, found, events)
     goodput = of_history(history, alive=alive, now=T0 + 500)
     assert all(a.end == b.start for a, b in pairwise(goodput.segments))

@@ -265,7 +265,7 @@ def test_a_program_that_logs_nothing_has_a_page_without_curves(runs: Path) -> No
     write_attempt(run, 1, started=BEGAN + 20.0, **end)
     page = page_of(run)
     words = Read(render(page)).words
-    assert "It runs a program of the user's own: python my_train.py --lr <3>" in words
+    assert "It runs the command python my_train.py --lr <3>" in words
     assert page.charts == []
     assert [row.name for row in timeline_in(page).rows] == ["Attempt 1"]
 
@@ -299,7 +299,7 @@ def test_a_metric_with_a_name_for_each_step_does_not_fill_the_page(runs: Path) -
             file.write(json.dumps({"step": step, f"m{step}": 1.0, "x" * 5000: 2.0}) + "\n")
     html = render(page_of(run))
     assert len(html) < 2_000_000
-    assert "not drawn; metrics.jsonl has all" in Read(html).words
+    assert "not drawn; metrics.jsonl contains all of them" in Read(html).words
 
 
 def test_a_run_of_many_attempts_shows_the_last_ones(runs: Path) -> None:
@@ -323,9 +323,9 @@ def test_a_sweep_has_its_points_parallel_coordinates_and_curves_together(runs: P
     read = Read(Path("sweep.html").read_text())
     assert not read.open
     assert "8 points over optim.lr and model" in read.words
-    assert "of point 6 (optim.lr=0.0024, model=small)" in read.words
+    assert "reached by point 6 (optim.lr=0.0024, model=small)" in read.words
     assert "Point 7 did not finish" in read.words
-    assert "The best point has the greatest optim.lr that was tried (0.0024)" in read.words
+    assert "The best point has the largest optim.lr that was tried (0.0024)" in read.words
     threads = [each for tag, each in read.elements if tag == "path" and "data-thread" in each]
     assert len(threads) == 8
     assert sum("best" in str(each["class"]) for each in threads) == 1

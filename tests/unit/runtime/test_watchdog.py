@@ -20,7 +20,7 @@ from slurmtrain.runtime.watchdog import evidence, monitor
 from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed, turn_s
 from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
 from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
-from slurmtrain.runtime.watchdog.report import NodeWitness, Witness, find_absent, look_at_node, page, sentence_of
+from slurmtrain.runtime.watchdog.report import HangReport, NodeHangReport, find_absent, look_at_node, page, sentence_of
 from slurmtrain.runtime.watchdog.watchdog import Watchdog
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process, redaction
@@ -213,8 +213,8 @@ def test_no_rank_hangs_as_long_as_another_one_may_be_at_work(
 NODES = {rank: f"n{rank}" for rank in range(4)}
 
 
-def witnesses(*ranks: int, **values: Any) -> dict[int, Witness]:
-    return {rank: Witness(beat(rank), **values) for rank in ranks}
+def reports(*ranks: int, **values: Any) -> dict[int, HangReport]:
+    return {rank: HangReport(beat(rank), **values) for rank in ranks}
 
 
 @pytest.mark.parametrize(
@@ -229,15 +229,15 @@ def witnesses(*ranks: int, **values: Any) -> dict[int, Witness]:
     ],
 )
 def test_a_silent_rank_is_named_with_the_state_of_its_process(state: str | None, said: str) -> None:
-    known = witnesses(0, 2, 3, mates={1: state} if state else {}, seen={1: beat(1)})
+    known = reports(0, 2, 3, local_states={1: state} if state else {}, seen={1: beat(1)})
     absent = find_absent(known, 4, NODES, {})
     assert sentence_of(absent, known, 4).startswith(f"rank 1 on n1 {said} in step 17, forward/backward")
     assert sentence_of(absent, known, 4).endswith("3 other ranks waited")
 
 
-def test_rank_0_that_was_stopped_with_the_store_is_named_by_its_mates() -> None:
-    known = witnesses(1, 2, 3, store_answers=False)
-    known[1] = replace(known[1], mates={0: "T"})
+def test_rank_0_that_was_stopped_with_the_store_is_named_by_the_ranks_of_its_node() -> None:
+    known = reports(1, 2, 3, store_answers=False)
+    known[1] = replace(known[1], local_states={0: "T"})
     assert sentence_of(find_absent(known, 4, NODES, {}), known, 4).startswith(
         "rank 0 on n0 was stopped (SIGSTOP) in step 17"
     )
@@ -245,15 +245,15 @@ def test_rank_0_that_was_stopped_with_the_store_is_named_by_its_mates() -> None:
 
 
 def test_a_silent_rank_whose_timer_has_written_its_stacks_holds_the_lock_in_that_function() -> None:
-    known = witnesses(0, 2, 3)
+    known = reports(0, 2, 3)
     (absent,) = find_absent(known, 4, NODES, {1: DUMP})
     assert absent.what == "is in a call that holds Python's interpreter lock"
     assert absent.where == "forward (model.py:12)"
 
 
 def test_the_rank_that_does_not_wait_is_the_one_that_did_not_come() -> None:
-    known = witnesses(0, 1, 2, 3)
-    known[2] = Witness(beat(2, waits=False, where="spin (model.py:3)"), stacks="File spin")
+    known = reports(0, 1, 2, 3)
+    known[2] = HangReport(beat(2, waits=False, where="spin (model.py:3)"), stacks="File spin")
     (absent,) = find_absent(known, 4, NODES, {})
     assert (
         absent.sentence
@@ -265,9 +265,9 @@ def test_the_rank_that_does_not_wait_is_the_one_that_did_not_come() -> None:
 
 
 def test_a_rank_that_waits_for_a_stopped_data_worker_says_so() -> None:
-    known = witnesses(0, 1)
+    known = reports(0, 1)
     worker = {"pid": 99, "state": "T", "wchan": None, "command": "python", "stacks": ""}
-    known[1] = Witness(beat(1, waits=False, phase="data"), workers=[worker])
+    known[1] = HangReport(beat(1, waits=False, phase="data"), workers=[worker])
     (absent,) = find_absent(known, 2, NODES, {})
     assert absent.sentence == ("rank 1 on n1 waits for data in step 17, data: its data worker 99 is stopped (SIGSTOP)")
 
@@ -277,13 +277,13 @@ def collective(number: int, state: str = "started") -> dict[str, Any]:
 
 
 def test_when_all_wait_the_one_that_has_begun_fewer_collectives_did_not_come() -> None:
-    known = {rank: Witness(beat(rank), collectives=collective(9)) for rank in (0, 1, 3)}
-    known[2] = Witness(beat(2), collectives=collective(8, "completed"))
+    known = {rank: HangReport(beat(rank), collectives=collective(9)) for rank in (0, 1, 3)}
+    known[2] = HangReport(beat(2), collectives=collective(8, "completed"))
     assert [absent.rank for absent in find_absent(known, 4, NODES, {})] == [2]
 
 
 def test_when_all_wait_in_the_same_collective_nobody_is_blamed() -> None:
-    known = {rank: Witness(beat(rank), collectives=collective(9)) for rank in range(4)}
+    known = {rank: HangReport(beat(rank), collectives=collective(9)) for rank in range(4)}
     assert find_absent(known, 4, NODES, {}) == []
     assert sentence_of([], known, 4) == "all 4 ranks wait for each other in step 17, and none comes"
     assert "gloo:all_reduce number 9, for 5 s" in page("s", [], known, 4)
@@ -294,12 +294,12 @@ def test_what_a_thousand_ranks_have_written_is_read_by_one_of_them(
 ) -> None:
     directory = AttemptDir(tmp_path)
     for rank in range(3):
-        Witness(beat(rank)).write(directory)
+        HangReport(beat(rank)).write(directory)
     read: list[Path] = []
-    monkeypatch.setattr(Witness, "read", staticmethod(read.append))
+    monkeypatch.setattr(HangReport, "read", staticmethod(read.append))
     watchdog = Watchdog.__new__(Watchdog)
     watchdog._environment, watchdog._heartbeats = Environment("slurm", world_size=3), None
-    assert (watchdog._wait_for_witnesses(directory), read) == ({0, 1, 2}, [])
+    assert (watchdog._wait_for_reports(directory), read) == ({0, 1, 2}, [])
     assert [pause_between_looks(size) for size in (1, 8, 1000)] == [0.1, 0.1, 5.0]
 
 
@@ -337,12 +337,12 @@ def test_a_node_whose_ranks_are_all_stopped_says_so_and_is_freed_of_them(tmp_pat
             watching.stdin.write(known.text().encode() + b"\n")
             os.kill(each.pid, signal.SIGSTOP)
         watching.stdin.flush()
-        known_by_others = {rank: Witness(beat(rank)) for rank in (0, 1)}
+        known_by_others = {rank: HangReport(beat(rank)) for rank in (0, 1)}
         known_by_others[0].write(directory)
         until = time.monotonic() + 20
         while not directory.hang_nodes() and time.monotonic() < until:
             time.sleep(0.05)
-        (node,) = filter(None, map(NodeWitness.read, directory.hang_nodes()))
+        (node,) = filter(None, map(NodeHangReport.read, directory.hang_nodes()))
         absent = find_absent(known_by_others, 4, NODES, {}, [node])
         said = "; ".join(f"rank {rank} on n1 was stopped (SIGSTOP) in step 17, forward/backward" for rank in (2, 3))
         assert sentence_of(absent, known_by_others, 4) == f"{said}; 2 other ranks waited"
@@ -409,8 +409,8 @@ def test_a_monitor_ends_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_a_file_system_names_the_call_of_the_kernel() -> None:
-    known = witnesses(0)
-    node = NodeWitness({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
+    known = reports(0)
+    node = NodeHangReport({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
     (absent,) = find_absent(known, 2, NODES, {}, [node])
     assert absent.what == "waits for a disk or file system (state D, in nfs_wait_bit_killable)"
 

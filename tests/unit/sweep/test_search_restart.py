@@ -32,7 +32,7 @@ from slurmtrain.sweep.optuna_search import OptunaSearch
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import composing, values_of
 from slurmtrain.sweep.search import result_of
-from slurmtrain.sweep.search_runs import Here, OnCluster
+from slurmtrain.sweep.search_runs import ClusterRuns, ProcessRuns
 from slurmtrain.sweep.trials import LogEvent, TrialLog, TrialState
 from tests.support.commands import FakeSlurm
 
@@ -110,14 +110,14 @@ def opened(base: Config) -> OpenSweep:
 
 @pytest.fixture
 def begin(base: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[BEGIN]:
-    """Give a function that makes a search in a sweep: of `Finishing` runs, unless the test patches `Here` itself."""
+    """Give a function that makes a search in a sweep: of `Finishing` runs, unless the test patches `ProcessRuns` itself."""
     runs: list[Finishing] = []
 
     def prune(run_dir: RunDir, client: object) -> bool:
         runs[-1].asked.append(run_dir.id)
         return True
 
-    def here(opened: OpenSweep, *, show: bool) -> Finishing:
+    def process_runs(opened: OpenSweep, *, show: bool) -> Finishing:
         runs.append(Finishing(opened))
         return runs[-1]
 
@@ -125,7 +125,7 @@ def begin(base: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[BEGIN]:
         lr = float(values_of(overrides)["optim.lr"])
         return dataclasses.replace(base, optim=dataclasses.replace(base.optim, lr=lr))
 
-    monkeypatch.setattr(optuna_search, "Here", here)
+    monkeypatch.setattr(optuna_search, "ProcessRuns", process_runs)
     monkeypatch.setattr(optuna_search, "ask_to_end", prune)
     monkeypatch.setattr(optuna_search, "checked", configured)
     with composing(PRIMARY) as composer:
@@ -216,7 +216,7 @@ def test_a_trial_that_was_started_is_not_checked_again(
 def test_a_trial_that_finished_without_a_result_was_not_tried_again(
     opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(optuna_search, "Here", Here)
+    monkeypatch.setattr(optuna_search, "ProcessRuns", ProcessRuns)
 
     def finish(runs: LocalRuns, run_dir: RunDir) -> None:
         run_dir.metrics_file.write_text(f'{{"step": 1, "valid_loss": {"NaN" if run_dir.id.endswith("1") else 1}}}\n')
@@ -237,7 +237,7 @@ def test_trials_of_one_run_that_was_tried_again_are_told_its_result_once_each(
     opened: OpenSweep, base: Config, begin: BEGIN, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two have failed; the sampler has chosen the same values again, and `sweep retry` has begun before that was noted."""
-    monkeypatch.setattr(optuna_search, "Here", Here)
+    monkeypatch.setattr(optuna_search, "ProcessRuns", ProcessRuns)
     line = ["optim.lr=choice(0.3)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
     same = dataclasses.replace(base, optim=dataclasses.replace(base.optim, lr=0.3))
     (run_dir,) = opened.add([Wanted({"optim.lr": "0.3"}, same)])
@@ -271,7 +271,7 @@ def test_trials_of_one_run_that_was_tried_again_are_told_its_result_once_each(
 def test_a_run_whose_directory_was_removed_is_a_failed_trial(
     opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optuna_search, "Here", Here)
+    monkeypatch.setattr(optuna_search, "ProcessRuns", ProcessRuns)
 
     def removed(runs: LocalRuns, run_dir: RunDir) -> None:  # its process then ends somehow
         if run_dir.id.endswith("-0001"):
@@ -307,7 +307,7 @@ def test_a_removed_run_of_a_cluster_holds_nothing_up(
         for lr in (1, 2)
     ]
     gone, left = opened.add(points)
-    with OnCluster(opened) as runs:
+    with ClusterRuns(opened) as runs:
         shutil.rmtree(gone.path)
         assert runs.start([gone, left]).submitted == ["4711"] and left.info()["job_ids"] == ["4711"]
         ((run_dir, now),) = runs.ended(False)
@@ -361,7 +361,7 @@ def test_a_local_run_goes_on_when_the_processes_of_a_killed_search_have_left(
     monkeypatch.setattr(local, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setattr(search_runs, "states", states)
-    with Here(opened, show=False) as runs:
+    with ProcessRuns(opened, show=False) as runs:
         runs.start([run_dir])
         assert begun == []
         ((ended, now),) = runs.ended(False)

@@ -18,8 +18,8 @@ from slurmtrain.sweep.optuna_study import Study
 from slurmtrain.sweep.points import composing
 from slurmtrain.sweep.trials import (
     LogEvent,
-    Spent,
     Trial,
+    TrialCost,
     TrialLog,
     TrialState,
     best_of,
@@ -71,9 +71,9 @@ def test_a_run_that_had_finished_before_it_was_stopped_counts_with_its_result() 
 
 
 def test_pruning_has_saved_the_steps_that_were_not_done_at_the_pace_that_there_was() -> None:
-    spent = Spent(gpus=8, held_s=4000, trained_s=3600)
+    spent = TrialCost(gpus=8, held_s=4000, trained_s=3600)
     pruned = Trial(0, (), state=TrialState.PRUNED, steps=100, steps_planned=1000, spent=spent)
-    program = Trial(1, (), state=TrialState.PRUNED, steps=100, spent=Spent(held_s=3600, trained_s=1800))
+    program = Trial(1, (), state=TrialState.PRUNED, steps=100, spent=TrialCost(held_s=3600, trained_s=1800))
     complete = [Trial(n, (), state=TrialState.COMPLETE, value=n, steps=n * 100, spent=spent) for n in (2, 3, 7)]
     rows = table([pruned, program, *complete])
     assert rows[0].saved_h == pytest.approx(8 * 9) and rows[0].held_h == pytest.approx(8 * 4000 / 3600)

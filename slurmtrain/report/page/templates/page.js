@@ -369,10 +369,10 @@
           const again = held && document.getElementById(held);
           if (again) again.querySelector(".plot").focus({ preventScroll: true });
           said.textContent = `Refreshed at ${new Date().toLocaleTimeString()}.`;
-          if (!next.querySelector('meta[name="slurmtrain-refresh-s"]')) { said.textContent = "The run has ended: this page does not change any more."; return; }
+          if (!next.querySelector('meta[name="slurmtrain-refresh-s"]')) { said.textContent = "The run has ended, so this page no longer changes."; return; }
         } else if (answer.status !== 304) said.textContent = `The server answered with ${answer.status}.`;
       } catch (error) {
-        said.textContent = "The server does not answer: the page is as it was then.";
+        said.textContent = "The server does not answer, so the page is no longer updated.";
       }
       setTimeout(ask, every);
     };

@@ -18,7 +18,7 @@ HASH = "data_hash"  # a digest of the samples so far
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first step at which both logs have a value of this name, and different ones."""
 
     step: int
@@ -28,13 +28,13 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Sameness:
+class RunComparison:
     """The comparison of a run that was stopped and resumed, b, with an undisturbed one, a.
 
     Attributes:
         steps: steps that both have logged, with at least one common name.
         names: names of the values that were compared.
-        parting: the first difference in what they have logged, the most telling one of its step.
+        divergence: the first difference in what they have logged, the most telling one of its step.
         relative: the largest relative difference between two numbers; infinite for one that only one has, such as NaN.
         checkpoint: step of the checkpoint that was compared; None if there is none.
         tensors: the tensors that differ in it, in the order of their names.
@@ -44,7 +44,7 @@ class Sameness:
 
     steps: Sequence[int] = ()
     names: Sequence[str] = ()
-    parting: Parting | None = None
+    divergence: Divergence | None = None
     relative: float = 0.0
     checkpoint: int | None = None
     tensors: Sequence[TensorDifference] = ()
@@ -59,7 +59,7 @@ class Sameness:
     @property
     def same_bits(self) -> bool:
         """Whether nothing differs in what was compared."""
-        return self.anything_compared and self.parting is None and not self.tensors and not self.state
+        return self.anything_compared and self.divergence is None and not self.tensors and not self.state
 
     @property
     def largest(self) -> float:
@@ -68,13 +68,13 @@ class Sameness:
 
     def within(self, tolerance: float) -> bool:
         """Return whether all numbers are equal up to a relative difference."""
-        telling = self.parting is not None and isinstance(self.parting.a, str)
+        telling = self.divergence is not None and isinstance(self.divergence.a, str)
         return self.anything_compared and not self.state and not telling and self.largest <= tolerance
 
 
-def compare_logs(a: Log, b: Log) -> Sameness:
+def compare_logs(a: Log, b: Log) -> RunComparison:
     """Compare what two runs have logged. Values that measure the machine are left out."""
-    parting, largest, steps, names = None, 0.0, [], set()
+    divergence, largest, steps, names = None, 0.0, [], set()
     for step in sorted(a.keys() & b.keys()):
         common = [name for name in a[step] if name in b[step] and not is_measured(name) and not is_detail(name)]
         if not common:
@@ -85,9 +85,9 @@ def compare_logs(a: Log, b: Log) -> Sameness:
             one, other = a[step][name], b[step][name]
             if _equal(one, other):
                 continue
-            parting = parting or Parting(step, name, one, other)
+            divergence = divergence or Divergence(step, name, one, other)
             largest = max(largest, _relative(one, other))
-    return Sameness(tuple(steps), tuple(sorted(names)), parting, largest)
+    return RunComparison(tuple(steps), tuple(sorted(names)), divergence, largest)
 
 
 def _how_telling(name: str) -> tuple[int, str]:
@@ -110,8 +110,8 @@ def _relative(a: float | str, b: float | str) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def describe(found: Sameness, tolerance: float = TOLERANCE) -> str:
-    """Say in words how far the two are the same: "the same bits", "equal to 3e-8 relative", or where they part."""
+def describe(found: RunComparison, tolerance: float = TOLERANCE) -> str:
+    """Say in words how far the two are the same: "the same bits", "equal to 3e-8 relative", or where they diverge."""
     if not found.anything_compared:
         return "nothing could be compared" + (f": {found.left}" if found.left else "")
     what = _what(found)
@@ -120,8 +120,8 @@ def describe(found: Sameness, tolerance: float = TOLERANCE) -> str:
     if found.within(tolerance):
         return f"equal to {found.largest:.0e} relative ({what})"
     parts = []
-    if found.parting is not None:
-        parts.append(f"parts at step {found.parting.step}: {_values(found.parting)}")
+    if found.divergence is not None:
+        parts.append(f"diverges at step {found.divergence.step}: {_values(found.divergence)}")
     if found.tensors:
         first, others = found.tensors[0], len(found.tensors) - 1
         more = f" ({first.described()}), and {others} more" if others else f" ({first.described()})"
@@ -131,23 +131,23 @@ def describe(found: Sameness, tolerance: float = TOLERANCE) -> str:
     return "; ".join(parts)
 
 
-def _what(found: Sameness) -> str:
+def _what(found: RunComparison) -> str:
     steps = f"{len(found.steps)} logged steps" if found.steps else ""
     saved = f"every tensor of the checkpoint of step {found.checkpoint}" if found.checkpoint is not None else ""
     return ", ".join(filter(None, (steps, saved, found.left)))
 
 
-def _values(parting: Parting) -> str:
-    if parting.name == HASH:
+def _values(divergence: Divergence) -> str:
+    if divergence.name == HASH:
         return "they have seen other samples"
-    a, b = parting.a, parting.b
+    a, b = divergence.a, divergence.b
     if isinstance(a, str) or isinstance(b, str):
-        return f"{parting.name} {a} and {b}"
+        return f"{divergence.name} {a} and {b}"
     digits = next((digits for digits in range(3, 17) if f"{a:.{digits}g}" != f"{b:.{digits}g}"), 17)
-    return f"{parting.name} {a:.{digits}g} and {b:.{digits}g}"
+    return f"{divergence.name} {a:.{digits}g} and {b:.{digits}g}"
 
 
-def likely_causes(found: Sameness, stopped_at: int | None, tolerance: float = TOLERANCE) -> list[str]:
+def likely_causes(found: RunComparison, stopped_at: int | None, tolerance: float = TOLERANCE) -> list[str]:
     """Return what is likely wrong, the likeliest first; nothing if nothing is.
 
     Args:
@@ -155,19 +155,19 @@ def likely_causes(found: Sameness, stopped_at: int | None, tolerance: float = TO
     """
     if not found.anything_compared or found.same_bits or found.within(tolerance):
         return []
-    parting = found.parting
-    if parting is not None and stopped_at is not None and parting.step <= stopped_at:
+    divergence = found.divergence
+    if divergence is not None and stopped_at is not None and divergence.step <= stopped_at:
         return [
-            f"they part before the stop (after step {stopped_at}), so two undisturbed runs differ, too: seed everything, "
+            f"they diverge before the stop (after step {stopped_at}), so two undisturbed runs differ, too: seed everything, "
             "and use deterministic kernels (torch.use_deterministic_algorithms) to compare more than this"
         ]
-    if parting is not None and parting.name == HASH:
+    if divergence is not None and divergence.name == HASH:
         return ["the order of the data is not restored: the resumed part begins with other samples"]
-    if parting is not None and parting.name == "lr":
+    if divergence is not None and divergence.name == "lr":
         return ["the learning-rate schedule is not saved, or not restored: save its state_dict beside the optimiser's"]
     causes = []
-    first = stopped_at is not None and parting is not None and parting.step == stopped_at + 1
-    if parting is not None and (first or stopped_at is None):
+    first = stopped_at is not None and divergence is not None and divergence.step == stopped_at + 1
+    if divergence is not None and (first or stopped_at is None):
         causes += [
             "the order of the data is not restored: save how many samples have been seen, or the sampler's and the "
             "loader's state, and continue there",
@@ -175,19 +175,19 @@ def likely_causes(found: Sameness, stopped_at: int | None, tolerance: float = TO
             "of every rank, and those of random and numpy",
             "the weights are not those of the checkpoint: an older one was loaded, or into a copy of the model",
         ]
-    elif parting is not None:
+    elif divergence is not None:
         causes += [
             "the optimiser's state is not restored: with the weights alone the first step is right, and the next is not",
             "the learning-rate schedule is not saved, or begins anew",
             "the order of the data is restored to the wrong place: it was read ahead by the loader's workers, for instance",
         ]
     names = " ".join(each.name.lower() for each in found.tensors)
-    if parting is None and ("rng" in names or "random" in names):
+    if divergence is None and ("rng" in names or "random" in names):
         causes.append("random state is not restored: it shows as soon as something draws from it (dropout, shuffling)")
-    if parting is None and "optim" in names:
+    if divergence is None and "optim" in names:
         causes.append("the optimiser's state is not restored, or the schedule of its learning rate")
-    if parting is None and any("random" in name for name in found.state):
+    if divergence is None and any("random" in name for name in found.state):
         causes.append("random state is not restored: it shows as soon as something draws from it (dropout, shuffling)")
-    elif parting is None and found.state:
+    elif divergence is None and found.state:
         causes.append("counters or schedules are not restored, though nothing that was logged shows it yet")
     return causes
