@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.config import secrets
-from slurmtrain.config.validate import NAME
+from slurmtrain.config.checks.job import NAME
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.runs.code_record import CodeRecord, read_code_record, words_for_changes
 from slurmtrain.runs.environment_record import newest_environment

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain import __version__
 from slurmtrain.choices import ContainerKind, JobKind, RequeueMode
+from slurmtrain.config.checks.sbatch import SBATCH_OPTIONS
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
-from slurmtrain.config.validate import SBATCH_OPTIONS
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.launch.arrays import array_option
 from slurmtrain.launch.import_paths import pythonpath_folders

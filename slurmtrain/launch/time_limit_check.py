@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.config.checks.cluster import SLURM_EARLY_S
 from slurmtrain.config.compose import config_hash
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.config.validate import SLURM_EARLY_S
 from slurmtrain.errors import ConfigError, UnreadableRecordError
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.events import Event

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
+from slurmtrain.config.checks.job import NAME
 from slurmtrain.config.compose import compose
 from slurmtrain.config.hydra_state import apart
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import NAME, validate
+from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
