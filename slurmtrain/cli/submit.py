@@ -22,7 +22,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.submitting import check, starting_after, submit_run, submit_to_choices, warn_of_memory
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
-from slurmtrain.launch.script import Line
+from slurmtrain.launch.script_parts import Line
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import PLACEHOLDER_ID, dry_run, explained, preparing, slurm_conf_of
 from slurmtrain.runs import lookup

@@ -27,10 +27,11 @@ from slurmtrain.earlier_names import is_our_decoder, name_of_today
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
+from slurmtrain.launch.directives import without_past
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import render_script, without_past
+from slurmtrain.launch.script import render_script
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import code_facts, job_paths, own_checkpoints_of, steps_of
 from slurmtrain.planner.fit import check_fits

@@ -21,8 +21,9 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import changes
 from slurmtrain.launch.change_rules import describe
+from slurmtrain.launch.directives import directive
 from slurmtrain.launch.resubmit import waiting_for
-from slurmtrain.launch.script import directive, render_script
+from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, submit_existing_script
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.launch.directives import directive
 from slurmtrain.launch.node_exclusion import leave_out
-from slurmtrain.launch.script import directive
 from slurmtrain.launch.submit import note, submit_existing_script
 from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts

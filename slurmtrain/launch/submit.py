@@ -18,10 +18,12 @@ from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch import node_exclusion
+from slurmtrain.launch.directives import without_past
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import JobPaths, Line, explain_script, render_script, without_past
+from slurmtrain.launch.script import explain_script, render_script
+from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit_once import NotSubmittedError, comment_option, export_option, sbatch, submit_exactly_once
 from slurmtrain.runs.create import create_run_dir

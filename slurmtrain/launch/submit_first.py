@@ -21,7 +21,8 @@ from slurmtrain.errors import ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch import node_exclusion
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import NotSubmittedError, export_option, submit_exactly_once

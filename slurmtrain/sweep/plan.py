@@ -19,7 +19,8 @@ from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.dependencies import waiting_for_runs
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir

@@ -13,7 +13,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.launched_program import as_started
-from slurmtrain.launch.script import srun_node_options
+from slurmtrain.launch.srun import srun_node_options
 from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Reason, Verdict

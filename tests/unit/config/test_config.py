@@ -19,7 +19,8 @@ from slurmtrain.config.compose import compose, config_groups, config_hash, freez
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
-from slurmtrain.launch.script import JobPaths, sbatch_directives
+from slurmtrain.launch.directives import sbatch_directives
+from slurmtrain.launch.script_parts import JobPaths
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"

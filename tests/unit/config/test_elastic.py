@@ -18,7 +18,8 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
-from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.planner.fit import check_fits
 
 BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])

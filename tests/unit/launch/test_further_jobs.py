@@ -16,7 +16,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch import resubmit
 from slurmtrain.launch.dependencies import starting_after, with_dependency
-from slurmtrain.launch.script import directive, without_past
+from slurmtrain.launch.directives import directive, without_past
 from slurmtrain.launch.submit import submit
 from slurmtrain.report.status import state
 from slurmtrain.runs import attempts, chain

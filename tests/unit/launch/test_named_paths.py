@@ -12,9 +12,9 @@ import yaml
 
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.launch.directives import directive
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import directive
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import submit_existing_script
 from slurmtrain.runs import lookup

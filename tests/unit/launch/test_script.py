@@ -29,15 +29,10 @@ from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, StageConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.script import (
-    JobPaths,
-    Line,
-    explain_script,
-    render_script,
-    sbatch_directives,
-    setup_lines,
-    srun_words,
-)
+from slurmtrain.launch.directives import sbatch_directives
+from slurmtrain.launch.script import explain_script, render_script, setup_lines
+from slurmtrain.launch.script_parts import JobPaths, Line
+from slurmtrain.launch.srun import srun_words
 from slurmtrain.launch.submit import preparing, submit, submit_existing_script
 from slurmtrain.report.status import state
 from slurmtrain.resources import shipped
