@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from slurmtrain.report.progress import roughly
-from slurmtrain.report.status import WAITING, RunState
+from slurmtrain.report.status.state import WAITING, RunState
 
 GAP = 3  # between two columns
 LONGEST_RULE = 120  # in a file or pipe, where the longest sentence is one line

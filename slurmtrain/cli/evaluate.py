@@ -16,7 +16,7 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_evaluation
 from slurmtrain.launch.local import run_local
-from slurmtrain.report.status import state
+from slurmtrain.report.status.look import state
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
 

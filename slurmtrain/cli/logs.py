@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.report.rank_logs import Tail, attempt_number, log_file
-from slurmtrain.report.status import WAITING, RunStatus, is_over, state
+from slurmtrain.report.status.look import is_over, state
+from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Verdict, exit_code_of_run

@@ -19,7 +19,7 @@ from slurmtrain.errors import EXIT_REQUEUE, UsageError
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.planner.fit import check_fits, share_of_gpu
-from slurmtrain.report.status import RunStatus
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep import folder as sweeps

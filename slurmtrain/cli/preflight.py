@@ -19,7 +19,7 @@ from slurmtrain.control.submitting import check, submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.preflight import PreflightRecord, read_preflight
-from slurmtrain.report.status import state
+from slurmtrain.report.status.look import state
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import printable

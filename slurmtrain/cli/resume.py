@@ -9,7 +9,8 @@ from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.run_control import CHANGES_HELP, open_run, parser_of, say, split_overrides
 from slurmtrain.control.access import claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.status import RunState, RunStatus, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.attempts import reopen
 from slurmtrain.runs.events import Event

@@ -20,7 +20,7 @@ from slurmtrain.errors import EXIT_REQUEUE, UnreadableRecordError, UsageError
 from slurmtrain.planner.scaling import WORTH_IT, Doubling
 from slurmtrain.report.scaling import ScalingTest, bars, scaling_test
 from slurmtrain.report.scaling_plot import draw
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.step_times import StepTimes, read_step_times
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import folder as sweeps

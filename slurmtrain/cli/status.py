@@ -29,7 +29,8 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput import goodput_of
 from slurmtrain.report.preflight import in_words, read_preflight
-from slurmtrain.report.status import WAITING, RunState, RunStatus, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints, trouble_of_ranks
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt

@@ -29,7 +29,7 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
 from slurmtrain.report.progress import eta_of_all, lowest, roughly
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmtrain.choices import Backend
 from slurmtrain.errors import ClusterError
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

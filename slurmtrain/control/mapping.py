@@ -32,7 +32,7 @@ from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.submit_once import RefusedError
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir

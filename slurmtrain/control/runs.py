@@ -30,7 +30,8 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.rank_logs import Tail, attempt_number, last_lines, log_file
-from slurmtrain.report.status import RunState, RunStatus, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import Attempt
@@ -77,7 +78,7 @@ class Status:
 
     @classmethod
     def of(cls, now: RunState) -> Status:
-        """Return what `report.status` knows of a run."""
+        """Return what `report.status.look` knows of a run."""
         progress = now.progress
         return cls(
             now.status,

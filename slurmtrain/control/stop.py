@@ -12,7 +12,9 @@ from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.control.access import claim_folder, claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.local import signal_rank_0
-from slurmtrain.report.status import WAITING, RunState, RunStatus, process_lives, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.record import process_lives
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event

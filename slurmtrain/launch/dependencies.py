@@ -9,7 +9,8 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.submit import slurm_conf_of
-from slurmtrain.report.status import RunState, RunStatus, is_over, state, states
+from slurmtrain.report.status.look import is_over, state, states
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import free_dependents

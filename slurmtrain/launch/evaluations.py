@@ -30,7 +30,7 @@ from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
-from slurmtrain.report.status import states
+from slurmtrain.report.status.look import states
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction

@@ -18,7 +18,8 @@ from slurmtrain.choices import Choice
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report import goodput
 from slurmtrain.report.goodput import HOLDS_NO_GPUS, Goodput, History, Sums
-from slurmtrain.report.status import RunStatus, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir

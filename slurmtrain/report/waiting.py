@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from slurmtrain.errors import WaitTimeoutError
-from slurmtrain.report.status import RunState, is_over, states
+from slurmtrain.report.status.look import is_over, states
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.run_dir import RunDir
 
 LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended

@@ -15,7 +15,8 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status import RunState, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunState
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.run_dir import RunDir

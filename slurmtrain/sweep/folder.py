@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
-from slurmtrain.report.status import RunState, RunStatus, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir

@@ -35,7 +35,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import RESULT

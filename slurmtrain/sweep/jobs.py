@@ -29,7 +29,8 @@ from slurmtrain.launch.submit_once import (
     export_option,
     submit_exactly_once,
 )
-from slurmtrain.report.status import RunStatus, is_over
+from slurmtrain.report.status.look import is_over
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import attempts, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX

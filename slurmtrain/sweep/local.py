@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.report.status import RunStatus, is_over, states
+from slurmtrain.report.status.look import is_over, states
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.system.file_claims import Owner, claimed

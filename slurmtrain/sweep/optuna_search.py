@@ -16,7 +16,8 @@ from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.report.goodput import Cause, goodput_of
-from slurmtrain.report.status import RunState, RunStatus, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.adaptive import OpenSweep, Wanted
 from slurmtrain.sweep.jobs import Submission, check_submitted

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.collect import is_scalar
-from slurmtrain.report.status import WAITING, RunStatus, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction

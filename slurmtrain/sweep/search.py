@@ -25,7 +25,7 @@ from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.report import collect
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.adaptive import OpenSweep, Wanted
 from slurmtrain.sweep.hydra_launcher import without_hydra

@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from slurmtrain.report.status import RunState, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunState
 from slurmtrain.report.waiting import EndWatch
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.adaptive import OpenSweep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.arrays import limits_of
-from slurmtrain.report.status import RunStatus
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.folder import states_of

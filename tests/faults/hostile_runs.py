@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from slurmtrain.cli import main
-from slurmtrain.report import status
+from slurmtrain.report.status import queue
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
@@ -266,8 +266,8 @@ def answers(words: list[str]) -> str | None:
 def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | None]]:
     """Mutate a run in each of these ways, in turn, and read it with every verb: what was done, and what was wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    status.CONFIRM_EVERY_S = 0.0
-    status._queue = lambda owner, job_ids: status._Queue()  # SLURM has forgotten all jobs
+    queue.CONFIRM_EVERY_S = 0.0
+    queue._queue = lambda owner, job_ids: queue.Queue()  # SLURM has forgotten all jobs
     os.environ["SLURMTRAIN_RUNS"] = str(directory / "runs")
     healthy = directory / "healthy"
     write_runs(healthy)

@@ -16,7 +16,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.status import is_over
+from slurmtrain.report.status.look import is_over
 from slurmtrain.runs import lookup
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.sandbox.directory import claim_directory

@@ -8,7 +8,8 @@ import time
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json, run_object
 from slurmtrain.cli.status import runs_or_refuse, say_doubts
-from slurmtrain.report.status import RunStatus, states
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.system import files
 

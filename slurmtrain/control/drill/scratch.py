@@ -21,7 +21,8 @@ from slurmtrain.control import background, stop
 from slurmtrain.errors import SlurmtrainError, UnreadableRecordError
 from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.submit import interrupted, submit
-from slurmtrain.report.status import RunState, is_over, states
+from slurmtrain.report.status.look import is_over, states
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient

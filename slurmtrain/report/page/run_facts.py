@@ -15,7 +15,8 @@ from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.compare import MISSING, config_differences
 from slurmtrain.report.goodput import Goodput, goodput_of
 from slurmtrain.report.page.series import Series, series_of
-from slurmtrain.report.status import RunState, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.gpu_use import NodeGpus, read_gpu_use

@@ -15,7 +15,7 @@ from slurmtrain.report.page.contents import Grid, Page, Section, ShareBar, Tile,
 from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.series import Series, common_steps, trailing_mean
 from slurmtrain.report.page.timeline import MOST_ROWS, timeline_of
-from slurmtrain.report.status import RunStatus
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.report.trouble import SlowRanks, slow_ranks
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.code_record import words_for_changes

@@ -13,7 +13,7 @@ from slurmtrain.report.page import units
 from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.series import Series, common_steps
 from slurmtrain.report.progress import at_about
-from slurmtrain.report.status import WAITING, RunStatus
+from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event

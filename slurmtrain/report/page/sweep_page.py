@@ -19,7 +19,7 @@ from slurmtrain.report.page.charts import Chart, Coordinate, Curve, Parallel, Sc
 from slurmtrain.report.page.contents import Page, Section, Tile, grid
 from slurmtrain.report.page.scales import Scale, scale_of, spread, ticks
 from slurmtrain.report.page.series import LARGEST, Series, series_of
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 
 MOST_CURVES = 40  # of one chart; more are not told apart

@@ -254,7 +254,7 @@ runpy.run_module("slurmtrain", run_name="__main__", alter_sys=True)
         (["--help"], "slurmtrain.config.schema"),
         (["--help"], "slurmtrain.cli.help"),
         (["--help"], "exit"),
-        (["status"], "slurmtrain.report.status"),
+        (["status"], "slurmtrain.report.status.look"),
         (["submit", "--dry-run"], "jinja2"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

@@ -16,7 +16,7 @@ from slurmtrain.control import mapping
 from slurmtrain.control.mapping import MapRun
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UsageError
 from slurmtrain.launch.submit_once import RefusedError
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import attempts
 from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE

@@ -30,7 +30,8 @@ from slurmtrain.errors import (
     WaitTimeoutError,
 )
 from slurmtrain.observe import MetricsLog
-from slurmtrain.report import status
+from slurmtrain.report.status import look, queue
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.outcome import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import FakeSlurm
@@ -149,7 +150,7 @@ def test_wait_ends_in_time_without_asking_slurm_again_and_again(
     with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
         slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
     assert isinstance(raised.value, WaitTimeoutError)
-    assert (fake_slurm.directory / "asked").read_text().count("asked") <= status.CONFIRMATIONS
+    assert (fake_slurm.directory / "asked").read_text().count("asked") <= queue.CONFIRMATIONS
 
 
 def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
@@ -162,7 +163,7 @@ def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
 
 def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:
     run = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
-    now = status.state(RunDir(run.path))
+    now = look.state(RunDir(run.path))
     as_json = json.loads(json.dumps(run_object(RunDir(run.path), now)))
     for name in Status.__dataclass_fields__:
         if name != "attempts":
@@ -172,7 +173,7 @@ def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> No
 
 def test_every_state_is_in_the_description_of_the_json() -> None:
     described = str(run_object.__doc__) + str(point_object.__doc__)
-    assert [word for word in status.RunStatus if word not in described] == []
+    assert [word for word in RunStatus if word not in described] == []
 
 
 def test_metrics_have_each_step_once_whatever_was_done_again(project: Path) -> None:

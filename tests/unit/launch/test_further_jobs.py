@@ -18,7 +18,7 @@ from slurmtrain.launch import resubmit
 from slurmtrain.launch.dependencies import starting_after, with_dependency
 from slurmtrain.launch.directives import directive, without_past
 from slurmtrain.launch.submit import submit
-from slurmtrain.report.status import state
+from slurmtrain.report.status.look import state
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt, write_request
 from slurmtrain.runs.events import Event

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.report import status as state_module
+from slurmtrain.report.status import look, queue
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -36,7 +36,7 @@ Out = pytest.CaptureFixture[str]
 @pytest.fixture
 def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A queue of jobs that sbatch adds to, with the comment that it is told, from 101 on, and that scancel notes down."""
-    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
     fake_slurm.command(
         "sbatch",
         'case "$*" in *--test-only*) exit 0;; esac\n'
@@ -196,7 +196,7 @@ def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_i
     old, new = make(*ids), make("2")
     failed(old, ids[-1])
     in_queue(slurm, f"2 RUNNING slurmtrain:{new.id}:s0")
-    assert state_module.state(old).status == "failed" and state_module.state(new).alive
+    assert look.state(old).status == "failed" and look.state(new).alive
     assert main(["cancel", old.id]) == 0
     assert cancelled(slurm) == []
     assert main(["resume", old.id]) == 0
@@ -208,7 +208,7 @@ def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_i
 def test_a_run_that_waited_is_gone_when_another_runs_job_has_its_id(make: Make, slurm: FakeSlurm) -> None:
     old = make("2")
     in_queue(slurm, "2 PENDING slurmtrain:20261122-000000-00000:s0")
-    assert state_module.state(old).status == "lost"
+    assert look.state(old).status == "lost"
     assert main(["cancel", old.id]) == 0
     assert cancelled(slurm) == []
 

@@ -34,7 +34,7 @@ from slurmtrain.launch.script import explain_script, render_script, setup_lines
 from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.launch.srun import srun_words
 from slurmtrain.launch.submit import preparing, submit, submit_existing_script
-from slurmtrain.report.status import state
+from slurmtrain.report.status.look import state
 from slurmtrain.resources import shipped
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.versions import Version

@@ -19,7 +19,7 @@ from slurmtrain.cli.columns import PROGRESS, table_lines
 from slurmtrain.cli.sweep import _headline
 from slurmtrain.cli.watch import View, pause_s, watch
 from slurmtrain.report.progress import Lowest, Progress, at_about, eta_of_all, lowest, read_progress, roughly
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.pending_reasons import in_words, is_held

@@ -18,8 +18,10 @@ import pytest
 from slurmtrain.cli import logs, main
 from slurmtrain.control import stop as stop_module
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
-from slurmtrain.report import status as state_module
-from slurmtrain.report.status import RunState, is_over, state, states
+from slurmtrain.report.status import queue as status_queue
+from slurmtrain.report.status import sentences
+from slurmtrain.report.status.look import is_over, state, states
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt, write_request
 from slurmtrain.runs.outcome import RunAction, Verdict
@@ -44,7 +46,7 @@ def make(project: Path) -> Callable[..., RunDir]:
 @pytest.fixture
 def queue(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, tuple[str, str]]], None]:
     """Lets squeue answer with these jobs. It, scancel and scontrol note down what they were asked."""
-    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(status_queue, "CONFIRM_EVERY_S", 0.0)
     for name in ("scancel", "scontrol"):
         fake_slurm.command(name, f'echo "{name} $*" >>"$here/asked"')
 
@@ -89,7 +91,7 @@ def said(now: RunState) -> tuple[str, bool]:
 def test_the_job_of_somebody_else_is_looked_for_among_that_persons(
     make: Callable[..., RunDir], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(status_queue, "CONFIRM_EVERY_S", 0.0)
     theirs, mine = make(JOB), make("4712")
     theirs.update_info(user="somebody")
     fake_slurm.command(
@@ -578,7 +580,7 @@ def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(
     assert f"`cancel {run.id}` there" in said_to_user and "is gone for good" in said_to_user
     assert killed == []
     (run.attempt(1).path / "attempt.json").unlink()  # the way out that was named
-    monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
+    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
     assert said(state(run)) == ("lost", False)
 
 
@@ -603,7 +605,7 @@ def test_a_local_run_between_two_attempts_is_starting(make: Make, monkeypatch: p
     assert said(state(run)) == ("starting", True)
     monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.0)
     assert main(["preempt", run.id]) == main(["cancel", run.id]) == 1
-    monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
+    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
     assert said(state(run)) == ("lost", False)
 
 

@@ -15,7 +15,7 @@ from slurmtrain.cli import main
 from slurmtrain.cli.columns import table_lines
 from slurmtrain.cli.usage import moment_of, table_of
 from slurmtrain.errors import UsageError
-from slurmtrain.report import status
+from slurmtrain.report.status import queue
 from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
@@ -32,7 +32,7 @@ HELD = 5210 - 635 - 3200  # seconds, of the interrupted run
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm) -> Path:
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(status, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
     fake_slurm.command("sacct", 'echo "sacct: error: Slurm accounting storage is disabled" >&2; exit 1')
     return tmp_path / "runs"
 

@@ -21,8 +21,8 @@ from slurmtrain.launch import node_exclusion, submit_first
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_first import write_choices
 from slurmtrain.launch.submit_once import submit_exactly_once
-from slurmtrain.report import status as status_module
-from slurmtrain.report.status import state
+from slurmtrain.report.status import look, queue
+from slurmtrain.report.status.look import state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.choices import (
@@ -81,7 +81,7 @@ class Slurm:
 @pytest.fixture
 def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """sbatch gives the ids 1, 2, ...; squeue shows them, waiting, until they are cancelled."""
-    monkeypatch.setattr(status_module, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
     fake_slurm.command(
         "sbatch",
         'n=$(($(ls "$here" | grep -c "^script-") + 1)); cp "${!#}" "$here/script-$n"\n'
@@ -628,7 +628,7 @@ def test_records_of_choices_that_somebody_else_wrote_are_not_followed(run: RunDi
 
 
 def states_of(run: RunDir) -> str:
-    return str(status_module.states([run])[run.id].status)
+    return str(look.states([run])[run.id].status)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
-from slurmtrain.report import status
+from slurmtrain.report.status import look, queue
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
@@ -86,7 +86,7 @@ def mine(shared: Path) -> RunDir:
 @pytest.fixture
 def asked(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Which slurm.conf the commands of SLURM were run with, one line a command."""
-    monkeypatch.setattr(status, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
     for name in ("squeue", "scontrol", "scancel", "sbatch"):
         fake_slurm.command(name, f'echo "{name} ${{SLURM_CONF:-none}}" >>"$here/asked"')
     path = fake_slurm.directory / "asked"
@@ -233,7 +233,7 @@ def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(attempts, "newest_committed_step", closed)
-    now = status.states([mine])[mine.id]
+    now = look.states([mine])[mine.id]
     assert now.status == "lost" and now.step is None
 
 

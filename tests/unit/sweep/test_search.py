@@ -21,7 +21,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import Verdict

@@ -19,7 +19,7 @@ from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.progress import Progress
-from slurmtrain.report.status import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir

@@ -1,0 +1,200 @@
+"""The facts in a run's own files, read once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurmtrain.choices import Backend
+from slurmtrain.errors import ClusterError, UnavailableRecordError
+from slurmtrain.runs import attempts, choices
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.chain import links
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.ownership import check_parts
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.system import process
+from slurmtrain.system.records import is_job_id
+
+USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
+
+
+class Owner(NamedTuple):
+    """The cluster and the user to ask SLURM about.
+
+    Attributes:
+        slurm_conf: path of the cluster's slurm.conf; None: the machine's own.
+        user: the user who submitted, if that is somebody else.
+    """
+
+    slurm_conf: str | None
+    user: str | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The facts in a run's own files, read once.
+
+    Attributes:
+        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM. In a chain, the
+            job whose turn it is.
+        chain: the jobs of the chain, if the latest job belongs to one.
+        following: jobs of the chain that wait for the latest job.
+        owner: the user and cluster to ask SLURM about it.
+        distrust: why that cluster's slurm.conf is not used; None if it is.
+    """
+
+    run_dir: RunDir
+    info: dict[str, Any]
+    attempts: list[Attempt]
+    job_id: str | None
+    chain: list[str]
+    owner: Owner
+    following: tuple[str, ...] = ()
+    distrust: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.run_dir.id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was submitted to several choices, and no job has taken it yet."""
+        return self.job_id is None and not self.attempts and not self.local and choices.is_open(self.run_dir)
+
+    @property
+    def local(self) -> bool:
+        return bool(self.info["backend"] == Backend.LOCAL)
+
+    @property
+    def last(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def possible_jobs(self) -> list[str]:
+        """The jobs of which one should be in the queue, if the run has not ended."""
+        return self.chain or ([self.job_id] if self.job_id is not None else [])
+
+    @property
+    def own_job(self) -> bool:
+        """Whether it was submitted as this job, or its script was passed to sbatch: only that makes such a log."""
+        return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.info.get("packed"))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the last attempt belongs to the latest job, or to one that it continues, rather than to an earlier one."""
+        if self.last is None or self.job_id is None:
+            return self.last is not None
+        if self.chain:
+            return self.last.number > int(self.info.get("chain_after") or 0)
+        if self.last.verdict == Verdict.RESUBMIT:
+            return True
+        if self.last.job_id is not None:
+            return self.last.job_id == self.job_id
+        # Rank 0 never recorded the job, so the evidence is whether the job's script has run at all.
+        return self.info["job_ids"] in ([], [self.job_id]) or self._has_log(self.job_id)
+
+    @property
+    def setup_failed(self) -> Path | None:
+        """The file with the message of a set-up that failed, if nobody could finish the record of the attempt; else None."""
+        if self.last is None or self.last.verdict is not None:
+            return None
+        path = self.run_dir.attempt(self.last.number).setup_failure_file
+        return path if os.path.lexists(path) else None
+
+    @property
+    def setting_up(self) -> bool:
+        """Whether the last attempt has its folder, but neither has rank 0 opened its record nor has anybody closed it."""
+        last = self.last
+        return last is not None and not last.started and last.verdict is None and self.setup_failed is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether no attempt is under way, as far as the run's files say."""
+        return self.last is None or not self.has_begun or self.last.verdict is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether the last attempt is the last there will be."""
+        if self.last is None or not self.has_begun:
+            return False
+        return self.last.verdict in (Verdict.DONE, Verdict.END) or self.setup_failed is not None
+
+    def cancelled(self, queued: str) -> bool:
+        """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
+        return queued == JobState.CANCELLED or attempts.cancelled_after(self.run_dir, self.last)
+
+    @property
+    def pruned(self) -> bool:
+        """Whether its search has pruned it after the last attempt could notice."""
+        return attempts.ended_after(self.run_dir, self.last) == RunAction.PRUNE
+
+    def _has_log(self, job_id: str | None) -> bool:
+        return self.run_dir.job_log(job_id or "") is not None
+
+
+def process_lives(attempt: Attempt) -> bool | None:
+    """Return whether rank 0 of an attempt is alive; None when it is on another host and cannot be seen from here."""
+    if attempt.pid is None:
+        return False
+    if attempt.host != socket.gethostname():
+        return None
+    return process.lives(attempt.pid)
+
+
+def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> Record:
+    """Read the record of a run.
+
+    Args:
+        me: the name of this user, if there is one.
+        known: as for `records.why_distrusted`.
+    """
+    check_parts(run_dir)
+    info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
+    job_id = _latest_job_id(run_dir, info["job_ids"], tries)
+    chain = links(info)
+    conf = distrust = None
+    if info["slurm_conf"] is not None:
+        try:
+            conf = trusted_slurm_conf(info["slurm_conf"], named_by=run_dir.info_file, known=known)
+        except ClusterError as error:
+            distrust = error.message
+    chain = chain if job_id in chain else []
+    foreign = me not in (None, info["user"]) and USER_NAME.fullmatch(info["user"])
+    owner = Owner(conf, info["user"] if foreign else None)
+    return Record(run_dir, info, tries, job_id, chain, owner, distrust=distrust)
+
+
+def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) -> str | None:
+    """Return the last job: one that was submitted, one that an attempt names, or one that somebody passed to sbatch."""
+    ran = [attempt.job_id for attempt in tries if attempt.job_id]
+    opened = tries[-1].started if tries else 0.0
+    if submitted and submitted[-1] not in ran:
+        at = [float(event["time"]) for event in run_dir.events() if event["event"] == Event.SUBMITTED] if opened else []
+        if not at or at[-1] > opened:  # otherwise somebody started the run by hand since
+            return submitted[-1]
+    logs = []
+    try:
+        names = os.listdir(run_dir.path)
+    except OSError as error:
+        raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
+    for name in names:
+        logged = name.removeprefix("slurm-").removesuffix(".log")
+        if len(logged) + len("slurm-.log") == len(name) and is_job_id(logged):
+            with contextlib.suppress(OSError):
+                logs.append((os.lstat(os.path.join(run_dir.path, name)).st_mtime, logged))
+    if logs and max(logs)[0] > opened and max(logs)[1] not in ran:
+        return max(logs)[1]
+    return ran[-1] if ran else None

@@ -1,0 +1,221 @@
+"""The word and the sentence for a run, from its record and the entry of its job."""
+
+from __future__ import annotations
+
+import time
+
+from slurmtrain.report.progress import at_about, read_progress
+from slurmtrain.report.status.queue import Queue, expected_start
+from slurmtrain.report.status.record import Record, process_lives
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus
+from slurmtrain.runs import stage_record
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.lookup import is_sweep
+from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, Verdict
+from slurmtrain.slurm.job_facts import QueuedJob
+from slurmtrain.slurm.job_states import GONE, JobState
+from slurmtrain.slurm.pending_reasons import in_words, is_held
+from slurmtrain.system.records import read_text
+
+LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
+
+
+def state_of(record: Record, queue: Queue) -> RunState:
+    """Return the state of a run whose job, if it has one, is known."""
+    without_slurm = record.local or record.job_id is None
+    job = queue.job(None if without_slurm else record.job_id)
+    if without_slurm:
+        word, sentence, alive = _without_slurm(record)
+    elif queue.doubt is not None:
+        word, sentence, alive = _unasked(record)
+    else:
+        word, sentence, alive = _asked(record, job)
+    waits = word in WAITING
+    running_since = record.last.started if word == RunStatus.RUNNING and record.last is not None else None
+    return RunState(
+        word,
+        sentence,
+        alive,
+        record.attempts,
+        record.job_id,
+        progress=read_progress(
+            record.run_dir,
+            record.info.get("steps"),
+            record.info.get("own_checkpoints"),
+            running_since=running_since,
+        ),
+        own_job=record.own_job,
+        packed=record.packed,
+        slurm_error=None if without_slurm else queue.doubt,
+        following=record.following,
+        queued_again=not alive and job.state == JobState.PENDING and not (record.chain or record.packed),
+        reason=job.reason if waits else None,
+        expected_start=expected_start(job) if waits else None,
+    )
+
+
+def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a run outside of SLURM, of which only the processes can be looked at."""
+    last = record.last
+    if last is None:
+        return RunStatus.PREPARED, _how_to_begin(record), False
+    if record.over:
+        return *_ended(record), False
+    if last.started and last.verdict is None:
+        lives = process_lives(last)
+        if lives is None:
+            return (
+                RunStatus.UNKNOWN,
+                f"attempt {last.number} began on {last.host}, and only there can be seen what became of it",
+                True,
+            )
+        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
+    since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
+    if time.time() - since < LOCAL_START_S:
+        number = last.number if record.setting_up else last.number + 1
+        return RunStatus.STARTING, f"attempt {number} is setting up", True
+    return *_ended(record), False
+
+
+def _how_to_begin(record: Record) -> str:
+    if record.local:
+        return f"not started yet: `resume {record.id}` starts it"
+    folder = record.run_dir.path.parent
+    if is_sweep(folder):  # its script, if it has one yet, is that of a whole array
+        return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
+    return f"not submitted yet: sbatch {record.run_dir.script}"
+
+
+def _unasked(record: Record) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be alive."""
+    last = record.last
+    if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
+        return *_ended(record), False
+    if last is None or not record.has_begun:
+        known = f"job {record.job_id} was submitted and has left no attempt yet"
+    elif record.setting_up:
+        known = f"attempt {last.number} was setting up"
+    elif last.verdict is not None:
+        known = str(last.sentence)
+    else:
+        known = f"attempt {last.number} has not ended as far as its files say"
+    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}", True
+
+
+def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
+    last, job_id, queued = record.last, record.job_id, job.state
+    waits = record.waits or queued == JobState.PENDING
+    if record.packed and (record.over or (waits and record.cancelled(""))):
+        return *_ended(record), False  # whatever the job does for the others
+    if queued == JobState.PENDING and record.over and not record.chain:
+        word, sentence = _ended(record)
+        return word, f"{sentence}; {_queued_again(record)}", False
+    if queued == JobState.PENDING and not record.over:
+        return *_pending(record, job), True
+    if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
+        return *_ended(record, queued if queued in GONE else ""), False
+    if queued == JobState.SUSPENDED:
+        return (
+            RunStatus.SUSPENDED,
+            f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
+            True,
+        )
+    if queued == JobState.COMPLETING:
+        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving", True
+    if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
+        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave", True
+    if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
+        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}", True
+    if last is not None and record.setting_up:
+        copying = stage_record.progress(record.run_dir.attempt(last.number))
+        return RunStatus.STARTING, f"attempt {last.number} {copying or 'is setting up'}, job {job_id}", True
+    if last is None or not record.has_begun or last.verdict is not None:
+        number = (last.number if last is not None else 0) + 1
+        before = f"{last.sentence}; " if last is not None and record.has_begun else ""
+        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}", True
+    if not record.own_job and process_lives(last) is False:
+        return *_ended(record), False
+    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}", True
+
+
+def _queued_again(record: Record) -> str:
+    return (
+        f"SLURM has put job {record.job_id} into the queue once more{_why_again(record)}: it will leave as soon as it "
+        f"starts, and `cancel {record.id}` takes it out"
+    )
+
+
+def _started_again(record: Record, last: Attempt) -> str:
+    """Return what to add if SLURM has started the job again after the run had ended; nothing if it has not."""
+    if not last.started_again or record.chain or record.packed:
+        return ""
+    times = "once more" if last.started_again == 1 else f"{last.started_again} times more"
+    return f"; SLURM then queued job {last.job_id} {times}{_why_again(record)}: it left as soon as it had started"
+
+
+def _why_again(record: Record) -> str:
+    preempted = any(each.reason == Reason.PREEMPTED for each in record.attempts if each.job_id == record.job_id)
+    return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
+
+
+def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
+    why = in_words(queued.reason, record.id)
+    if is_held(queued.reason):
+        return RunStatus.HELD, f"SLURM holds it: {why}"
+    last = record.last
+    job = f"job {record.job_id}"
+    if record.chain:
+        job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
+    start = expected_start(queued)
+    if start is not None:
+        why += f"; SLURM expects to start it {at_about(start, time.time())}"
+    if last is None or not record.has_begun:
+        return RunStatus.WAITING, f"{job} is pending: {why}"
+    before = last.sentence or (
+        f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
+    )
+    as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
+    return RunStatus.REQUEUED, f"{before}; waiting to start again{as_job}: {why}"
+
+
+def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
+    """Return word and sentence for a run that nobody runs any more."""
+    last = record.last
+    resume = f"`resume {record.id}` continues it"
+    if not record.over and record.pruned:
+        return RunStatus.PRUNED, f"{PRUNED_BY_SEARCH} while it waited. {resume}"
+    if last is None or not record.has_begun:
+        what = f"job {record.job_id}" if record.job_id else "it"
+        if record.cancelled(queued):
+            return RunStatus.STOPPED, f"cancelled while it waited. {resume}"
+        if queued:
+            return (
+                RunStatus.FAILED,
+                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log",
+            )
+        return RunStatus.LOST, f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
+    if record.setup_failed is not None:
+        return RunStatus.FAILED, read_text(record.setup_failed).strip()
+    if last.verdict == Verdict.DONE:
+        return RunStatus.FINISHED, f"{last.sentence or 'finished'}{_started_again(record, last)}"
+    if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
+        return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
+    if last.verdict == Verdict.END:
+        if last.reason == Reason.CONFIG:
+            resume = (
+                f"When that is put right: `resume {record.id}` (KEY=VALUE after it changes its config), or submit again"
+            )
+        elif last.reason == Reason.DIVERGED:
+            resume = f"`resume {record.id} optim.lr=...` goes on from the newest checkpoint with other values"
+        interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
+        word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
+        return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
+    if record.cancelled(queued):
+        if last.verdict is not None:
+            return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"
+        when = "while it was set up" if record.setting_up else "and left no word"
+        return RunStatus.STOPPED, f"attempt {last.number} was cancelled {when}. {resume}"
+    if last.verdict is None:
+        return RunStatus.LOST, f"attempt {last.number} ended without a word; {resume}"
+    return RunStatus.LOST, f"{last.sentence}, but its job is gone; {resume}"

@@ -1,0 +1,77 @@
+"""The state of a run: one word, why, and what comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slurmtrain.choices import Choice as NamedValue
+from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.progress import Progress
+from slurmtrain.runs.attempts import Attempt
+
+
+class RunStatus(NamedValue):
+    """The status of a run."""
+
+    PREPARED = "prepared"  # nothing has been submitted or started yet
+    WAITING = "waiting"  # for its first start, in the queue
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    STOPPING = "stopping"  # its ranks are leaving
+    REQUEUED = "requeued"  # it waits to start again
+    HELD = "held"
+    UNKNOWN = "unknown"  # SLURM, or the host of a local run, cannot be asked
+    FINISHED = "finished"
+    STOPPED = "stopped"  # somebody or something ended it before it had finished; it can be resumed
+    PRUNED = "pruned"  # its search has ended it early, by the values that it had logged
+    FAILED = "failed"
+    LOST = "lost"  # its job is gone, and the run has not ended
+    UNREADABLE = "unreadable"  # its files cannot be used
+    REMOVED = "removed"  # only a sweep's point: its run directory is gone
+
+
+WAITING = (RunStatus.WAITING, RunStatus.REQUEUED, RunStatus.HELD)  # words for a run whose job is pending
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        status: what a person reads of it first.
+        explanation: why, and what comes next.
+        alive: SLURM or a local launcher still has it, or may have it as far as can be known here.
+        own_job: it was submitted as this job; False if somebody started the run inside of an allocation.
+        progress: its progress.
+        packed: the job is that of other runs, too (sweep.pack).
+        slurm_error: why SLURM could not be asked, if it should have been.
+        following: jobs of its chain that wait for this one.
+        queued_again: it has ended, and SLURM has queued its job once more; when that starts, it exits at once.
+        reason: SLURM's word for why its job waits or is held.
+        expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
+    """
+
+    status: RunStatus
+    explanation: str
+    alive: bool
+    attempts: list[Attempt]
+    job_id: str | None
+    progress: Progress = field(default_factory=Progress)
+    own_job: bool = True
+    packed: bool = False
+    slurm_error: str | None = None
+    following: tuple[str, ...] = ()
+    queued_again: bool = False
+    reason: str | None = None
+    expected_start: float | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The number of steps done, as far as is known."""
+        return self.progress.step
+
+
+def unreadable(error: UnreadableRecordError) -> RunState:
+    """Return the state of a run whose files cannot be used."""
+    return RunState(RunStatus.UNREADABLE, error.message, False, [], None)
