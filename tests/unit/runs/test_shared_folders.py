@@ -457,10 +457,8 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     assert main([*words, "submit", "--", "bash", "-c", "echo crash; exit 1"]) == 1
     (run,) = lookup.all_runs(team)
     assert run.attempt_numbers() == [1, 2]
-    script = golden_lines(
-        "# Claim the next attempt.", "# End the attempt, when no rank"
-    )  # as the batch script begins one
-    subprocess.run(["bash", "-ec", f"job=1 run_dir={run.path}\n{script}"], check=True)
+    begins_an_attempt = golden_lines("# Claim the next attempt.", "# End the attempt, when no rank")
+    subprocess.run(["bash", "-ec", f"job=1 run_dir={run.path}\n{begins_an_attempt}"], check=True)
     assert run.attempt_numbers() == [1, 2, 3]
     incarnation = claim(run.checkpoints, None)
     saving = commit.begin(run.checkpoints, 1, incarnation)
