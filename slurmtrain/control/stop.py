@@ -14,10 +14,10 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.status import WAITING, RunState, RunStatus, process_lives, state
 from slurmtrain.runs import choices, lookup
-from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import is_claimed

@@ -20,7 +20,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.choices import Choice as NamedValue
 from slurmtrain.errors import ClusterError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
-from slurmtrain.runs import attempts, choices, stage_record
+from slurmtrain.runs import attempts, choices, requests, stage_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
 from slurmtrain.runs.choices import Choice
@@ -293,12 +293,12 @@ class _Record:
 
     def cancelled(self, queued: str) -> bool:
         """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
-        return queued == JobState.CANCELLED or attempts.cancelled_after(self.run_dir, self.last)
+        return queued == JobState.CANCELLED or requests.cancelled_after(self.run_dir, self.last)
 
     @property
     def pruned(self) -> bool:
         """Whether its search has pruned it after the last attempt could notice."""
-        return attempts.ended_after(self.run_dir, self.last) == RunAction.PRUNE
+        return requests.ended_after(self.run_dir, self.last) == RunAction.PRUNE
 
     def _has_log(self, job_id: str | None) -> bool:
         return self.run_dir.job_log(job_id or "") is not None
@@ -515,7 +515,7 @@ def _of_places(record: _Record, places: list[_Place]) -> tuple[RunStatus, str, b
             said.append(f"{place.choice.name}: SLURM cannot be asked")
     alive = [place.word for place in places if place.word is not None]
     resume = f"`resume {record.id}` submits it to each of them again"
-    if attempts.cancelled_after(record.run_dir, None):
+    if requests.cancelled_after(record.run_dir, None):
         if any(word != RunStatus.UNKNOWN for word in alive):
             return RunStatus.STOPPING, f"it is cancelled; {'; '.join(said)}", True
         return RunStatus.STOPPED, f"cancelled while it waited. {resume}", False

@@ -21,14 +21,15 @@ from pathlib import Path
 from slurmtrain.config.launched_program import has_launcher, node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, UnreadableRecordError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime.finish_attempt import close_abandoned, progress_shown
+from slurmtrain.runtime.abandoned_attempts import close_abandoned
+from slurmtrain.runtime.attempt_evidence import progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 
@@ -127,7 +128,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         started=time.time(),
         gpus=_gpus(context.run_dir, environment, config),
         kind=config.job.kind,
-        committed_before=attempts.newest_checkpoint_step(context.run_dir),
+        committed_before=reached_step.newest_checkpoint_step(context.run_dir),
     )
     shown = progress_shown(context.run_dir, config)
     attempt.reported_before, attempt.marked_before, attempt.seen_before = shown.reported, shown.marked, shown.seen

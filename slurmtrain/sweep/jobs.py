@@ -30,7 +30,7 @@ from slurmtrain.launch.submit_once import (
     submit_exactly_once,
 )
 from slurmtrain.report.status import RunStatus, is_over
-from slurmtrain.runs import attempts, staging_dir
+from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import RunAction
@@ -313,7 +313,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
-        attempts.write_request(sweep.run_dir(run_id), RunAction.CANCEL)
+        requests.write_request(sweep.run_dir(run_id), RunAction.CANCEL)
         sweep.run_dir(run_id).event(Event.CANCEL_ASKED)
     known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
     left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}

@@ -21,8 +21,9 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
 from slurmtrain.report import status as state_module
 from slurmtrain.report.status import RunState, is_over, state, states
 from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt, write_request
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
