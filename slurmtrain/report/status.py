@@ -36,7 +36,6 @@ from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
-from slurmtrain.system import process
 from slurmtrain.system.records import is_job_id, read_text
 from slurmtrain.system.user import name_of
 
@@ -160,15 +159,6 @@ def state(run_dir: RunDir) -> RunState:
 def is_over(run_dir: RunDir) -> bool:
     """Return whether the run's own files say that it has ended. SLURM is not asked; `state` may know more."""
     return _read(run_dir, name_of(os.getuid()), {}).over
-
-
-def process_lives(attempt: Attempt) -> bool | None:
-    """Return whether rank 0 of an attempt is alive; None when it is on another host and cannot be seen from here."""
-    if attempt.pid is None:
-        return False
-    if attempt.host != socket.gethostname():
-        return None
-    return process.lives(attempt.pid)
 
 
 class _Owner(NamedTuple):
@@ -579,7 +569,7 @@ def _without_slurm(record: _Record) -> tuple[RunStatus, str, bool]:
     if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
-        lives = process_lives(last)
+        lives = last.rank_0_lives
         if lives is None:
             return (
                 RunStatus.UNKNOWN,
@@ -651,7 +641,7 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""
         return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}", True
-    if not record.own_job and process_lives(last) is False:
+    if not record.own_job and last.rank_0_lives is False:
         return *_ended(record), False
     return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}", True
 

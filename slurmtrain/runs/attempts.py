@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,9 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome, Reason, Verdict, joined, why_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.system import records
+from slurmtrain.system import process, records
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.process_mark import ProcessMark
 from slurmtrain.system.records import (
     COUNT,
     FLAG,
@@ -56,6 +58,8 @@ class Attempt:
 
     Attributes:
         step_id: the srun step of its ranks, with the job's own id, as in "17.0"; None outside of SLURM.
+        pid, born, pid_namespace, host: its rank 0, see `rank_0`; the second and the third are None in a record of an earlier
+            version.
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
         committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
@@ -93,6 +97,8 @@ class Attempt:
     nodes: list[str] = field(default_factory=list)
     world_size: int = 0
     pid: int | None = None
+    born: str | None = None
+    pid_namespace: str | None = None
     host: str = ""
     started: float = 0.0
     stepping: float | None = None
@@ -139,6 +145,24 @@ class Attempt:
     def say(self, why: str, next_step: str | None = None) -> None:
         """Set why it ended and what happens next; None: nothing does."""
         self.sentence, self.next_step = joined(why, next_step), next_step
+
+    @property
+    def rank_0(self) -> ProcessMark | None:
+        """The process of its rank 0; None if it had none yet."""
+        return None if self.pid is None else ProcessMark(self.host, self.pid, self.born, self.pid_namespace)
+
+    @property
+    def rank_0_lives(self) -> bool | None:
+        """Whether its rank 0 is alive; None when that is on another host and cannot be seen from here."""
+        mark = self.rank_0
+        if mark is None:
+            return False
+        lives = mark.lives()
+        if lives is not None or mark.host != socket.gethostname():
+            return lives
+        # In another container of this host: its pid is all that can be asked for. "Not known" would hold for ever of a run
+        # that has ended with its container.
+        return process.lives(mark.pid)
 
     @property
     def facts_when_told(self) -> JobFacts | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, batch_claim, requests
@@ -17,7 +15,6 @@ from slurmtrain.runtime.attempt_policy import policy
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
-from slurmtrain.system import process
 
 
 def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
@@ -55,9 +52,7 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
     if not attempt.started:
         job_id, restart_count = batch_claim.claimed_by(attempt_dir)
     if job_id is None:
-        if not attempt.started or attempt.pid is None:
-            return False
-        return attempt.host != socket.gethostname() or process.lives(attempt.pid)
+        return bool(attempt.started) and attempt.rank_0_lives is not False
     own = job_id == own_job_id()
     if own and (restart_count < own_restart_count() or not attempt.started):
         return False

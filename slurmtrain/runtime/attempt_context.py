@@ -32,6 +32,7 @@ from slurmtrain.runtime.abandoned_attempts import close_abandoned
 from slurmtrain.runtime.attempt_evidence import progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 def open_attempt(context: AttemptContext, environment: Environment, config: Config) -> None:
     """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
     close_abandoned(context.run_dir, context.number, config, SlurmClient() if environment.source == "slurm" else None)
+    me = ProcessMark.own()
     attempt = Attempt(
         number=context.number,
         job_id=own_job_id() if environment.source == "slurm" else None,
@@ -123,8 +125,10 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         world_size=len(environment.nodes) * node_shape(config).processes
         if has_launcher(config)
         else environment.world_size,
-        pid=os.getpid(),
-        host=socket.gethostname(),
+        pid=me.pid,
+        born=me.born,
+        pid_namespace=me.namespace,
+        host=me.host,
         started=time.time(),
         gpus=_gpus(context.run_dir, environment, config),
         kind=config.job.kind,

@@ -40,8 +40,9 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.create import append_arrays, finish_halving, halve_array
 from slurmtrain.sweep.folder import check_not_cancelled, note_jobs, states_of
 from slurmtrain.system import files
-from slurmtrain.system.file_claims import Owner, claimed, claims
+from slurmtrain.system.file_claims import claimed, claims
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +138,8 @@ def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Pati
     job_id = sweep.job_id(number)
     if job_id is None:
 
-        def busy(owner: Owner) -> None:
-            log.info("process %s on %s is submitting this array; waiting for it", owner["pid"], owner["host"])
+        def busy(owner: ProcessMark) -> None:
+            log.info("process %s on %s is submitting this array; waiting for it", owner.pid, owner.host)
 
         with claimed(sweep.array(number), busy) as somebody_before:
             job_id = sweep.job_id(number)  # the one who had the claim may have finished

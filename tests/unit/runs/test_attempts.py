@@ -298,6 +298,7 @@ class Asked(SlurmClient):
         ("another step that is gone", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(), False),
         ("a process of this host", {"pid": os.getpid(), "host": socket.gethostname()}, None, True),
         ("a process that has ended", {"pid": 1 << 22, "host": socket.gethostname()}, None, False),
+        ("a process of before a reboot", {"pid": os.getpid(), "born": "1", "host": socket.gethostname()}, None, False),
         ("a process of another host", {"pid": 1, "host": "elsewhere"}, None, True),
         ("whose rank 0 never came", {"started": 0.0}, None, False),
         ("that another job is setting up", {"claim": "8 0"}, Asked(JobFacts("RUNNING")), True),
