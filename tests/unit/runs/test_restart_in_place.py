@@ -403,6 +403,7 @@ def test_a_script_of_an_earlier_version_is_never_told_to_start_ranks_again(
         ("mixed-", True, False),
         ("maint", True, False),
         ("draining", False, False),
+        ("inval", False, False),
         ("down*", False, True),
         ("allocated*", False, True),
         ("down", False, True),
