@@ -43,7 +43,7 @@ class ProcessMark:
         if not isinstance(values, Mapping):
             return None
         host, pid = values.get("host"), values.get("pid")
-        if not isinstance(host, str) or not is_count(pid):
+        if not isinstance(host, str) or not isinstance(pid, int) or not is_count(pid):
             return None
         born, namespace = (
             each if isinstance(each, str) else None for each in (values.get("born"), values.get("pid_namespace"))
