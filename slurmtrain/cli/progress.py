@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.slurm.environment import rank_or_zero
@@ -52,7 +52,7 @@ def _tell_events(run_dir: RunDir, step: int) -> None:
     if not number.isdigit():
         return
     attempt = attempts.read_attempt(run_dir, int(number))
-    before = attempts.last_logged_step(run_dir)
+    before = reached_step.last_logged_step(run_dir)
     with contextlib.suppress(FileNotFoundError):
         if before is not None and run_dir.metrics_file.stat().st_mtime < attempt.started:
             before = None
@@ -73,7 +73,7 @@ def _pace(run_dir: RunDir, step: int) -> dict[str, float]:
     """Return the seconds per step since the line before, if this attempt has written that line."""
     number = os.environ.get(ATTEMPT_VARIABLE, "")
     began = attempts.read_attempt(run_dir, int(number)).started if number.isdigit() else 0.0
-    before = attempts.last_logged_step(run_dir)
+    before = reached_step.last_logged_step(run_dir)
     if before is None or step <= before:
         return {}
     logged = run_dir.metrics_file.stat().st_mtime

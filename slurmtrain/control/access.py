@@ -13,7 +13,8 @@ from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.system.file_claims import Owner, claimed
+from slurmtrain.system.file_claims import claimed
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
     A process that finds it ended must record its next job before another process looks.
     """
 
-    def busy(owner: Owner) -> None:
-        who = f"process {owner['pid']} on {owner['host']}"
+    def busy(owner: ProcessMark) -> None:
+        who = f"process {owner.pid} on {owner.host}"
         if run_dir.info()["backend"] == Backend.LOCAL:  # it is at it until the run has ended
             raise ClusterError(f"{who} is already running {run_dir.id}", hint=f"status {run_dir.id}")
         log.info("%s is resuming it; waiting for that", who)

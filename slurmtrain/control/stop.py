@@ -13,13 +13,12 @@ from slurmtrain.control.access import claim_folder, claimed_alone, client, has_n
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.status.look import state
-from slurmtrain.report.status.record import process_lives
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import choices, lookup
-from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import is_claimed
@@ -374,17 +373,18 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
         ClusterError: the run has no rank 0 yet, or none on this host.
     """
     last = now.attempts[-1] if now.attempts else None
-    if last is None or last.pid is None or last.ended is not None:
+    if last is None or last.rank_0 is None or last.ended is not None:
         raise ClusterError(
             f"run {run_dir.id} is still starting: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
         )
-    if not process_lives(last):
+    if not last.rank_0.lives():
+        where = f"in another container on {last.host}" if last.rank_0_lives else f"on {last.host}"
         if now.job_id is None or now.own_job:
-            raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
+            raise ClusterError(f"run {run_dir.id} runs {where}", hint=f"type `{action} {run_dir.id}` there")
         # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
         raise ClusterError(
-            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may also do other things, on {last.host}",
+            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may also do other things, {where}",
             hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
             f"`scancel --signal=TERM {now.job_id}.STEP`",
         )

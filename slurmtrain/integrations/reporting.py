@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
@@ -145,7 +145,7 @@ def _place(run_dir: RunDir, name: str) -> tuple[int, int]:
         each: offset for each, offset in kept.items() if records.is_count(offset) and offset >= 0
     }
     if name not in offsets:
-        done = max(attempts.furthest_reported(run_dir) or 0, _trainings.furthest) if offsets else 0
+        done = max(reached_step.furthest_reported(run_dir) or 0, _trainings.furthest) if offsets else 0
         is_first = sum(_trainings.numbers.values()) == 1
         if offsets and is_first and done < (info.get("steps") or 0):
             # The last one has not ended, so this is it again, in a folder whose name changes: no progress for that.

@@ -35,7 +35,7 @@ from slurmtrain.launch.script import render_script
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import code_facts, job_paths, own_checkpoints_of, steps_of
 from slurmtrain.planner.fit import check_fits
-from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs import lookup, reached_step
 from slurmtrain.runs.code_record import record_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -126,7 +126,7 @@ def change(
         record_of(fresh).unlink(missing_ok=True)
     changes = {key: list(values) for key, values in differences(before, config).items()}
     run_dir.event(Event.CHANGED, set=words, changed=changes, code=facts.get("code"))
-    return describe(before, config, attempts.newest_checkpoint_step(run_dir))
+    return describe(before, config, reached_step.newest_checkpoint_step(run_dir))
 
 
 def plan(
@@ -145,10 +145,10 @@ def plan(
     if lookup.is_sweep(run_dir.path.parent):
         check_of_one_run(words, run_dir.info().get("varied") or ())
     config, dims = changed(before, words, cwd)
-    check_meaning(before, config, attempts.newest_checkpoint_step(run_dir))
+    check_meaning(before, config, reached_step.newest_checkpoint_step(run_dir))
     check_fits(config, dims)
     check_prepared(config)
-    begun = attempts.newest_checkpoint_step(run_dir) is not None
+    begun = reached_step.newest_checkpoint_step(run_dir) is not None
     for warning in check_named_paths(config, cwd, begun=begun):
         log.warning(warning)
     return config, words

@@ -31,7 +31,7 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.report.status.look import states
-from slurmtrain.runs import attempts
+from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
@@ -134,7 +134,7 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
             left[each.id].append(now.job_id)
     alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
-        attempts.write_request(evaluation, RunAction.CANCEL)
+        requests.write_request(evaluation, RunAction.CANCEL)
         evaluation.event(Event.CANCEL_ASKED)
     if alive:
         client.cancel(*(job_id for each in alive for job_id in left[each.id]))

@@ -25,7 +25,7 @@ from slurmtrain.launch.directives import directive
 from slurmtrain.launch.resubmit import waiting_for
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, submit_existing_script
-from slurmtrain.runs import attempts
+from slurmtrain.runs import reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
@@ -67,7 +67,7 @@ def record_next_change(
     after, words = changes.plan(run_dir, before, overrides, cwd)
     if client is not None:
         changes.check_accepted(run_dir, _script(run_dir, after), client)
-    lines = describe(before, after, attempts.newest_checkpoint_step(run_dir))
+    lines = describe(before, after, reached_step.newest_checkpoint_step(run_dir))
     write_json(run_dir.next_change_file, {"set": [*earlier, *words], "cwd": str(cwd), "asked": time.time()})
     try:
         yield lines

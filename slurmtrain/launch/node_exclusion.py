@@ -21,7 +21,7 @@ from slurmtrain.launch.script import EXCLUDED_MAX
 from slurmtrain.runs import node_blame
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import blame_policy
+from slurmtrain.runtime.attempt_policy import blame_policy
 from slurmtrain.slurm import node_ledger
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.node_ledger import Blamed

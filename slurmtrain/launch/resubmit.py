@@ -21,7 +21,7 @@ from slurmtrain.launch.directives import directive
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.submit import note, submit_existing_script
 from slurmtrain.launch.submit_once import TransientError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict, is_cancelled
@@ -325,7 +325,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
     """Return whether a person has cancelled the run since the outcome of attempt `number` was decided; if so, record it."""
-    request = attempts.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
+    request = requests.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
     if request is None or request.action not in ENDS_RUN:
         return False
     if request.action == RunAction.PRUNE:

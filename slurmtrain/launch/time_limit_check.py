@@ -17,7 +17,7 @@ from slurmtrain.config.compose import config_hash
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import ConfigError, UnreadableRecordError
-from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs import attempts, lookup, reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.facts import ClusterFacts
@@ -141,7 +141,7 @@ def _measured(run_dir: RunDir, world_sizes: Collection[int]) -> Measured | None:
     tries = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.stepping is not None]
     if not tries or any(attempt.world_size not in world_sizes for attempt in tries):
         return None
-    logged = attempts.records_with("step_time_s", attempts.tail(run_dir.metrics_file))
+    logged = reached_step.records_with("step_time_s", reached_step.tail(run_dir.metrics_file))
     steps = [value for each in logged if (value := finite(each["step_time_s"]))]
     saved = [finite(each.get("seconds")) for each in run_dir.events() if each["event"] == Event.CHECKPOINT]
     saves = [value for value in saved if value is not None]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
@@ -360,7 +360,7 @@ def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
         logged = os.lstat(run_dir.metrics_file).st_mtime
         if record.started and logged >= record.started:
             last_logged = logged if last_logged is None else last_logged
-            last_step = attempts.last_logged_step(run_dir) if last_step is None else last_step
+            last_step = reached_step.last_logged_step(run_dir) if last_step is None else last_step
     return replace(record, last_step=last_step, last_logged=last_logged)
 
 

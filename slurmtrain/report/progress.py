@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmtrain.runs import attempts
+from slurmtrain.runs import reached_step
 from slurmtrain.runs.program_checkpoints import (
     ProgramCheckpoint,
     find_checkpoints,
@@ -100,8 +100,8 @@ def _by_log(run_dir: RunDir, steps: int | None, running_since: float | None) -> 
     """Return what metrics.jsonl and the checkpoints of this package show."""
     saved = None
     with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
-        saved = attempts.newest_checkpoint_step(run_dir)
-    log = attempts.tail(run_dir.metrics_file)
+        saved = reached_step.newest_checkpoint_step(run_dir)
+    log = reached_step.tail(run_dir.metrics_file)
     newest = _newest(log, "step")
     logged_step = newest.get("step")
     step = max(saved or 0, int(logged_step or 0) if records.is_count(logged_step) else 0) or None
@@ -174,12 +174,12 @@ def at_about(moment: float, now: float) -> str:
 
 
 def _newest(log: bytes, name: str) -> dict[str, Any]:
-    return next(attempts.records_with(name, log), {})
+    return next(reached_step.records_with(name, log), {})
 
 
 def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
     """Return the record of the furthest step among those of evaluation jobs, which need not come in order."""
-    found = attempts.records_with(name, attempts.tail(run_dir.evaluations_file))
+    found = reached_step.records_with(name, reached_step.tail(run_dir.evaluations_file))
     return max((each for each in found if records.is_count(each.get("step", 0))), key=_step, default={})
 
 

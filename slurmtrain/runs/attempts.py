@@ -2,31 +2,27 @@
 
 Rank 0 writes it while the job runs, `finish-attempt` completes it after the last rank has exited, and the next attempt closes
 one that nobody could complete, because its node was gone. It is read by `status`, and by the budget that ends a crash
-loop.
+loop (`attempt_history`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import glob
 import operator
-import os
+import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.format.directory import newest_committed_step
-from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict, joined, why_of
+from slurmtrain.runs.outcome import AttemptOutcome, Reason, Verdict, joined, why_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.system import records
+from slurmtrain.system import process, records
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.process_mark import ProcessMark
 from slurmtrain.system.records import (
     COUNT,
     FLAG,
@@ -41,9 +37,6 @@ from slurmtrain.system.records import (
     Kind,
     is_number,
 )
-from slurmtrain.system.user import own_user
-
-TAIL_BYTES = 65536  # read from the end of a run's metrics
 
 # The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
 _KINDS = {
@@ -65,6 +58,8 @@ class Attempt:
 
     Attributes:
         step_id: the srun step of its ranks, with the job's own id, as in "17.0"; None outside of SLURM.
+        pid, born, pid_namespace, host: its rank 0, see `rank_0`; the second and the third are None in a record of an earlier
+            version.
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
         committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
@@ -102,6 +97,8 @@ class Attempt:
     nodes: list[str] = field(default_factory=list)
     world_size: int = 0
     pid: int | None = None
+    born: str | None = None
+    pid_namespace: str | None = None
     host: str = ""
     started: float = 0.0
     stepping: float | None = None
@@ -148,6 +145,24 @@ class Attempt:
     def say(self, why: str, next_step: str | None = None) -> None:
         """Set why it ended and what happens next; None: nothing does."""
         self.sentence, self.next_step = joined(why, next_step), next_step
+
+    @property
+    def rank_0(self) -> ProcessMark | None:
+        """The process of its rank 0; None if it had none yet."""
+        return None if self.pid is None else ProcessMark(self.host, self.pid, self.born, self.pid_namespace)
+
+    @property
+    def rank_0_lives(self) -> bool | None:
+        """Whether its rank 0 is alive; None when that is on another host and cannot be seen from here."""
+        mark = self.rank_0
+        if mark is None:
+            return False
+        lives = mark.lives()
+        if lives is not None or mark.host != socket.gethostname():
+            return lives
+        # In another container of this host: its pid is all that can be asked for. "Not known" would hold for ever of a run
+        # that has ended with its container.
+        return process.lives(mark.pid)
 
     @property
     def facts_when_told(self) -> JobFacts | None:
@@ -223,6 +238,26 @@ def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
     write_json(run_dir.attempt(attempt.number).record_file, asdict(attempt))
 
 
+def record_outcome(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
+    """Complete the record of an attempt with its outcome, and add the event to those of the run."""
+    attempt.ended, attempt.lasted = time.time(), outcome.lasted
+    attempt.stalled, attempt.unseen = outcome.stalled or outcome.unseen, outcome.unseen
+    attempt.reason, attempt.verdict = outcome.reason, outcome.verdict
+    attempt.say(outcome.why, outcome.next_step)
+    if outcome.bad_nodes:
+        attempt.bad_nodes = list(outcome.bad_nodes)
+    if outcome.fault is not None:
+        attempt.fault = outcome.fault.values()
+    write_attempt(run_dir, attempt)
+    run_dir.event(
+        Event.ATTEMPT_ENDED,
+        attempt=attempt.number,
+        reason=outcome.reason,
+        verdict=outcome.verdict,
+        sentence=outcome.sentence,
+    )
+
+
 def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
     """Record that the attempt with which a run had finished is not its end any more: it is to do more steps."""
     attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
@@ -236,119 +271,6 @@ def all_attempts(run_dir: RunDir) -> list[Attempt]:
     return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
 
 
-def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
-    """Return the numbers of the attempts directly before `number` that used up the budget, the last one first.
-
-    Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
-    run that had ended. An attempt that ended for another reason does not count.
-    """
-    counted, moved_on = [], _moved_on(attempts, number)
-    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if (
-            attempt.progressed
-            or attempt.number in moved_on
-            or attempt.lasted
-            or attempt.verdict in (Verdict.DONE, Verdict.END)
-        ):
-            break
-        if attempt.stalled and not attempt.unseen:
-            counted.append(attempt.number)
-    return counted
-
-
-def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
-    """Return the attempts before `number` after which the next one began further on than any before it.
-
-    That is progress, too, of which the run directory has no checkpoint: it was in a copy on the nodes.
-    """
-    found: set[int] = set()
-    furthest, before = 0, None
-    for attempt in [attempt for attempt in attempts if attempt.number <= number]:
-        if (attempt.first_step or 0) > furthest:
-            furthest = attempt.first_step or 0
-            if before is not None:
-                found.add(before.number)
-        before = attempt
-    return found
-
-
-def unseen_before(attempts: list[Attempt], number: int) -> int:
-    """Return how many long attempts before `number` used up the budget of those that show no progress."""
-    count = 0
-    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
-            break
-        count += attempt.unseen
-    return count
-
-
-def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
-    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
-    found: dict[str, None] = {}
-    for each in reversed([each for each in attempts if each.number < attempt.number]):
-        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
-            break
-        if each.failed_on is not None:
-            found[each.failed_on] = None
-    return tuple(found)
-
-
-def furthest_reported(run_dir: RunDir) -> int | None:
-    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is none.
-
-    A program that is started from scratch reports its first steps once more: they are no progress.
-    """
-    steps = [record["step"] for record in records_with("step", tail(run_dir.metrics_file))]
-    earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
-    return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
-
-
-def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
-    """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
-    times = []
-    for folder in run_dir.program_folders if pattern else ():
-        for name in glob.glob(str(folder / str(pattern)), recursive=True):
-            with contextlib.suppress(OSError):  # it is being replaced
-                times.append(os.stat(name).st_mtime)
-    return max(times, default=None)
-
-
-def newest_checkpoint_step(run_dir: RunDir) -> int | None:
-    """Return the step of the run's newest committed checkpoint; None if there is none."""
-    return newest_committed_step(run_dir.checkpoints)
-
-
-def last_logged_step(run_dir: RunDir) -> int | None:
-    """Return the last step in metrics.jsonl: the progress of a crashed attempt, to within train.log_every."""
-    for record in records_with("step", tail(run_dir.metrics_file)):
-        if records.is_count(record["step"]):
-            return int(record["step"])
-    return None
-
-
-def tail(path: Path) -> bytes:
-    """Return the last part of a file that may be long. Its first line may be cut.
-
-    Raises:
-        UnreadableRecordError: it is not a regular file, or cannot be read.
-    """
-    return records.read_tail(path, TAIL_BYTES)
-
-
-def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the records that have a value of this name, newest first.
-
-    Other lines are not parsed, nor are records not asked for.
-    """
-    found = len(log)
-    while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
-        begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
-        # The first line may be cut, and the last not written to its end: both are left out.
-        record = records.parse(log[begin : end if end >= 0 else None])
-        if isinstance(record, dict) and name in record:
-            yield record
-
-
 def record_stop(
     attempt_dir: AttemptDir, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
@@ -360,122 +282,3 @@ def record_stop(
         "facts": asdict(facts) if facts else None,
     }
     write_json(attempt_dir.stop_file, record)
-
-
-def failed_set_up(attempt_dir: AttemptDir) -> str | None:
-    """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
-    try:
-        return attempt_dir.setup_failure_file.read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
-def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
-    """Return job and restart count of the batch script that has claimed an attempt; the job is None if none has."""
-    try:
-        job_id, restart_count, *_ = attempt_dir.claim_file.read_text().split()
-        return job_id, int(restart_count)
-    except (OSError, ValueError):
-        return None, 0
-
-
-def claimed_at(run_dir: RunDir, number: int) -> float | None:
-    """Return when an attempt was claimed by its batch script, or opened by rank 0, in unix seconds; None if not known."""
-    with contextlib.suppress(OSError, UnreadableRecordError, ValueError, IndexError):
-        claimed = float(records.read_bytes(run_dir.attempt(number).claim_file).split()[2])
-        if records.is_time(claimed):
-            return claimed
-    return read_attempt(run_dir, number).started or None
-
-
-def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
-    """Return whether the run ended for good with its last attempt.
-
-    It did by its verdict, or in a set-up after which nobody could finish the record.
-    """
-    unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
-    return last.verdict == Verdict.END or unfinished
-
-
-@dataclass(frozen=True)
-class Request:
-    """A person's request to a run.
-
-    Attributes:
-        time: its time in unix seconds.
-        attempt: the number of the last attempt that was seen then; 0 before the first one.
-    """
-
-    action: RunAction
-    time: float
-    attempt: int = 0
-
-    def is_for_later(self, run_dir: RunDir, number: int) -> bool:
-        """Return whether it came when an attempt after `number` had been claimed already."""
-        if self.attempt > number:
-            return True
-        later = next((each for each in run_dir.attempt_numbers() if each > number), None)
-        claimed = None if later is None else claimed_at(run_dir, later)
-        return claimed is not None and self.time >= claimed
-
-    def is_for(self, run_dir: RunDir, attempt: Attempt) -> bool:
-        """Return whether it was asked of this attempt, not of an earlier or a later one.
-
-        The clocks of two hosts may differ, and a shared file system may show an attempt late: number or time is enough.
-        """
-        if self.is_for_later(run_dir, attempt.number):
-            return False
-        return self.attempt == attempt.number or self.time >= (claimed_at(run_dir, attempt.number) or 0.0)
-
-
-def read_request(path: Path) -> Request | None:
-    """Return a request; None when there is none, or the file is no request."""
-    values = read_json(path) or {}
-    action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
-    if action not in tuple(RunAction) or not records.is_time(time):
-        return None
-    return Request(RunAction(action), float(time), int(attempt) if records.is_count(attempt) else 0)
-
-
-def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
-    """Take the request to this attempt, but not to an earlier one.
-
-    The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
-    afterwards has come too late for this attempt, and was not seen when the outcome was decided.
-    """
-    taken = run_dir.attempt(attempt.number).request_file
-    found = read_request(run_dir.request_file)
-    if found is not None and found.is_for_later(run_dir, attempt.number):  # it stays, for that one
-        found = read_request(taken)
-        return found.action if found is not None and found.is_for(run_dir, attempt) else None
-    try:
-        run_dir.request_file.rename(taken)
-    except FileNotFoundError:
-        pass
-    except OSError:  # it is read where it is, and may be found once more
-        taken = run_dir.request_file
-    request = read_request(taken)
-    return request.action if request is not None and request.is_for(run_dir, attempt) else None
-
-
-def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Return whether `cancel RUN`, the file `stop` or a pruning came after the outcome of the last attempt was decided.
-
-    For an attempt without an outcome, return whether it came after that attempt was claimed.
-    """
-    return ended_after(run_dir, last) is not None
-
-
-def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
-    """Return by which action the run was ended after its last attempt, as in `cancelled_after`; None if it was not."""
-    request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
-    if request is None or request.action not in ENDS_RUN:
-        return None
-    is_later = last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
-    return request.action if is_later else None
-
-
-def write_request(run_dir: RunDir, action: RunAction) -> None:
-    """Write a person's request to the run, with the number of its last attempt."""
-    asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
-    write_json(run_dir.request_file, {**asked, "by": own_user()})

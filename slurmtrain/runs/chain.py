@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempt_history, attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -62,5 +62,5 @@ def ended_before(run_dir: RunDir) -> Verdict | None:
     if last.verdict == Verdict.DONE:
         return Verdict.DONE
     in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
-    ended = attempts.came_to_an_end(run_dir, last)
+    ended = attempt_history.came_to_an_end(run_dir, last)
     return Verdict.END if in_chain and ended else None

@@ -21,16 +21,18 @@ from pathlib import Path
 from slurmtrain.config.launched_program import has_launcher, node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, UnreadableRecordError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime.finish_attempt import close_abandoned, progress_shown
+from slurmtrain.runtime.abandoned_attempts import close_abandoned
+from slurmtrain.runtime.attempt_evidence import progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +115,7 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 def open_attempt(context: AttemptContext, environment: Environment, config: Config) -> None:
     """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
     close_abandoned(context.run_dir, context.number, config, SlurmClient() if environment.source == "slurm" else None)
+    me = ProcessMark.own()
     attempt = Attempt(
         number=context.number,
         job_id=own_job_id() if environment.source == "slurm" else None,
@@ -122,12 +125,14 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         world_size=len(environment.nodes) * node_shape(config).processes
         if has_launcher(config)
         else environment.world_size,
-        pid=os.getpid(),
-        host=socket.gethostname(),
+        pid=me.pid,
+        born=me.born,
+        pid_namespace=me.namespace,
+        host=me.host,
         started=time.time(),
         gpus=_gpus(context.run_dir, environment, config),
         kind=config.job.kind,
-        committed_before=attempts.newest_checkpoint_step(context.run_dir),
+        committed_before=reached_step.newest_checkpoint_step(context.run_dir),
     )
     shown = progress_shown(context.run_dir, config)
     attempt.reported_before, attempt.marked_before, attempt.seen_before = shown.reported, shown.marked, shown.seen

@@ -14,12 +14,15 @@ from __future__ import annotations
 import time
 
 from slurmtrain.config.schema import Config
-from slurmtrain.runs import attempts, chain
+from slurmtrain.runs import attempt_history, attempts, batch_claim, chain, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Reason, Verdict, budget_spent
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import close_abandoned, run_hook_of, spent_by
+from slurmtrain.runtime.abandoned_attempts import close_abandoned
+from slurmtrain.runtime.attempt_evidence import node_records, progress_is_visible
+from slurmtrain.runtime.attempt_policy import policy
+from slurmtrain.runtime.finish_attempt import run_hook_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
 from slurmtrain.slurm.job_states import JobState
@@ -39,7 +42,7 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
     if last is not None and last.verdict == Verdict.DONE and not _is_evaluated_anew(run_dir):
         return Verdict.DONE
     job_ids = run_dir.info()["job_ids"]
-    if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
+    if (job_id in job_ids and job_ids[-1] != job_id) or requests.cancelled_after(run_dir, last):
         return Verdict.END
     if _is_superseded(run_dir, job_id, restart_count):
         return Verdict.END
@@ -47,7 +50,7 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
         return None
     if last.job_id is not None and not _is_of_this_job(run_dir, last, job_id, restart_count):
         return None
-    return Verdict.END if attempts.came_to_an_end(run_dir, last) else None
+    return Verdict.END if attempt_history.came_to_an_end(run_dir, last) else None
 
 
 def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
@@ -70,7 +73,7 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
             return None
         run_hook_of(run_dir, last.number, config)
         return Verdict(last.verdict)
-    spent = spent_by(run_dir, config)
+    spent = _spent_by(run_dir, config)
     if spent is None:
         return None
     last.verdict = Verdict.END
@@ -79,6 +82,29 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
     return Verdict.END
+
+
+def _spent_by(run_dir: RunDir, config: Config) -> str | None:
+    """Say why the last attempt of a run, which has an outcome, has used up a budget; return None while there may be others."""
+    tries = attempts.all_attempts(run_dir)
+    last = tries[-1]
+    if not last.stalled:
+        return None
+    counted = attempt_history.stalled_numbers(tries, last.number)
+    evidence = Evidence(
+        exit_code=last.exit_code or 1,
+        program_code=last.program_code,
+        progress_visible=progress_is_visible(last, config),
+        stalled_before=len(counted),
+        unseen_before=attempt_history.unseen_before(tries, last.number),
+        run=run_dir.id,
+        number=last.number,
+        now=time.time(),
+        stalled_numbers=tuple(counted),
+        node_records=tuple(node_records(run_dir, tries, config)),
+    )
+    outcome = AttemptOutcome(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
+    return budget_spent(outcome, evidence, policy(config))
 
 
 def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Verdict | None:
@@ -130,7 +156,7 @@ def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
         return last.number > int(info.get("chain_after") or 0)
     if last.started:
         return last.job_id is None or _is_of_this_job(run_dir, last, own_job_id(), own_restart_count())
-    return attempts.claimed_by(run_dir.attempt(last.number))[0] in (own_job_id(), None)
+    return batch_claim.claimed_by(run_dir.attempt(last.number))[0] in (own_job_id(), None)
 
 
 def _is_superseded(run_dir: RunDir, job_id: str | None, restart_count: int) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
@@ -126,7 +126,7 @@ def await_next_start(
             facts = client.job(attempt.job_id or own_job_id() or "")
         # No rank is left that would look for the file.
         told = run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND)
-        request = RunAction.STOP if told else attempts.take_request(run_dir, attempt)
+        request = RunAction.STOP if told else requests.take_request(run_dir, attempt)
         now = decide_after_pause(outcome, evidence, policy, request=request, facts=facts)
         if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
             break

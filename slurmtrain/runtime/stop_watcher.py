@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
 from slurmtrain.observe.profile_switch import ProfileSwitch
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
@@ -227,7 +227,7 @@ class StopWatcher:
             return
 
         def stop() -> None:
-            self._guarded(lambda: attempts.write_request(run_dir, RunAction.STOP))  # a full disk; it stops all the same
+            self._guarded(lambda: requests.write_request(run_dir, RunAction.STOP))  # a full disk; it stops all the same
             self._stop_flag.request(StopCause.STOP_FILE)
 
         run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND, self._save_asked.set)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from slurmtrain.config.compose import config_hash, load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.runs import attempts, choices
+from slurmtrain.runs import choices, requests
 from slurmtrain.runs.choices import Choice, Claim, Standing, standing_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -65,7 +65,7 @@ def take_or_leave(
     claim = choices.take(run_dir, name, job_id, given_up)
     takes = claim.is_of(name, job_id)
     settled = job_id in run_dir.info()["job_ids"]
-    if takes and not settled and attempts.cancelled_after(run_dir, None):
+    if takes and not settled and requests.cancelled_after(run_dir, None):
         run_dir.event(Event.NOT_TAKEN, job_id=job_id, choice=name, sentence="it was cancelled while it waited")
         take_back(run_dir, [choice for choice in everywhere if choice != mine], mine, client)
         return False
@@ -157,7 +157,7 @@ def _wait_until_decided(
         UNDECIDED: that cannot be known, since its SLURM does not answer; or somebody has ended the run meanwhile.
     """
     gone, silences, pause_s = 0, 0, LOOK_EVERY_S
-    while client is not None and silences < SILENCES and not attempts.cancelled_after(run_dir, None):
+    while client is not None and silences < SILENCES and not requests.cancelled_after(run_dir, None):
         try:
             facts = client.look(claim.job_id)
         except ClusterError:

@@ -30,6 +30,7 @@ FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks agains
 SAID_LENGTH = 200  # characters that are kept of what a rank said
 READ_BYTES = 1 << 20  # read from the end of the ledger: about 4,000 records
 LOCK_S = 5.0  # longest wait for another writer, which takes milliseconds
+AHEAD_S = 600.0  # by which the clocks of two hosts may differ
 ALL = "*"  # stands for all nodes in a record of forgiveness
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
@@ -203,6 +204,8 @@ def blamed_nodes(
 
     Evidence counts 1, broken hardware 2, and a node is blamed when its count within the expiry has reached the threshold. A
     node that a person has blamed, or on which this run could not start though it has trained before, is blamed at once.
+    What another run has recorded on a host whose clock is ahead does not count: it would not expire, and nobody could forgive
+    it.
 
     Args:
         found: records of the ledger and of the run's own attempts, in any order; the same one may be there twice.
@@ -210,7 +213,9 @@ def blamed_nodes(
             fault. None: what counts for a run that has not begun.
     """
     live = _without_twins(
-        each for each in sorted(found, key=lambda each: each.time) if now - each.time < policy.expiry_s
+        each
+        for each in sorted(found, key=lambda each: each.time)
+        if now - each.time < policy.expiry_s and not (_is_of_the_future(each, now) and each.run != run)
     )
     weights = _RecordWeights(live, policy, run)
     by_node: dict[str, list[NodeRecord]] = defaultdict(list)
@@ -226,6 +231,11 @@ def blamed_nodes(
                 result.append(Blamed(node, each.time + policy.expiry_s, tuple(against)))
                 break
     return result
+
+
+def _is_of_the_future(each: NodeRecord, now: float) -> bool:
+    """Return whether a fault was recorded by a clock that is ahead. What a person has typed counts whatever the time."""
+    return each.time > now + AHEAD_S and each.event in FAULTS and each.event is not NodeEvent.BY_HAND
 
 
 def _without_twins(found: Iterable[NodeRecord]) -> list[NodeRecord]:
@@ -399,12 +409,17 @@ def append_to_ledger(path: Path, new: Iterable[NodeRecord]) -> None:
 
 
 def _shorten(path: Path) -> None:
-    """Keep only what is read of a ledger that has grown long. The file stays the same one, since others lock it."""
+    """Keep only what is read of a ledger that has grown long. The file stays the same one, since others lock it.
+
+    What is kept is written over the beginning before the rest is cut off: whoever is killed in between, or reads meanwhile,
+    finds all of it at the end, or at the beginning.
+    """
     kept = records.read_tail(path, READ_BYTES).partition(b"\n")[2]
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        os.ftruncate(descriptor, 0)
-        while kept:
-            kept = kept[os.write(descriptor, kept) :]
+        written = 0
+        while written < len(kept):
+            written += os.pwrite(descriptor, kept[written:], written)
+        os.ftruncate(descriptor, written)
     finally:
         os.close(descriptor)

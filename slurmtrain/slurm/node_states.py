@@ -19,5 +19,9 @@ def is_silent(state: str) -> bool:
 
 
 def is_usable(state: str) -> bool:
-    """Return whether ranks should be started on a node that a job has: it is not dead, and nobody wants it to be left alone."""
-    return not is_dead(state) and not state.startswith(("drain", "fail"))
+    """Return whether ranks should be started on a node that a job has: it is not dead, and nobody wants it to be left alone.
+
+    A node that has registered with less than slurm.conf says, as without one of its GPUs, is drained; but its state is then
+    "inval", which hides that.
+    """
+    return not is_dead(state) and not state.startswith(("drain", "fail", "inval"))

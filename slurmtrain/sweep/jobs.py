@@ -31,7 +31,7 @@ from slurmtrain.launch.submit_once import (
 )
 from slurmtrain.report.status.look import is_over
 from slurmtrain.report.status.state import RunStatus
-from slurmtrain.runs import attempts, staging_dir
+from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import RunAction
@@ -41,8 +41,9 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.create import append_arrays, finish_halving, halve_array
 from slurmtrain.sweep.folder import check_not_cancelled, note_jobs, states_of
 from slurmtrain.system import files
-from slurmtrain.system.file_claims import Owner, claimed, claims
+from slurmtrain.system.file_claims import claimed, claims
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +139,8 @@ def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Pati
     job_id = sweep.job_id(number)
     if job_id is None:
 
-        def busy(owner: Owner) -> None:
-            log.info("process %s on %s is submitting this array; waiting for it", owner["pid"], owner["host"])
+        def busy(owner: ProcessMark) -> None:
+            log.info("process %s on %s is submitting this array; waiting for it", owner.pid, owner.host)
 
         with claimed(sweep.array(number), busy) as somebody_before:
             job_id = sweep.job_id(number)  # the one who had the claim may have finished
@@ -314,7 +315,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
-        attempts.write_request(sweep.run_dir(run_id), RunAction.CANCEL)
+        requests.write_request(sweep.run_dir(run_id), RunAction.CANCEL)
         sweep.run_dir(run_id).event(Event.CANCEL_ASKED)
     known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
     left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}

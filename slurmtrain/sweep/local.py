@@ -22,8 +22,9 @@ from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
-from slurmtrain.system.file_claims import Owner, claimed
+from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.parent_death import end_with_parent
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ def alone(sweep: Sweep) -> Iterator[None]:
         ClusterError: another process has claimed it.
     """
 
-    def refuse(owner: Owner) -> None:
+    def refuse(owner: ProcessMark) -> None:
         raise ClusterError(
-            f"process {owner['pid']} on {owner['host']} is already running sweep {sweep.id}",
+            f"process {owner.pid} on {owner.host} is already running sweep {sweep.id}",
             hint=f"sweep status {sweep.id} shows its state; when that process has ended, start again",
         )
 

@@ -11,7 +11,7 @@ from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.collect import is_scalar
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunStatus
-from slurmtrain.runs import attempts
+from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
@@ -69,7 +69,7 @@ def ask_to_end(run_dir: RunDir, client: SlurmClient | None) -> bool:
     last = now.attempts[-1] if now.attempts else None
     if now.status not in (*WAITING, RunStatus.RUNNING) or now.slurm_error is not None or last is None:
         return False
-    attempts.write_request(run_dir, RunAction.PRUNE)
+    requests.write_request(run_dir, RunAction.PRUNE)
     try:
         if client is None:
             signal_rank_0(run_dir, last, signal.SIGTERM)

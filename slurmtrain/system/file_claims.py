@@ -9,23 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from slurmtrain.system import process
 from slurmtrain.system.files import give_name, read_json, temporary_beside, write_json
-from slurmtrain.system.records import is_count
+from slurmtrain.system.process_mark import ProcessMark
 
 HEARTBEAT_S = 10.0
-CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell on another host, whose life cannot be seen from here
+CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell whose life cannot be seen from here
 POLL_S = 0.2  # seconds between looks at a claim: a shared file system has no event to await
-
-Owner = dict[str, Any]
-"""host, pid and born (see `process.born`) of whoever made a claim."""
 
 
 def claims(folder: Path) -> list[Path]:
@@ -39,7 +33,7 @@ def _number(claim: Path) -> int:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
+def claimed(folder: Path, busy: Callable[[ProcessMark], None]) -> Iterator[bool]:
     """Hold the claim of a folder; wait for another process that holds it.
 
     Args:
@@ -79,7 +73,7 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
 class _Watched:
     """The observation of a claim's owner.
 
-    If it is on another host, or not named, its heartbeats are the only evidence.
+    If it cannot be seen from here, or is not named, its heartbeats are the only evidence.
     """
 
     def __init__(self) -> None:
@@ -87,13 +81,14 @@ class _Watched:
         self._beats = 0
         self._since = time.monotonic()
 
-    def lives(self, claim: Path, owner: Owner | None) -> bool | None:
+    def lives(self, claim: Path, owner: ProcessMark | None) -> bool | None:
         """Return whether the owner is alive; None: not known yet.
 
         A clock that is ahead makes a new claim look old, so an old one is observed for a while.
         """
-        if owner is not None and owner["host"] == socket.gethostname():
-            return _lives_here(owner)
+        seen = owner.lives() if owner is not None else None
+        if seen is not None:
+            return seen
         heard = (claim, _beaten(claim))
         if heard != self._last:
             self._beats = self._beats + 1 if self._last is not None and self._last[0] == claim else 0
@@ -127,8 +122,7 @@ def _given_up(claim: Path) -> bool:
 def _make(claim: Path) -> bool:
     """Make a claim, and return whether this process has made it, of all that tried."""
     temporary = temporary_beside(claim)
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
-    write_json(temporary, me)
+    write_json(temporary, ProcessMark.own().to_json())
     try:
         give_name(temporary, claim)
         return True
@@ -142,28 +136,21 @@ def is_claimed(folder: Path) -> bool:
     if not made or _given_up(made[-1]):
         return False
     owner = _owner(made[-1])
-    here = owner is not None and owner["host"] == socket.gethostname()
-    return _lives_here(owner) if owner is not None and here else _age_s(made[-1]) < CLAIM_LASTS_S
+    seen = owner.lives() if owner is not None else None
+    return _age_s(made[-1]) < CLAIM_LASTS_S if seen is None else seen
 
 
 def holder_here(folder: Path) -> int | None:
     """Return the id of the process of this machine that holds the claim; None if there is none."""
     made = claims(folder)
     owner = _owner(made[-1]) if made and not _given_up(made[-1]) else None
-    here = owner is not None and owner["host"] == socket.gethostname()
-    return int(owner["pid"]) if owner is not None and here and _lives_here(owner) else None
+    return owner.pid if owner is not None and owner.lives() else None
 
 
-def _owner(claim: Path) -> Owner | None:
+def _owner(claim: Path) -> ProcessMark | None:
     """Return the owner of a claim; None if its file is not complete, as after a power cut."""
-    values = read_json(claim) or {}
-    known = isinstance(values.get("host"), str) and is_count(values.get("pid")) and "born" in values
-    return values if known else None
+    return ProcessMark.from_json(read_json(claim))
 
 
 def _age_s(claim: Path) -> float:
     return time.time() - _beaten(claim) / 1e9
-
-
-def _lives_here(owner: Owner) -> bool:
-    return owner["born"] is not None and process.born(int(owner["pid"])) == owner["born"]

@@ -32,6 +32,7 @@ EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+STALE_TRIES = 3  # of a file that is replaced again and again while it is read
 FIRST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.01, 0.16  # between looks whether a lock is free
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
@@ -80,15 +81,36 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than `at_most`.
     """
-    descriptor, size = open_with_size(path)
-    try:
+
+    def part(size: int) -> tuple[int, int]:
         if size > at_most:
             raise UnreadableRecordError(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
-        return _read(descriptor, 0, size)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    finally:
-        os.close(descriptor)
+        return 0, size
+
+    return _read_part(path, part)
+
+
+def _read_part(path: Path, part: Callable[[int], tuple[int, int]]) -> bytes:
+    """Read a part of a file, and if another one takes its name just then, that of the new one.
+
+    NFS calls what was opened before that stale (ESTALE): its server has removed it, although it is open here.
+
+    Args:
+        part: returns first byte and number of bytes of the part of a file of so many bytes.
+
+    Raises: as `open_regular`, or what `part` raises.
+    """
+    for tries_left in reversed(range(STALE_TRIES)):
+        descriptor, size = open_with_size(path)
+        try:
+            begin, length = part(size)
+            return _read(descriptor, begin, length)
+        except OSError as error:
+            if error.errno != errno.ESTALE or not tries_left:
+                raise _unreadable(path, error) from None
+        finally:
+            os.close(descriptor)
+    raise AssertionError("unreachable")
 
 
 def _read(descriptor: int, begin: int, size: int) -> bytes:
@@ -115,15 +137,9 @@ def read_tail(path: Path, size: int) -> bytes:
         UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
-        descriptor, whole = open_with_size(path)
+        return _read_part(path, lambda whole: (max(0, whole - size), min(whole, size)))
     except (FileNotFoundError, NotADirectoryError):
         return b""
-    try:
-        return _read(descriptor, max(0, whole - size), min(whole, size))
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    finally:
-        os.close(descriptor)
 
 
 def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from slurmtrain import sandbox
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
@@ -231,7 +231,7 @@ def steps_done(run: RunDir, number: int) -> int:
         not run.metrics_file.exists() or run.metrics_file.stat().st_mtime < attempt.stepping
     ):  # what it has written since is none of its steps
         return 0
-    return (attempts.last_logged_step(run) or 0) - attempt.first_step
+    return (reached_step.last_logged_step(run) or 0) - attempt.first_step
 
 
 def torchrun_steps(folder: Path, number: int) -> int:
@@ -241,7 +241,7 @@ def torchrun_steps(folder: Path, number: int) -> int:
         if (folder / "runs").exists()
         else []
     )
-    return attempts.last_logged_step(runs[number - 1]) or 0 if len(runs) >= number else 0
+    return reached_step.last_logged_step(runs[number - 1]) or 0 if len(runs) >= number else 0
 
 
 def child_pids(parent: int) -> list[int]:

@@ -18,7 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slurmtrain.cli import main as slurmtrain
-from slurmtrain.runs.attempts import TAIL_BYTES, Attempt
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.reached_step import TAIL_BYTES
 from tests.support.run_info import run_info
 
 RUNS, STEPS, LAST_BYTES, ROUNDS = 3000, 300, TAIL_BYTES, 5

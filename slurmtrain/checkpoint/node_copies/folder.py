@@ -21,7 +21,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmtrain.checkpoint.format.directory import (
     COMPLETE,
@@ -35,10 +34,10 @@ from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes, write_manifest
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
-from slurmtrain.system import process
 from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.process_mark import ProcessMark
 
 MARK = "lineage.json"
 OWNER = "owner.json"
@@ -46,6 +45,9 @@ RESTORING = "restoring"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
+UNSEEN_S = (
+    6 * 3600.0
+)  # of a run in another container, whose processes are not seen here; at work, it saves copies more often
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class NodeFolder:
             )
         for folder in (self._run_folder.parent, self._run_folder, self.path):
             _make_private(folder)
-        write_json(self.path / OWNER, _myself(), durable=False)
+        write_json(self.path / OWNER, ProcessMark.own().to_json(), durable=False)
         for path in self.path.iterdir():
             match = TEMPORARY_NAME.fullmatch(path.name)
             if match and int(match.group(1)) < self._order:
@@ -310,16 +312,10 @@ def _make_private(path: Path) -> None:
         )
 
 
-def _myself() -> dict[str, Any]:
-    """Return host and pid of this process, and when it was born (see `process.born`)."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
-
-
 def _may_live(node: Path, now: float) -> bool:
     """Return whether the run that a node's folder is of may be at work, or about to be started again in place."""
-    values = read_json(node / OWNER) or {}
-    if values.get("host") == socket.gethostname() and isinstance(values.get("pid"), int):
-        born = process.born(values["pid"])
-        if born is not None and born == values.get("born"):
-            return True
-    return now - node.stat().st_mtime < DEAD_S
+    owner = ProcessMark.from_json(read_json(node / OWNER))
+    lives = owner.lives() if owner is not None else False
+    if lives:
+        return True
+    return now - node.stat().st_mtime < (UNSEEN_S if lives is None else DEAD_S)

@@ -13,6 +13,7 @@ an argument.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -29,20 +30,18 @@ from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, c
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
-from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.patience import refresh
-from slurmtrain.system.records import is_mine, read_text
+from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.records import is_mine, parse, read_bytes
 
 READERS = ".readers"
 HOLDS = ".held"
-MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]+")
+MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.[^.]+\.\d+\.[0-9a-f]+")
 
-# A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take
-# 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
-REMOTE_READER_S = 3600.0
-# No reader takes a day; but after a reboot another process can have the pid of a reader that died.
-LOCAL_READER_S = 86400.0
+# A reader on another host, or in another container, cannot be asked whether it lives. 2.3 TB (the state of a 176 billion
+# parameter model) take 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
+UNSEEN_READER_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -170,13 +169,14 @@ def _make_marker(path: Path) -> Path | None:
     if not FINAL_NAME.fullmatch(path.name) or not is_mine(path.parent):
         return None
     readers = path.parent / READERS
+    host = socket.gethostname().replace(".", "_")  # a dot separates the parts of the name, which are for people
     # The name ends randomly, since one process may read the same checkpoint twice at a time.
-    marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
+    marker = readers / f"{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)
         descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(readers))
         with os.fdopen(descriptor, "w") as file:
-            file.write(_pid_namespace())
+            file.write(json.dumps(ProcessMark.own().to_json()))
     except OSError:
         return None
     return marker
@@ -229,7 +229,7 @@ def in_use(directory: Path, now: float) -> set[str]:
         if match is None:
             continue
         try:
-            lives = _reader_lives(marker, match["host"], int(match["pid"]), now)
+            lives = _reader_lives(marker, now)
         except FileNotFoundError:  # its reader has just finished
             continue
         except OSError:  # not known
@@ -242,26 +242,14 @@ def in_use(directory: Path, now: float) -> set[str]:
     return names
 
 
-def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
+def _reader_lives(marker: Path, now: float) -> bool:
     age = now - marker.stat().st_mtime  # below zero when the clock was set back: young
     try:
-        namespace: str | None = read_text(marker)
+        mark = ProcessMark.from_json(parse(read_bytes(marker)))
     except UnreadableRecordError:  # root's
-        namespace = None
-    # In two containers on one host a pid means two different processes.
-    on_this_host = host == _host() and namespace == _pid_namespace()
-    return age < LOCAL_READER_S and process.lives(pid) if on_this_host else age < REMOTE_READER_S
-
-
-def _host() -> str:
-    return socket.gethostname().replace(".", "_")  # a dot separates the parts of a marker's name
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+        mark = None
+    lives = mark.lives() if mark is not None else None
+    return age < UNSEEN_READER_S if lives is None else lives
 
 
 def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> list[Path]:

@@ -34,7 +34,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import preparing, preparing_with_code_of
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.outcome import Verdict as Next
 from slurmtrain.runs.program_checkpoints import ProgramCheckpoint, find_checkpoints, newest_complete
 from slurmtrain.runs.run_dir import RunDir
@@ -369,7 +369,7 @@ def is_due(step: int, plan: OwnPlan, attempt: attempts.Attempt, config: Config, 
 def shown_step(run: Watched) -> int:
     """Return the furthest step that a run shows, in its log or by its checkpoints; 0 if it shows none."""
     try:
-        steps = [attempts.last_logged_step(run.run_dir), attempts.newest_checkpoint_step(run.run_dir)]
+        steps = [reached_step.last_logged_step(run.run_dir), reached_step.newest_checkpoint_step(run.run_dir)]
         if run.config.job.checkpoints is not None:
             newest = newest_complete(_own_checkpoints(run.run_dir, run.config))
             steps.append(newest.step if newest is not None else None)

@@ -48,6 +48,7 @@ class Watched:
         over: it has ended, or was given up.
         state: what `status` says of it, when SLURM was asked last.
         launcher: the process of a local run.
+        own_jobs: its jobs, as far as its record could be read: somebody may remove its folder meanwhile.
         jobs: further jobs that belong to it, such as the one that preempts it.
     """
 
@@ -61,6 +62,7 @@ class Watched:
     over: bool = False
     state: RunState | None = None
     launcher: subprocess.Popen[bytes] | None = None
+    own_jobs: list[str] = field(default_factory=list)
     jobs: list[str] = field(default_factory=list)
 
     @property
@@ -105,6 +107,7 @@ def start(name: str, run_dir: RunDir, config: Config, client: SlurmClient | None
         job_id = submit([run_dir], config)
         if config.requeue.mode == RequeueMode.CHAIN:
             submit_links(run_dir, job_id, config.requeue.chain_length, client)
+        watched.own_jobs = list(run_dir.info()["job_ids"])
     except BaseException:  # Ctrl-C, say: its job may be in the queue all the same
         with contextlib.suppress(SlurmtrainError, OSError):
             interrupted(run_dir, client)
@@ -234,7 +237,10 @@ def _live(runs: Sequence[Watched]) -> list[Watched]:
 
 
 def _in_queue(runs: Sequence[Watched], client: SlurmClient) -> list[str]:
-    jobs = [job for run in runs for job in [*map(str, run.run_dir.info()["job_ids"]), *run.jobs]]
+    for run in runs:
+        with contextlib.suppress(SlurmtrainError):
+            run.own_jobs = list(run.run_dir.info()["job_ids"])
+    jobs = [job for run in runs for job in [*run.own_jobs, *run.jobs]]
     try:
         return [job for job, queued in client.queue(jobs).items() if queued.state not in GONE]
     except SlurmtrainError:

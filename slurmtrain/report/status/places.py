@@ -13,7 +13,7 @@ from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.queue import CONFIRMATIONS, expected_start, wait_to_ask_again
 from slurmtrain.report.status.record import Record
 from slurmtrain.report.status.state import RunState, RunStatus, unreadable
-from slurmtrain.runs import attempts, choices
+from slurmtrain.runs import choices, requests
 from slurmtrain.runs.choices import Choice
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.slurm.client import SlurmClient
@@ -107,7 +107,7 @@ def _of_places(record: Record, places: list[_Place]) -> tuple[RunStatus, str, bo
             said.append(f"{place.choice.name}: SLURM cannot be asked")
     alive = [place.word for place in places if place.word is not None]
     resume = f"`resume {record.id}` submits it to each of them again"
-    if attempts.cancelled_after(record.run_dir, None):
+    if requests.cancelled_after(record.run_dir, None):
         if any(word != RunStatus.UNKNOWN for word in alive):
             return RunStatus.STOPPING, f"it is cancelled; {'; '.join(said)}", True
         return RunStatus.STOPPED, f"cancelled while it waited. {resume}", False

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
 from slurmtrain.errors import ClusterError, UnavailableRecordError
-from slurmtrain.runs import attempts, choices
+from slurmtrain.runs import attempts, choices, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
 from slurmtrain.runs.events import Event
@@ -21,7 +20,6 @@ from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
-from slurmtrain.system import process
 from slurmtrain.system.records import is_job_id
 
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
@@ -134,24 +132,15 @@ class Record:
 
     def cancelled(self, queued: str) -> bool:
         """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
-        return queued == JobState.CANCELLED or attempts.cancelled_after(self.run_dir, self.last)
+        return queued == JobState.CANCELLED or requests.cancelled_after(self.run_dir, self.last)
 
     @property
     def pruned(self) -> bool:
         """Whether its search has pruned it after the last attempt could notice."""
-        return attempts.ended_after(self.run_dir, self.last) == RunAction.PRUNE
+        return requests.ended_after(self.run_dir, self.last) == RunAction.PRUNE
 
     def _has_log(self, job_id: str | None) -> bool:
         return self.run_dir.job_log(job_id or "") is not None
-
-
-def process_lives(attempt: Attempt) -> bool | None:
-    """Return whether rank 0 of an attempt is alive; None when it is on another host and cannot be seen from here."""
-    if attempt.pid is None:
-        return False
-    if attempt.host != socket.gethostname():
-        return None
-    return process.lives(attempt.pid)
 
 
 def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> Record:

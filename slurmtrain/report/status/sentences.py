@@ -6,7 +6,7 @@ import time
 
 from slurmtrain.report.progress import at_about, read_progress
 from slurmtrain.report.status.queue import Queue, expected_start
-from slurmtrain.report.status.record import Record, process_lives
+from slurmtrain.report.status.record import Record
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import stage_record
 from slurmtrain.runs.attempts import Attempt
@@ -62,7 +62,7 @@ def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
     if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
-        lives = process_lives(last)
+        lives = last.rank_0_lives
         if lives is None:
             return (
                 RunStatus.UNKNOWN,
@@ -134,7 +134,7 @@ def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""
         return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}", True
-    if not record.own_job and process_lives(last) is False:
+    if not record.own_job and last.rank_0_lives is False:
         return *_ended(record), False
     return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}", True
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slurmtrain.config.schema import Config
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import (
     UNREADABLE,
@@ -135,9 +135,9 @@ def _move_aside(checkpoint: ProgramCheckpoint, context: AttemptContext) -> None:
 
 def _is_seen_otherwise(config: Config, run_dir: RunDir) -> bool:
     """Return whether there is a checkpoint of ours, or the file by which the program shows its progress."""
-    if attempts.newest_checkpoint_step(run_dir) is not None:
+    if reached_step.newest_checkpoint_step(run_dir) is not None:
         return True
-    return config.job.checkpoints is None and attempts.newest_change(run_dir, config.job.progress_file) is not None
+    return config.job.checkpoints is None and reached_step.newest_change(run_dir, config.job.progress_file) is not None
 
 
 def _shown(checkpoint: ProgramCheckpoint, run_dir: RunDir) -> str:

@@ -151,20 +151,22 @@ def test_a_place_that_is_not_there_is_said_by_its_name(tmp_path: Path) -> None:
 
 
 def test_the_folders_of_dead_runs_are_removed_and_those_of_live_and_young_ones_stay(tmp_path: Path) -> None:
-    for name in ("dead", "young", "live"):
+    for name in ("dead", "young", "live", "contained"):
         folder_of(tmp_path, name).open()
     ended = subprocess.Popen(["true"])
     ended.wait()
     user = tmp_path / f"slurmtrain-{os.geteuid()}"
     for run in user.iterdir():
         name = run.name.partition("-")[0]
-        if name != "live":
-            write_json(run / "node1" / "owner.json", {"host": os.uname().nodename, "pid": ended.pid, "born": "1"})
+        if name != "live":  # "contained" is at work in a container of this host, where its pid is another one
+            owner = {"host": os.uname().nodename, "pid": ended.pid, "born": "1"}
+            in_container = {"pid_namespace": "pid:[1]"} if name == "contained" else {}
+            write_json(run / "node1" / "owner.json", owner | in_container)
         if name != "young":
             long_ago = run.stat().st_mtime - 2 * DEAD_S
             os.utime(run / "node1", (long_ago, long_ago))
     folder_of(tmp_path, "next").open()
-    assert sorted(run.name.partition("-")[0] for run in user.iterdir()) == ["live", "next", "young"]
+    assert sorted(run.name.partition("-")[0] for run in user.iterdir()) == ["contained", "live", "next", "young"]
 
 
 def test_runs_of_one_name_in_two_places_have_two_folders(tmp_path: Path) -> None:

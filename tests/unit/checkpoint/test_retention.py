@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import shutil
@@ -21,6 +23,7 @@ from slurmtrain.checkpoint.format import directory as checkpoint_directory
 from slurmtrain.checkpoint.format.directory import remove
 from slurmtrain.checkpoint.store.retention import Keep, Kept, Soundness, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
+from slurmtrain.system.process_mark import ProcessMark
 
 HOUR = 3600.0
 
@@ -189,7 +192,7 @@ def test_a_checkpoint_is_in_use_while_it_is_read_and_not_after(checkpoint: Path)
     assert in_use(directory, time.time()) == set()
     with reading(checkpoint):
         assert in_use(directory, time.time()) == {"checkpoint_0000010"}
-        assert in_use(directory, time.time() + 3 * HOUR) == {"checkpoint_0000010"}  # a slow reader on this host
+        assert in_use(directory, time.time() + 30 * HOUR) == {"checkpoint_0000010"}  # a slow reader on this host
     assert in_use(directory, time.time()) == set()
     assert markers(directory) == []
 
@@ -261,16 +264,18 @@ def test_a_reader_elsewhere_counts_for_an_hour(checkpoint: Path) -> None:
 
 
 def test_a_reader_in_another_container_of_this_host_is_not_taken_for_dead(checkpoint: Path) -> None:
-    no_process_here = 2**22 + 1
-    marker = marker_of(checkpoint, THIS_HOST, no_process_here, "pid:[4026539999]")
+    no_process_here = ProcessMark(socket.gethostname(), 2**22 + 1, "1", "pid:[4026539999]")
+    marker = marker_of(checkpoint, THIS_HOST, no_process_here.pid, json.dumps(no_process_here.to_json()))
     assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
     assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
     assert not marker.exists()
 
 
-def test_a_reused_pid_holds_a_checkpoint_back_for_a_day_at_most(checkpoint: Path) -> None:
-    with reading(checkpoint):
-        assert in_use(checkpoint.parent, time.time() + 25 * HOUR) == set()
+def test_a_pid_that_belongs_to_another_process_by_now_holds_no_checkpoint_back(checkpoint: Path) -> None:
+    mark = dataclasses.replace(ProcessMark.own(), born="1")
+    marker = marker_of(checkpoint, THIS_HOST, mark.pid, json.dumps(mark.to_json()))
+    assert in_use(checkpoint.parent, time.time()) == set()
+    assert not marker.exists()
 
 
 def test_a_reader_whose_marker_may_not_be_looked_into_counts_for_an_hour(
@@ -283,6 +288,13 @@ def test_a_reader_whose_marker_may_not_be_looked_into_counts_for_an_hour(
 
     monkeypatch.setattr(Path, "read_text", forbidden)
     assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+    assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
+
+
+@pytest.mark.parametrize("text", ["", "pid:[4026531836]", '{"host": "a'])
+def test_the_marker_of_an_earlier_version_or_a_torn_one_counts_for_an_hour(checkpoint: Path, text: str) -> None:
+    marker_of(checkpoint, THIS_HOST, os.getpid(), text)
+    assert in_use(checkpoint.parent, time.time() + 0.9 * HOUR) == {"checkpoint_0000010"}
     assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -21,7 +22,7 @@ from slurmtrain.control.drill.evidence import from_interruption_on, log_of
 from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.own import OwnEvidence, OwnPlan, first_step_after, is_due, judge_own, own_config
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
-from slurmtrain.control.drill.scratch import Leftovers, Watched, all_leave, drilling
+from slurmtrain.control.drill.scratch import Leftovers, Watched, all_leave, drilling, end_all
 from slurmtrain.control.drill.site import interrupt
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
 from slurmtrain.errors import NoAnswerError, UsageError
@@ -508,6 +509,24 @@ def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
     assert drill.folder.exists() == kept
     assert drill.leftovers == Leftovers(drill.folder if kept else None)
     assert (str(drill.folder) in caplog.text) == (error is not None)
+
+
+def test_the_jobs_of_a_drill_are_cancelled_although_somebody_has_removed_the_folder_of_a_run(tmp_path: Path) -> None:
+    class Queue:
+        cancelled: ClassVar[list[str]] = []
+
+        def queue(self, jobs: Sequence[str]) -> dict[str, QueuedJob]:
+            return {job: QueuedJob("RUNNING") for job in jobs if job not in self.cancelled}
+
+        def cancel(self, *jobs: str) -> None:
+            self.cancelled.extend(jobs)
+
+    here, gone = (Watched(name, RunDir(tmp_path / name), compose([]), over=True) for name in ("here", "gone"))
+    here.run_dir.path.mkdir()
+    here.run_dir.info_file.write_text(json.dumps({"job_ids": ["7"]}))
+    gone.own_jobs = ["8"]
+    assert end_all([gone, here], cast(SlurmClient, Queue()))
+    assert Queue.cancelled == ["8", "7"]
 
 
 def test_words_of_the_cluster_alone_drill_the_site() -> None:

@@ -11,7 +11,7 @@ import pytest
 from slurmtrain.integrations import reporting
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.api import session
@@ -29,7 +29,7 @@ def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Attempt]
     """Begin an attempt, in which a new process starts the script."""
 
     def begin() -> Attempt:
-        attempt = add_attempt(run, reported_before=attempts.furthest_reported(run))
+        attempt = add_attempt(run, reported_before=reached_step.furthest_reported(run))
         monkeypatch.setattr(session, "context", AttemptContext(run, attempt.number, supervised=True))
         monkeypatch.setattr(session, "distributed", SimpleNamespace(environment=SimpleNamespace(rank=0)))
         monkeypatch.setattr(session, "agreement", SimpleNamespace())
@@ -65,7 +65,7 @@ def test_a_second_training_keeps_the_lines_of_the_first_and_is_progress(
     train("tuned", 100, 300, total=400, ends=False)
     assert steps(run) == [100, 200, 300, 400, 500, 600, 700, 800], "step 700 once, by the attempt that went on from it"
     second = attempts.read_attempt(run, second.number)
-    second.reported_step = attempts.furthest_reported(run)
+    second.reported_step = reached_step.furthest_reported(run)
     assert second.progressed and (second.reported_step, second.first_step) == (800, 600)
 
 
@@ -110,6 +110,6 @@ def test_a_script_that_begins_from_scratch_in_a_new_folder_each_time_makes_no_pr
         attempt = begin()
         train(f"out-{number}", 0, 200, total=1000, ends=False)  # and crashes
         last = attempts.read_attempt(run, attempt.number)
-        last.reported_step = attempts.furthest_reported(run)
+        last.reported_step = reached_step.furthest_reported(run)
         attempts.write_attempt(run, last)
         assert (last.progressed, last.reported_step, run.info()["steps"]) == (number == 0, 200, 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -25,6 +26,7 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import give_name, write_json
+from slurmtrain.system.process_mark import ProcessMark
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -279,9 +281,21 @@ def test_the_claim_of_a_shell_that_lives_on_another_host_is_kept_by_its_heartbea
     thread = threading.Thread(target=beat)
     thread.start()
     told: list[str] = []
-    with claimed(tmp_path, lambda owner: told.append(owner["host"])):
+    with claimed(tmp_path, lambda owner: told.append(owner.host)):
         assert claim.with_suffix(".over").exists() and told == ["another-host"]
     thread.join()
+
+
+def test_the_claim_of_a_shell_in_another_container_of_this_host_is_kept_by_its_heartbeat(
+    tmp_path: Path, quick: None
+) -> None:
+    """Its pid means another process here, or none."""
+    elsewhere = dataclasses.replace(ProcessMark.own(), pid=2**22 + 1, namespace="pid:[1]")
+    claim = tmp_path / "claim-0001.json"
+    claim.write_text(json.dumps(elsewhere.to_json()))
+    assert is_claimed(tmp_path) and file_claims.holder_here(tmp_path) is None
+    os.utime(claim, (0, 0))
+    assert not is_claimed(tmp_path)
 
 
 def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) -> None:
@@ -308,7 +322,7 @@ def test_a_claim_whose_making_nfs_has_not_confirmed_is_ones_own(
 
     monkeypatch.setattr(os, "link", without_answer)
 
-    def busy(owner: file_claims.Owner) -> None:
+    def busy(owner: ProcessMark) -> None:
         raise AssertionError(f"it waits for {owner}")
 
     with claimed(tmp_path, busy) as somebody_before:

@@ -23,8 +23,9 @@ from slurmtrain.report.status import sentences
 from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt, write_request
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
@@ -595,6 +596,23 @@ def test_a_local_run_on_this_host_lives_as_long_as_its_process(
     assert "resumes by itself" in capsys.readouterr().out
     alive_process.wait(60)
     assert said(state(run)) == ("lost", False)
+
+
+def test_a_process_that_only_has_the_pid_of_a_local_run_is_not_taken_for_it_and_not_signalled(
+    make: Make,
+    alive_process: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make(overrides=("cluster.backend=local",))
+    attempt(run, pid=alive_process.pid, born="1", host=socket.gethostname())
+    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
+    assert said(state(run)) == ("lost", False)
+    attempt(run, pid=alive_process.pid, pid_namespace="pid:[1]", host=socket.gethostname())
+    assert said(state(run)) == ("running", True)  # as far as is seen here
+    assert main(["cancel", run.id]) == 1
+    assert f"runs in another container on {socket.gethostname()}" in capsys.readouterr().err
+    assert alive_process.poll() is None and not run.request_file.exists()
 
 
 def test_a_local_run_between_two_attempts_is_starting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

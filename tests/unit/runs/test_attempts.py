@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, stage_record
+from slurmtrain.runs import attempt_history, attempts, reached_step, requests, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
@@ -25,8 +25,9 @@ from slurmtrain.runs.outcome import AttemptOutcome, Reason, RunAction, Verdict, 
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
 from slurmtrain.runtime import finish_attempt as finish_module
+from slurmtrain.runtime.abandoned_attempts import close_abandoned
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
-from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
+from slurmtrain.runtime.finish_attempt import finish_attempt
 from slurmtrain.runtime.jobs.program_stop import told_facts
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
@@ -46,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def begin(run: RunDir, **fields: Any) -> Attempt:
-    before = attempts.newest_checkpoint_step(run)
+    before = reached_step.newest_checkpoint_step(run)
     return add_attempt(run, **{"first_step": 0, "committed_before": before, **fields})
 
 
@@ -125,18 +126,18 @@ def test_what_another_version_has_recorded_of_the_job_is_read_as_far_as_it_is_kn
 
 
 def test_the_last_logged_step_is_read_past_a_torn_line(run: RunDir) -> None:
-    assert attempts.last_logged_step(run) is None
+    assert reached_step.last_logged_step(run) is None
     run.metrics_file.write_text('{"step": 10}\n{"step": 20, "loss": 1.5}\n{"step": 3')
-    assert attempts.last_logged_step(run) == 20
+    assert reached_step.last_logged_step(run) == 20
 
 
 def test_the_newest_checkpoint_is_a_complete_one(run: RunDir) -> None:
-    assert attempts.newest_checkpoint_step(run) is None
+    assert reached_step.newest_checkpoint_step(run) is None
     commit(run, 50)
     commit(run, 100)
     (run.checkpoints / "checkpoint_0000200").mkdir()
     (run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
-    assert attempts.newest_checkpoint_step(run) == 100
+    assert reached_step.newest_checkpoint_step(run) == 100
 
 
 # The budget.
@@ -174,7 +175,7 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
         for index, reason in enumerate(history)
     ]
     after = len(records) + 1
-    assert len(attempts.stalled_numbers([*records, Attempt(number=after, reason="crash")], after)) == count
+    assert len(attempt_history.stalled_numbers([*records, Attempt(number=after, reason="crash")], after)) == count
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress(
         Attempt(number=index + 1, reason="crash", verdict="requeue", stalled=True, first_step=step)
         for index, step in enumerate(began_at)
     ]
-    assert len(attempts.stalled_numbers(records, len(records))) == count
+    assert len(attempt_history.stalled_numbers(records, len(records))) == count
 
 
 # Attempts that ended without a word.
@@ -261,7 +262,7 @@ def test_the_outcome_of_an_abandoned_attempt_is_decided_by_what_it_left_behind(
     if "failure" in left_behind:
         record_failure(run.attempt(1), 0, Failure(1, str(left_behind["failure"])))
     if "request" in left_behind:
-        attempts.write_request(run, RunAction(str(left_behind["request"])))
+        requests.write_request(run, RunAction(str(left_behind["request"])))
     begin(run)
     close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == reason
@@ -297,6 +298,7 @@ class Asked(SlurmClient):
         ("another step that is gone", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(), False),
         ("a process of this host", {"pid": os.getpid(), "host": socket.gethostname()}, None, True),
         ("a process that has ended", {"pid": 1 << 22, "host": socket.gethostname()}, None, False),
+        ("a process of before a reboot", {"pid": os.getpid(), "born": "1", "host": socket.gethostname()}, None, False),
         ("a process of another host", {"pid": 1, "host": "elsewhere"}, None, True),
         ("whose rank 0 never came", {"started": 0.0}, None, False),
         ("that another job is setting up", {"claim": "8 0"}, Asked(JobFacts("RUNNING")), True),
@@ -485,8 +487,8 @@ def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     attempt = begin(run, job_id="7", said="finished" if what == "finished" else "stopped", cause="SIGTERM")
     if what == "cancel":
-        attempts.write_request(run, RunAction.CANCEL)
-        assert attempts.take_request(run, attempt) == "cancel"  # as `finish_attempt` did, which was killed then
+        requests.write_request(run, RunAction.CANCEL)
+        assert requests.take_request(run, attempt) == "cancel"  # as `finish_attempt` did, which was killed then
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert ended_before(run, "7", 1) is None
     assert budget_used_up(run, Config(), None) == verdict
@@ -499,8 +501,8 @@ def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(
 ) -> None:
     write_json(run.info_file, {"job_ids": ["7", "8"]})
     attempt = begin(run, job_id="7", said="stopped", cause="SIGTERM")
-    attempts.write_request(run, RunAction.CANCEL)
-    attempts.take_request(run, attempt)
+    requests.write_request(run, RunAction.CANCEL)
+    requests.take_request(run, attempt)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert budget_used_up(run, Config(), SlurmThatHasForgotten()) is None
@@ -735,12 +737,12 @@ def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: 
 
 def test_a_request_is_for_the_attempt_that_was_running_then(run: RunDir) -> None:
     earlier = begin(run)
-    assert attempts.take_request(run, earlier) is None
-    attempts.write_request(run, RunAction.PREEMPT)
-    assert attempts.take_request(run, earlier) == "preempt"
-    attempts.write_request(run, RunAction.PREEMPT)
+    assert requests.take_request(run, earlier) is None
+    requests.write_request(run, RunAction.PREEMPT)
+    assert requests.take_request(run, earlier) == "preempt"
+    requests.write_request(run, RunAction.PREEMPT)
     later = begin(run, started=time.time() + 60)
-    assert attempts.take_request(run, later) is None
+    assert requests.take_request(run, later) is None
 
 
 @pytest.mark.parametrize("listing", ["as it is", "late"])
@@ -755,7 +757,7 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
     with monkeypatch.context() as seen:
         if listing == "late":
             seen.setattr(RunDir, "attempt_numbers", lambda self: [1])
-        attempts.write_request(run, RunAction.CANCEL)
+        requests.write_request(run, RunAction.CANCEL)
     attempts.write_attempt(run, Attempt(2, job_id="7", restart_count=1, started=time.time() + 1))
     close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
@@ -770,12 +772,12 @@ def test_a_cancel_that_comes_while_an_outcome_is_decided_is_not_used_up_by_it(
     begin(run, job_id="7", said="stopped")
 
     def slow_decision(*arguments: Any) -> object:
-        attempts.write_request(run, RunAction.CANCEL)
+        requests.write_request(run, RunAction.CANCEL)
         return decide_outcome(*arguments)
 
     monkeypatch.setattr(finish_module, "decide_outcome", slow_decision)
     assert finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING"))).verdict == Verdict.REQUEUE
-    assert attempts.cancelled_after(run, attempts.read_attempt(run, 1))
+    assert requests.cancelled_after(run, attempts.read_attempt(run, 1))
     assert ended_before(run, None, 1) == Verdict.END
 
 
@@ -786,7 +788,7 @@ def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> N
     begin(run, job_id="7", said="stopped")
     commit(run, 30)
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=time.time(), seconds_left=None, facts=None)
-    attempts.write_request(run, RunAction.PREEMPT)
+    requests.write_request(run, RunAction.PREEMPT)
     client = SlurmSays(JobFacts("RUNNING", start_time=1.0))
     outcome = finish_attempt(run, 1, 75, Config(), client)
     assert (outcome.reason, outcome.verdict) == (Reason.ASKED, Verdict.REQUEUE)
@@ -825,7 +827,7 @@ def test_a_crash_loop_ends_and_a_checkpoint_resets_it(run: RunDir) -> None:
     config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
 
     def crash() -> Verdict:
-        attempt = begin(run, first_step=attempts.newest_checkpoint_step(run) or 0)
+        attempt = begin(run, first_step=reached_step.newest_checkpoint_step(run) or 0)
         record_failure(run.attempt(attempt.number), 0, Failure(1, "boom"))
         return finish_attempt(run, attempt.number, 1, config, None).verdict
 

@@ -24,7 +24,6 @@ from slurmtrain.launch.submit_once import submit_exactly_once
 from slurmtrain.report.status import look, queue
 from slurmtrain.report.status.look import state
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.choices import (
     CHOICES_MAX,
     Choice,
@@ -39,6 +38,7 @@ from slurmtrain.runs.choices import (
 )
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.take_run import take_or_leave
 from slurmtrain.slurm.job_facts import JobFacts

@@ -14,7 +14,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig, Config, RequeueConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempt_history, attempts, requests
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.outcome import (
@@ -285,15 +285,15 @@ def test_what_slurm_says_during_the_pause_ends_it(run: RunDir, facts: JobFacts |
 
 @pytest.mark.parametrize("action", [RunAction.PREEMPT, RunAction.REQUEUE])
 def test_a_run_that_is_asked_to_leave_between_two_attempts_leaves(run: RunDir, action: RunAction) -> None:
-    outcome, waits = pause(run, Slurm(RUNNING), lambda: attempts.write_request(run, action))
+    outcome, waits = pause(run, Slurm(RUNNING), lambda: requests.write_request(run, action))
     assert (outcome.verdict, waits) == ("requeue", 1)
 
 
 @pytest.mark.parametrize("action", [RunAction.CANCEL, RunAction.STOP])
 def test_a_cancel_that_is_typed_between_two_attempts_ends_the_run(run: RunDir, action: RunAction) -> None:
-    outcome, waits = pause(run, Slurm(RUNNING), lambda: attempts.write_request(run, action))
+    outcome, waits = pause(run, Slurm(RUNNING), lambda: requests.write_request(run, action))
     assert (outcome.verdict, waits) == ("end", 1)
-    assert attempts.came_to_an_end(run, attempts.read_attempt(run, 1))
+    assert attempt_history.came_to_an_end(run, attempts.read_attempt(run, 1))
 
 
 def test_the_file_stop_ends_the_run_between_two_attempts(run: RunDir) -> None:
@@ -403,6 +403,7 @@ def test_a_script_of_an_earlier_version_is_never_told_to_start_ranks_again(
         ("mixed-", True, False),
         ("maint", True, False),
         ("draining", False, False),
+        ("inval", False, False),
         ("down*", False, True),
         ("allocated*", False, True),
         ("down", False, True),

@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.store.fencing import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.report.status import look, queue
-from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs import attempts, lookup, reached_step
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -232,7 +232,7 @@ def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
     def closed(folder: Path) -> int | None:  # in place of a mode: root may list everything
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(attempts, "newest_committed_step", closed)
+    monkeypatch.setattr(reached_step, "newest_committed_step", closed)
     now = look.states([mine])[mine.id]
     assert now.status == "lost" and now.step is None
 

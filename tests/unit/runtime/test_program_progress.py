@@ -17,7 +17,7 @@ from slurmtrain.choices import JobKind
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, JobConfig, RequeueConfig
 from slurmtrain.report.progress import read_progress
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import AttemptOutcome, Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -121,7 +121,7 @@ def test_the_verb_writes_a_line_that_status_shows_with_the_time_left(
     seen = read_progress(run, run.info()["steps"], running_since=began)
     assert (seen.step, seen.steps) == (20, 100) and seen.eta_s is not None
     monkeypatch.setenv("RANK", "1")
-    assert main(["progress", "30"]) == 0 and attempts.furthest_reported(run) == 20
+    assert main(["progress", "30"]) == 0 and reached_step.furthest_reported(run) == 20
 
 
 def test_the_first_report_of_an_attempt_and_when_it_has_caught_up_are_told(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.runs import attempts
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -294,7 +294,7 @@ def test_what_fails_in_the_watch_ends_neither_the_switches_nor_the_record(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(RunDir, "event", full)
-    monkeypatch.setattr(attempts, "write_request", full)
+    monkeypatch.setattr(requests, "write_request", full)
     signals = StopFlag()
     made = StopWatcher(
         signals,

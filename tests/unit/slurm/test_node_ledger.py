@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,14 @@ def test_a_node_that_has_crashed_a_run_twice_is_left_out_of_its_next_start() -> 
 
 def test_one_record_that_ledger_and_run_both_have_counts_once() -> None:
     assert names(crash("n3", 1), crash("n3", 1), crash("n3", 1, proven=True)) == []
+
+
+def test_what_was_recorded_by_a_clock_that_is_ahead_speaks_against_a_node_for_its_own_run_alone() -> None:
+    ahead = [other(NodeEvent.HARDWARE, ago=-48 * HOUR), other(NodeEvent.FORGIVEN, ALL, run="", ago=-HOUR)]
+    assert names(*ahead, run="b") == names(*ahead, run=None) == []
+    assert names(*ahead, run="a") == ["n3"]
+    assert names(other(NodeEvent.HARDWARE, ago=-60), run="b") == ["n3"]  # as far as clocks differ
+    assert names(other(NodeEvent.BY_HAND, run="", ago=-48 * HOUR), run="b") == ["n3"]
 
 
 def test_what_a_run_crashes_with_on_two_nodes_speaks_against_none_of_them() -> None:
@@ -214,6 +224,34 @@ def test_a_ledger_that_has_grown_long_keeps_the_newest_records(tmp_path: Path, m
     assert path.stat().st_size <= 4000
     kept = [each.attempt for each in read_ledger(path)]
     assert kept == list(range(kept[0], 100)) and len(kept) > 5
+
+
+@pytest.mark.parametrize("function", ["pwrite", "ftruncate"])
+def test_a_process_that_is_killed_while_it_shortens_a_ledger_loses_no_new_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    monkeypatch.setattr("slurmtrain.slurm.node_ledger.READ_BYTES", 2000)
+    path = tmp_path / "ledger.jsonl"
+    attempt, size = 0, 0
+    while size <= 2 * 2000 - 200:
+        attempt += 1
+        append_to_ledger(path, [crash("n3", attempt)])
+        size = path.stat().st_size
+    call = getattr(os, function)
+
+    def killed(descriptor: int, *arguments: Any) -> None:
+        if function == "pwrite":  # half of it is written
+            call(descriptor, arguments[0][: len(arguments[0]) // 2], arguments[1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, function, killed)
+    with pytest.raises(KeyboardInterrupt):
+        append_to_ledger(path, [crash("n3", attempt + each) for each in (1, 2, 3)])
+    newest = [each.attempt for each in read_ledger(path)]
+    assert newest == list(range(newest[0], attempt + 4)) and len(newest) > 5
+    monkeypatch.setattr(os, function, call)
+    append_to_ledger(path, [crash("n3", attempt + 4)])
+    assert path.stat().st_size <= 2000 and read_ledger(path)[-1].attempt == attempt + 4
 
 
 def test_the_ledger_of_somebody_else_or_a_link_is_not_read(tmp_path: Path) -> None:

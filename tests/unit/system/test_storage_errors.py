@@ -17,7 +17,7 @@ from slurmtrain.runs import run_dir as run_dir_module
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import patience, records
-from slurmtrain.system.files import read_json
+from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.patience import Patience, patiently
 
 
@@ -38,6 +38,30 @@ def test_a_failure_of_the_storage_is_an_os_error_with_its_number(
         read_json(tmp_path / "run.json")
     assert isinstance(caught.value, OSError) and caught.value.errno == errno.ESTALE
     assert caught.value.exit_code == 2 and str(caught.value) == caught.value.message
+
+
+def test_a_record_that_is_replaced_while_it_is_read_over_nfs_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pread = tmp_path / "run.json", os.pread
+    path.write_text('{"old": 1}')
+    stale = [True, True]
+
+    def replaced(descriptor: int, size: int, begin: int) -> bytes:
+        if stale:
+            stale.pop()
+            write_json(path, {"new": 2})
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pread(descriptor, size, begin)
+
+    monkeypatch.setattr(os, "pread", replaced)
+    assert read_json(path) == {"new": 2}
+    stale.append(True)
+    assert b"new" in records.read_tail(path, 100)
+    before = len(os.listdir("/proc/self/fd"))
+    stale.append(True)
+    read_json(path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_attempts_that_cannot_be_listed_are_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""What the attempts before one say about it: how many of them used up a budget, and which nodes were at fault.
+
+Budgets end a run that crashes again and again. They are pure functions of the records; `outcome.budget_spent` decides.
+"""
+
+from __future__ import annotations
+
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.batch_claim import failed_set_up
+from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.run_dir import RunDir
+
+
+def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
+    """Return the numbers of the attempts directly before `number` that used up the budget, the last one first.
+
+    Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
+    run that had ended. An attempt that ended for another reason does not count.
+    """
+    counted, moved_on = [], _moved_on(attempts, number)
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if (
+            attempt.progressed
+            or attempt.number in moved_on
+            or attempt.lasted
+            or attempt.verdict in (Verdict.DONE, Verdict.END)
+        ):
+            break
+        if attempt.stalled and not attempt.unseen:
+            counted.append(attempt.number)
+    return counted
+
+
+def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
+    """Return the attempts before `number` after which the next one began further on than any before it.
+
+    That is progress, too, of which the run directory has no checkpoint: it was in a copy on the nodes.
+    """
+    found: set[int] = set()
+    furthest, before = 0, None
+    for attempt in [attempt for attempt in attempts if attempt.number <= number]:
+        if (attempt.first_step or 0) > furthest:
+            furthest = attempt.first_step or 0
+            if before is not None:
+                found.add(before.number)
+        before = attempt
+    return found
+
+
+def unseen_before(attempts: list[Attempt], number: int) -> int:
+    """Return how many long attempts before `number` used up the budget of those that show no progress."""
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        count += attempt.unseen
+    return count
+
+
+def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
+    found: dict[str, None] = {}
+    for each in reversed([each for each in attempts if each.number < attempt.number]):
+        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
+            break
+        if each.failed_on is not None:
+            found[each.failed_on] = None
+    return tuple(found)
+
+
+def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
+    """Return whether the run ended for good with its last attempt.
+
+    It did by its verdict, or in a set-up after which nobody could finish the record.
+    """
+    unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unfinished

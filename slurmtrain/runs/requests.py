@@ -1,0 +1,102 @@
+"""What a person, or a search, asks of a run while it goes on: request.json, and which attempt it is meant for.
+
+`cancel`, `preempt` and `requeue` write it; `finish-attempt` takes it, once all ranks have exited, before it decides.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.batch_claim import claimed_at
+from slurmtrain.runs.outcome import ENDS_RUN, RunAction
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.user import own_user
+
+
+@dataclass(frozen=True)
+class Request:
+    """A person's request to a run.
+
+    Attributes:
+        time: its time in unix seconds.
+        attempt: the number of the last attempt that was seen then; 0 before the first one.
+    """
+
+    action: RunAction
+    time: float
+    attempt: int = 0
+
+    def is_for_later(self, run_dir: RunDir, number: int) -> bool:
+        """Return whether it came when an attempt after `number` had been claimed already."""
+        if self.attempt > number:
+            return True
+        later = next((each for each in run_dir.attempt_numbers() if each > number), None)
+        claimed = None if later is None else claimed_at(run_dir, later)
+        return claimed is not None and self.time >= claimed
+
+    def is_for(self, run_dir: RunDir, attempt: Attempt) -> bool:
+        """Return whether it was asked of this attempt, not of an earlier or a later one.
+
+        The clocks of two hosts may differ, and a shared file system may show an attempt late: number or time is enough.
+        """
+        if self.is_for_later(run_dir, attempt.number):
+            return False
+        return self.attempt == attempt.number or self.time >= (claimed_at(run_dir, attempt.number) or 0.0)
+
+
+def read_request(path: Path) -> Request | None:
+    """Return a request; None when there is none, or the file is no request."""
+    values = read_json(path) or {}
+    action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
+    if action not in tuple(RunAction) or not records.is_time(time):
+        return None
+    return Request(RunAction(action), float(time), int(attempt) if records.is_count(attempt) else 0)
+
+
+def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
+    """Take the request to this attempt, but not to an earlier one.
+
+    The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
+    afterwards has come too late for this attempt, and was not seen when the outcome was decided.
+    """
+    taken = run_dir.attempt(attempt.number).request_file
+    found = read_request(run_dir.request_file)
+    if found is not None and found.is_for_later(run_dir, attempt.number):  # it stays, for that one
+        found = read_request(taken)
+        return found.action if found is not None and found.is_for(run_dir, attempt) else None
+    try:
+        run_dir.request_file.rename(taken)
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is read where it is, and may be found once more
+        taken = run_dir.request_file
+    request = read_request(taken)
+    return request.action if request is not None and request.is_for(run_dir, attempt) else None
+
+
+def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
+    """Return whether `cancel RUN`, the file `stop` or a pruning came after the outcome of the last attempt was decided.
+
+    For an attempt without an outcome, return whether it came after that attempt was claimed.
+    """
+    return ended_after(run_dir, last) is not None
+
+
+def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
+    """Return by which action the run was ended after its last attempt, as in `cancelled_after`; None if it was not."""
+    request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
+    if request is None or request.action not in ENDS_RUN:
+        return None
+    is_later = last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
+    return request.action if is_later else None
+
+
+def write_request(run_dir: RunDir, action: RunAction) -> None:
+    """Write a person's request to the run, with the number of its last attempt."""
+    asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
+    write_json(run_dir.request_file, {**asked, "by": own_user()})

@@ -1,0 +1,69 @@
+"""Attempts that nobody has finished: which of them may still be at work, and the records of the others."""
+
+from __future__ import annotations
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError
+from slurmtrain.runs import attempts, batch_claim, requests
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.outcome import decide_abandoned_outcome
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import SrunLog
+from slurmtrain.runtime.attempt_evidence import evidence_of, find_last_steps, last_sign
+from slurmtrain.runtime.attempt_policy import policy
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
+from slurmtrain.slurm.job_states import LIVE
+
+
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
+    """Complete the records of earlier attempts that nobody finished: their node is gone, or the batch shell died.
+
+    An attempt that may still be at work is left alone: it has a record of its own to write. Return the numbers of the
+    others.
+    """
+    closed = []
+    for number in reversed(run_dir.attempt_numbers()):
+        attempt = attempts.read_attempt(run_dir, number)
+        attempt_dir = run_dir.attempt(number)
+        if number >= current or attempt.reason is not None or attempt_dir.setup_failure_file.exists():
+            continue
+        if may_live(attempt, attempt_dir, client):
+            continue
+        find_last_steps(run_dir, attempt, config)
+        request = requests.take_request(run_dir, attempt)
+        tries = attempts.all_attempts(run_dir)
+        ended = last_sign(attempt_dir)
+        evidence = evidence_of(run_dir, tries, attempt, SrunLog.read(attempt_dir), 0, None, config, request, ended)
+        attempt.last_sign = max(ended, attempt.last_logged or 0.0)
+        attempts.record_outcome(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
+        closed.append(number)
+    return closed
+
+
+def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | None) -> bool:
+    """Return whether an attempt that nobody has finished may still be at work, as far as can be known here.
+
+    An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
+    machine about an attempt outside of SLURM. If neither can be asked, it may be at work.
+    """
+    job_id, restart_count = attempt.job_id, attempt.restart_count
+    if not attempt.started:
+        job_id, restart_count = batch_claim.claimed_by(attempt_dir)
+    if job_id is None:
+        return bool(attempt.started) and attempt.rank_0_lives is not False
+    own = job_id == own_job_id()
+    if own and (restart_count < own_restart_count() or not attempt.started):
+        return False
+    if own and attempt.step_id is not None and attempt.step_id == own_step_id():  # of an earlier job with the same id
+        return False
+    if client is None:
+        return True
+    try:
+        if own and attempt.step_id is not None:
+            return client.step_lives(attempt.step_id)
+        facts = client.look(job_id)
+    except ClusterError:
+        return True
+    return facts is not None and facts.restarts <= restart_count and facts.state in LIVE

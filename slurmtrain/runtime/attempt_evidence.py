@@ -1,0 +1,236 @@
+"""The evidence on an attempt that has ended: what its ranks, srun, SLURM and the run's own files say of it.
+
+What is decided from it is in runs/outcome.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from slurmtrain.choices import JobKind
+from slurmtrain.config.schema import Config
+from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, stage_record
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
+from slurmtrain.runs.outcome import Evidence, Reason, Verdict
+from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks
+from slurmtrain.runtime.attempt_policy import blame_policy
+from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_ledger import NodeRecord
+
+REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
+
+
+@dataclass(frozen=True)
+class ShownProgress:
+    """What a program of the user's own has shown of its progress so far.
+
+    Attributes:
+        reported: the furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that
+            are reported after the newest one will be done again.
+        marked: when the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints
+            without a number.
+        seen: the step of its newest complete checkpoint.
+    """
+
+    reported: int | None = None
+    marked: float | None = None
+    seen: int | None = None
+
+
+def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
+    """Return what a program has shown of its progress so far."""
+    job = config.job
+    if job.kind not in REPORTING:
+        return ShownProgress()
+    changed = reached_step.newest_change(run_dir, job.progress_file)
+    if job.checkpoints is None:
+        return ShownProgress(reached_step.furthest_reported(run_dir), changed)
+    newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
+    if newest is None or newest.step is not None:
+        return ShownProgress(None, changed, newest.step if newest is not None else None)
+    return ShownProgress(None, max(changed or 0.0, newest.changed))
+
+
+def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
+    """Add to the record of an attempt that has ended how far it came, by the files of its run."""
+    attempt.committed_step = reached_step.newest_checkpoint_step(run_dir)
+    shown = progress_shown(run_dir, config)
+    attempt.reported_step, attempt.marked, attempt.seen_step = shown.reported, shown.marked, shown.seen
+    if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
+        attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
+        attempt.marked_before, attempt.seen_before = attempt.marked, attempt.seen_step
+    with contextlib.suppress(OSError):
+        written = run_dir.metrics_file.stat().st_mtime
+        attempt.last_logged = written if attempt.started and written >= attempt.started else None
+    if attempt.last_step is None:
+        logged, committed = reached_step.last_logged_step(run_dir), attempt.committed_step
+        attempt.last_step = max(logged or 0, committed or 0, attempt.seen_step or 0) or attempt.first_step
+
+
+def evidence_of(
+    run_dir: RunDir,
+    tries: list[Attempt],
+    attempt: Attempt,
+    srun_log: SrunLog,
+    exit_code: int,
+    facts: JobFacts | None,
+    config: Config,
+    request: str | None,
+    ended: float,
+) -> Evidence:
+    """Return the evidence on an attempt, but for what is on record against nodes, and what SLURM says of those of its job.
+
+    Args:
+        tries: the records of all attempts of the run.
+        exit_code: of srun, or the highest of the local ranks.
+        facts: what SLURM says of its job; None: it has none, or SLURM cannot be asked.
+        request: what a person has requested of it.
+        ended: when it ended, in unix seconds.
+    """
+    attempt_dir = run_dir.attempt(attempt.number)
+    killed = srun_log.killed_tasks
+    failures = Failures.read(attempt_dir)
+    first = failures.first()
+    if first is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
+        first = failures.first(because_of_peer=True)
+    failure = first.failure if first is not None else None
+    set_up = batch_claim.failed_set_up(attempt_dir)
+    counted = attempt_history.stalled_numbers(tries, attempt.number)
+    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
+    unfit = failures.unfit_nodes(attempt.nodes) or refused or ()
+    hang = found_hang(attempt_dir)
+    if unfit:  # rank 0 speaks for them, or the batch script
+        failed_on: str | None = unfit[0]
+    elif refused is not None or (failure is not None and failure.bad_nodes):
+        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
+    elif hang is None:
+        failed_on = _node_at_fault(attempt, srun_log, first, set_up, exit_code)
+    else:  # ranks of torchrun do not know SLURM's names of nodes
+        failed_on = hang.node if hang.node in attempt.nodes or not attempt.nodes else None
+    return Evidence(
+        exit_code=exit_code,
+        said=attempt.said,
+        cause=attempt.cause,
+        seconds_left=attempt.seconds_left,
+        failure=(first.failure.exit_code, first.sentence) if first is not None else None,
+        set_up=set_up,
+        on_any_node=failure is not None and failure.on_any_node,
+        diverged=failure is not None and failure.diverged,
+        failed_on=failed_on,
+        failed_nodes=failures.nodes,
+        unfit_nodes=unfit,
+        lost_node=srun_log.lost_node,
+        failed_before=attempt_history.failed_before(tries, attempt),
+        seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
+        superseded=_superseded_by(tries, attempt, failure),
+        trained=attempt.stepping is not None,
+        trained_before=any(
+            each.has_trained for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
+        ),
+        program_code=attempt.program_code,
+        finished_when=config.job.finished_when,
+        hang=hang.sentence if hang is not None else None,
+        killed=killed,
+        request=request,
+        facts=facts,
+        told=attempt.facts_when_told,
+        preempted_when_told=was_preempted(run_dir, attempt),
+        restart_count=own_restart_count(),
+        progressed=attempt.progressed,
+        progress_visible=progress_is_visible(attempt, config),
+        lasted_s=ended - attempt.started if attempt.started else 0.0,
+        stalled_before=len(counted),
+        unseen_before=attempt_history.unseen_before(tries, attempt.number),
+        number=attempt.number,
+        now=ended,
+        stalled_numbers=tuple(counted),
+    )
+
+
+def _node_at_fault(
+    attempt: Attempt,
+    srun_log: SrunLog,
+    first: RankFailure | None,
+    set_up: str | None,
+    code: int,
+) -> str | None:
+    """Return the node of the first failure, by SLURM's name; None if it is not known.
+
+    Args:
+        first: the first failure that is on record; of a rank that lost another one, if that is all that anybody saw.
+        code: exit code of srun.
+    """
+    if first is not None and first.failure.because_of_peer:  # which says nothing against its own node
+        return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
+    if first is not None and first.node is not None:
+        return first.node
+    if first is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
+        return own_node_name()
+    if srun_log.killed_tasks is not None:
+        return node_of_killed_tasks(srun_log.killed_tasks)
+    ended = srun_log.nodes_of_tasks(f"Exited with exit code {code}") or attempt.nodes
+    return srun_log.node_without_tasks or (ended[0] if len(ended) == 1 else None)
+
+
+def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
+    """Say which newer attempt, of another job, has taken the run over from this one; None if none has.
+
+    One that failed for good, as on a node without a GPU, has left the run to this attempt, unless it has fenced it off
+    by then. One that finished the run, or that a person has cancelled, has ended it for both.
+    """
+    fenced = failure is not None and failure.superseded
+    newer = [each for each in everything if each.number > attempt.number and each.started]
+    others = [each for each in newer if each.job_id != attempt.job_id]
+    if not others or newer[-1] is not others[-1]:
+        return "a newer job goes on with this run" if fenced else None
+    alive = [each for each in others if each.verdict != Verdict.END]
+    last = (alive or others)[-1]
+    name = f"attempt {last.number}" + (f" in job {last.job_id}" if last.job_id is not None else "")
+    if last.verdict == Verdict.DONE or others[-1].reason in (Reason.CANCELLED, Reason.PRUNED):
+        return f"{name} has ended this run"
+    if alive:
+        return f"{name} goes on with this run"
+    return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
+
+
+def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"
+
+
+def progress_is_visible(attempt: Attempt, config: Config) -> bool:
+    """Return whether progress of this attempt would show, so that its absence proves something."""
+    return (
+        config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
+        or config.job.progress_file is not None
+        or config.job.checkpoints is not None
+        or attempt.committed_step is not None
+        or attempt.reported_step is not None
+    )
+
+
+def last_sign(attempt_dir: AttemptDir) -> float:
+    """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
+    logs = attempt_dir.rank_logs().values()
+    return max((log.stat().st_mtime for log in logs), default=attempt_dir.path.stat().st_mtime)
+
+
+def node_records(run_dir: RunDir, tries: list[Attempt], config: Config) -> list[NodeRecord]:
+    """Return what is on record for and against nodes, in the run's own attempts and in the ledger."""
+    own = node_blame.records_of(run_dir.id, tries)
+    return [*node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config)), *own]
