@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from slurmtrain.report.goodput import Goodput
+    from slurmtrain.report.goodput.causes import Goodput
     from slurmtrain.report.page.contents import Page
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.sweep_dir import Point

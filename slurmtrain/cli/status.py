@@ -27,7 +27,7 @@ from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_
 from slurmtrain.cli.time_use import gpus_in_a_line, in_a_line
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.goodput import goodput_of
+from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.preflight import in_words, read_preflight
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus

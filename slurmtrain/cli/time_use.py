@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slurmtrain.cli.columns import one_line
-from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.progress import roughly
 from slurmtrain.runs.gpu_use import GpuTotals
 

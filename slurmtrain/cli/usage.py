@@ -13,7 +13,7 @@ from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import runs_or_refuse
 from slurmtrain.cli.time_use import complaints, hours_of, percent, shares_of, why_lost
 from slurmtrain.errors import UsageError
-from slurmtrain.report.goodput import Cause
+from slurmtrain.report.goodput.causes import Cause
 from slurmtrain.report.usage import Grouping, Row, Usage, usage_of
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir

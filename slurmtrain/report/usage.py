@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from slurmtrain.choices import Choice
 from slurmtrain.errors import ClusterError, UnreadableRecordError
-from slurmtrain.report import goodput
-from slurmtrain.report.goodput import HOLDS_NO_GPUS, Goodput, History, Sums
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Sums, over_all
+from slurmtrain.report.goodput.history import History, read_history
+from slurmtrain.report.goodput.run import of_history
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
@@ -139,7 +140,7 @@ def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tu
     for run_dir in run_dirs:
         try:
             check_parts(run_dir)
-            history = goodput.read_history(run_dir)
+            history = read_history(run_dir)
         except (UnreadableRecordError, OSError) as error:
             unreadable.append(error.message if isinstance(error, UnreadableRecordError) else f"{run_dir.path}: {error}")
             continue
@@ -159,12 +160,12 @@ def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tu
 
 def _kept(run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float) -> _Run | None:
     """Return what is to be kept of a run; None if nothing of it was after `since`."""
-    spent = goodput.of_history(history, alive=alive, now=now, with_segments=False)
+    spent = of_history(history, alive=alive, now=now, with_segments=False)
     numbers = set(spent.nodes)
     if since is not None and spent.end <= since:
         return None
     if since is not None and spent.begin < since:
-        cut = goodput.of_history(history, alive=alive, now=now).since(since)
+        cut = of_history(history, alive=alive, now=now).since(since)
         numbers = {each.attempt for each in cut.pieces}
         spent = replace(cut, segments=())
     return _Run(
@@ -235,7 +236,7 @@ def _row(who: str, runs: Sequence[_Run], samples: Samples, accounted: Accounted)
     return Row(
         who,
         len({run_dir.path for run_dir in whole}),
-        goodput.over_all(each.goodput for each in runs),
+        over_all(each.goodput for each in runs),
         total_of(node for each in runs if each.attempts for node in samples[each.run_dir]),
         sum(asked) if asked else None,
     )

@@ -15,7 +15,8 @@ from typing import Any
 from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError, UsageError
-from slurmtrain.report.goodput import Cause, goodput_of
+from slurmtrain.report.goodput.causes import Cause
+from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slurmtrain.cli import main as slurmtrain
-from slurmtrain.report.goodput import goodput_of
+from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.run_info import run_info

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.report.goodput import Cause
+from slurmtrain.report.goodput.causes import Cause
 from slurmtrain.system.process import lives
 from tests.slurm.project import Project, Run, events, make_project
 from tests.support.children import children

@@ -13,7 +13,8 @@ from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.compare import MISSING, config_differences
-from slurmtrain.report.goodput import Goodput, goodput_of
+from slurmtrain.report.goodput.causes import Goodput
+from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.page.series import Series, series_of
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slurmtrain.report.compare import MISSING
-from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import Chart, Curve
 from slurmtrain.report.page.contents import Grid, Page, Section, ShareBar, Tile, grid

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slurmtrain.report.collect import Goal
-from slurmtrain.report.goodput import Cause, Goodput
+from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.series import Series, common_steps

@@ -13,7 +13,8 @@ from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.observe.metrics import is_detail
 from slurmtrain.report import plot
 from slurmtrain.report.collect import Cell, Point, Table, metrics_of
-from slurmtrain.report.goodput import Cause, goodput_of
+from slurmtrain.report.goodput.causes import Cause
+from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import Chart, Coordinate, Curve, Parallel, Scatter, Thread, Tick
 from slurmtrain.report.page.contents import Page, Section, Tile, grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slurmtrain.report.goodput import Cause, Segment
+from slurmtrain.report.goodput.causes import Cause, Segment
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Bar, Mark, Row, Timeline, clock_marks
 from slurmtrain.report.page.run_facts import RunFacts

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.goodput import AttemptTimes, Cause, Goodput, History, goodput_of, of_history, over_all
+from slurmtrain.report.goodput.causes import Cause, Goodput, over_all
+from slurmtrain.report.goodput.history import AttemptTimes, History
+from slurmtrain.report.goodput.run import goodput_of, of_history
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run

@@ -1,0 +1,219 @@
+"""The time and the GPU hours of a run by cause: productive, start-up, checkpoints, steps done again, hung, queue.
+
+Everything is read from the run directory: the records of the attempts, the events, and when the log of metrics was last
+written. SLURM is not asked, and metrics.jsonl is not read, however long it is.
+
+Each second of a run has one cause, so the seconds add up to the time from its submission to its end. Clocks of several
+hosts have written the records, and some may be set back meanwhile: a time that would go backwards counts as the one before
+it, one in the future as now.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from slurmtrain.report.goodput.attempt import inside_of
+from slurmtrain.report.goodput.causes import Cause, Goodput, Piece, Segment, Sums
+from slurmtrain.report.goodput.history import AttemptTimes, History, read_history
+from slurmtrain.report.goodput.stretches import Stretch, by_attempt, lengths
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.ownership import check_parts
+from slurmtrain.runs.run_dir import RunDir
+
+NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge
+STAGES_KEPT = 32
+_REASONS = frozenset(str(reason) for reason in Reason)
+_RESUMED = (Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED)
+
+
+def goodput_of(run_dir: RunDir, *, alive: bool | None = None, now: float | None = None) -> Goodput:
+    """Return the time of a run by cause, over all its attempts.
+
+    Args:
+        alive: whether the run's job is in the queue or runs, if somebody has asked SLURM. None: an attempt without a
+            recorded end counts as running, and a run that is to start again as waiting.
+        now: unix seconds; None: those of this machine's clock.
+
+    Raises:
+        UnreadableRecordError: the run's files cannot be used.
+    """
+    check_parts(run_dir)
+    return of_history(read_history(run_dir), alive=alive, now=time.time() if now is None else now)
+
+
+def of_history(history: History, *, alive: bool | None, now: float, with_segments: bool = True) -> Goodput:
+    """Return the time by cause of a run with this history: a pure function.
+
+    Args:
+        with_segments: return the segments, too, which takes a third of the time; the pieces are there without.
+    """
+    spans = _spans(history, alive, now)
+    first = [moment for moment in (history.submitted, *(span[0] for span in spans[:1])) if moment is not None]
+    if not first:
+        return Goodput()
+    cursor = begin = min(min(first), now)
+    events_of = by_attempt(history.events)
+    pieces, segments = list[Piece](), list[Segment]()
+    startup: dict[str, float] = {}
+    furthest = 0
+    before: AttemptTimes | None = None
+    why = ""  # the reason for which the attempt before ended early
+    for each, (start, end) in zip(history.tries, spans, strict=True):
+        start, end = max(start, begin), max(end, begin)
+        between = _waits(history, before, each, cursor, start, why)
+        events = events_of.get(each.record.number, {})
+        over = each is history.tries[-1] and alive is not True and each.record.verdict == Verdict.END
+        inside = inside_of(each, history.kind, events, start, end, furthest, over=over)
+        own = _why_ended(each.record, gone=each is not history.tries[-1] or alive is False)
+        blame, gpus = _blame(why, own), each.gpus
+        number = each.record.number
+        pieces += [Piece(wait.attempt, wait.cause, wait.seconds, wait.gpus, wait.because) for wait in between]
+        for (cause, because), seconds in lengths(inside).items():
+            pieces.append(Piece(number, cause, seconds, gpus, because or blame.get(cause, "")))
+        if with_segments:
+            segments += between
+            segments += [
+                Segment(number, a, b, cause, gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
+            ]
+        _add_stages(startup, each, inside, start)
+        furthest = max(furthest, each.record.last_step or 0, each.record.first_step or 0)
+        before, why, cursor = each, own, end
+    waits = _waits_at_the_end(history, before, alive)
+    if waits and cursor < now:
+        number = before.record.number if before else 0
+        segments.append(Segment(number, cursor, now, Cause.QUEUE, 0.0, why))
+        pieces.append(Piece(number, Cause.QUEUE, now - cursor, 0.0, why))
+        cursor = now
+    last = history.tries[-1] if history.tries else None
+    runs = last is not None and last.record.ended is None and last.record.verdict is None and alive is not False
+    sums = Sums()
+    for piece in pieces:
+        sums.add(piece)
+    interruptions: dict[str, int] = {}
+    for each in history.tries:
+        if own := _why_ended(each.record, gone=each is not last or alive is False):
+            interruptions[own] = interruptions.get(own, 0) + 1
+    return Goodput(
+        **sums.fields(),
+        segments=_joined(segments) if with_segments else (),
+        pieces=tuple(pieces),
+        gpu_count=last.gpus if last is not None else 0.0,
+        startup_s=startup,
+        interruptions=interruptions,
+        nodes={each.record.number: tuple(each.record.nodes) for each in history.tries},
+        running=waits or runs,
+        begin=begin if cursor > begin else 0.0,
+        end=cursor if cursor > begin else 0.0,
+    )
+
+
+def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return the segments without empty ones, and neighbours that differ in nothing as one."""
+    found: list[Segment] = []
+    for each in segments:
+        if each.end <= each.start:
+            continue
+        last = found[-1] if found else None
+        if last is not None and last.cause is each.cause and last == each._replace(start=last.start, end=last.end):
+            found[-1] = last._replace(end=each.end)
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def _spans(history: History, alive: bool | None, now: float) -> list[tuple[float, float]]:
+    """Return begin and end of each attempt: in order, without overlaps, not after `now`.
+
+    An attempt that was still at work when the next one began, which can happen after a node was lost, ends there.
+    """
+    begins: list[float] = []
+    for each in history.tries:
+        begins.append(min(now, max(each.begun, begins[-1] if begins else 0.0)))
+    ends = []
+    for index, (each, begin) in enumerate(zip(history.tries, begins, strict=True)):
+        is_last = index == len(begins) - 1
+        latest = now if is_last else begins[index + 1]
+        end = each.record.ended
+        if each.last_sign is not None and end is not None:  # nobody saw its end, and its record was closed later
+            end = min(end, each.last_sign)
+        elif end is None:
+            end = latest if is_last and alive is not False else each.last_sign
+        ends.append(min(latest, max(begin, latest if end is None else end)))
+    return list(zip(begins, ends, strict=True))
+
+
+def _why_ended(record: Attempt, *, gone: bool) -> str:
+    """Return why an attempt ended before the run had finished; "" if it has finished, or has not ended.
+
+    Args:
+        gone: it is over, whether or not somebody has recorded its end.
+    """
+    if record.verdict == Verdict.DONE or record.reason == Reason.FINISHED:
+        return ""
+    if record.verdict is None and record.ended is None and not gone:
+        return ""
+    return record.reason if record.reason in _REASONS else NOT_RECORDED
+
+
+def _blame(before: str, own: str) -> dict[Cause, str]:
+    """Return why the seconds of a cause were lost: because of the end of the attempt before, or of this one."""
+    of_before = dict.fromkeys((Cause.STARTUP, Cause.REDONE), before)
+    return of_before | dict.fromkeys((Cause.HUNG, Cause.IDLE_END, Cause.LOST), own)
+
+
+def _waits(
+    history: History, before: AttemptTimes | None, after: AttemptTimes, start: float, end: float, why: str
+) -> Sequence[Segment]:
+    """Return the wait between two attempts, or before the first one."""
+    if end <= start:
+        return ()
+    if before is None:
+        return (Segment(0, start, end, Cause.STARTUP if history.local else Cause.QUEUE, 0.0),)
+    number, record = before.record.number, before.record
+    if record.verdict in (Verdict.END, Verdict.DONE):
+        resumed = [event["time"] for event in history.events if event["event"] in _RESUMED]
+        moment = next((at for at in resumed if start <= at <= end), end)
+        return (
+            Segment(number, start, moment, Cause.STOPPED),
+            Segment(number, moment, end, Cause.STARTUP if history.local else Cause.QUEUE),
+        )
+    if history.local or (before.job[0] is not None and before.job == after.job):
+        return (Segment(number, start, end, Cause.BETWEEN, after.gpus, why),)
+    return (Segment(number, start, end, Cause.QUEUE, 0.0, why),)
+
+
+def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:
+    """Return whether the run waits to be started, for the first time or once more."""
+    if alive is False:
+        return False
+    if before is None:
+        return alive is True or history.submitted is not None
+    record = before.record
+    if record.ended is None and record.verdict is None:
+        return False
+    return record.verdict not in (Verdict.DONE, Verdict.END) or bool(alive)
+
+
+def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float) -> None:
+    """Add the start-up of an attempt, by stage: as rank 0 has timed them, and what was before and after them.
+
+    They add up to the start-up's part of the attempt.
+    """
+    total = math.fsum(end - start for start, end, cause, _ in inside if cause is Cause.STARTUP)
+    if total <= 0:
+        return
+    record = each.record
+    stages = {name: value for name, value in record.start_up_s.items() if value > 0} if record.stepping else {}
+    until_steps = min(total, max(0.0, (record.stepping or 0.0) - begin)) if record.stepping else total
+    timed = math.fsum(stages.values())
+    scale = min(1.0, until_steps / timed) if timed > 0 else 0.0
+    found = {"batch script" if record.stepping else "unfinished": until_steps - timed * scale}
+    found |= {name: value * scale for name, value in stages.items()}
+    found |= {"first step": total - until_steps}
+    for name, seconds in found.items():
+        if seconds > 0 and (name in startup or len(startup) < STAGES_KEPT):
+            startup[name] = startup.get(name, 0.0) + seconds
