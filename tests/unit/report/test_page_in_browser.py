@@ -214,7 +214,7 @@ def test_a_served_page_is_refreshed_and_stays_as_a_person_has_unfolded_it(
         assert page.locator("#chart-loss details").evaluate("each => each.open")
         assert page.evaluate("document.activeElement.closest('figure').id") == "chart-loss"
         now[0] = replace(found, state="finished", alive=False)
-        page.get_by_text("this page does not change any more").wait_for(timeout=10_000)
+        page.get_by_text("so this page no longer changes").wait_for(timeout=10_000)
         assert complaints == []
         page.close()
     finally:
