@@ -176,9 +176,18 @@ def new_folder(run_dir: RunDir, first: int) -> Path:
             number += 1
 
 
-def nobody_there(request: ProfileRequest, size: int) -> ConfigError | None:
-    """Return the error for a request that names none of the ranks that there are; None if it names one."""
-    if request.ranks is None or any(rank < size for rank in request.ranks):
-        return None
-    named = ", ".join(map(str, request.ranks[:5])) + (", ..." if len(request.ranks) > 5 else "")
-    return ConfigError(f"this attempt has ranks 0 to {size - 1}, and none of {named}", hint="ranks=0, or ranks=all")
+def those_there(request: ProfileRequest, size: int) -> tuple[list[int], str | None]:
+    """Return the ranks that a request names and that there are, and a sentence about the others; None: there are no others.
+
+    Args:
+        size: number of ranks of this attempt.
+    """
+    if request.ranks is None:
+        return list(range(size)), None
+    there = [rank for rank in request.ranks if rank < size]
+    others = [rank for rank in request.ranks if rank >= size]
+    if not others:
+        return there, None
+    named = ", ".join(map(str, others[:5])) + (", ..." if len(others) > 5 else "")
+    do_not = f"rank {named} does not exist" if len(others) == 1 else f"ranks {named} do not exist"
+    return there, f"{do_not}: this attempt has " + ("rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}")

@@ -7,15 +7,20 @@ when a profile begins do they exchange more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from slurmtrain.config.profile_steps import ProfileRequest
-from slurmtrain.observe.profile_switch import ProfileSwitch, new_folder, nobody_there
+from slurmtrain.errors import ConfigError
+from slurmtrain.observe.profile_switch import ProfileSwitch, new_folder, those_there
 from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.records import printable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -160,17 +165,16 @@ class Profiling:
         asked = request or (self._switch.asked() if self._switch is not None else None)
         if asked is None:  # it has been taken back since
             return None
-        impossible = nobody_there(asked, self._ranks.size)
-        if impossible is not None:
+        ranks, remark = those_there(asked, self._ranks.size)
+        if not ranks:
+            impossible = ConfigError(str(remark), hint="ranks=0, or ranks=all")
             if self._switch is not None and request is None:
                 self._switch.refuse(impossible)
             else:
-                self._event(Event.PROFILE_REFUSED, {"sentence": impossible.message})
+                self._refused(impossible.message)
             return None
         warmup = warmup if most is None or most > warmup else 0
         steps = asked.steps if most is None else min(asked.steps, most - warmup)
-        every = range(self._ranks.size)
-        ranks = [rank for rank in (every if asked.ranks is None else asked.ranks) if rank in every]
         try:
             if self._switch is not None and request is None:
                 self._switch.take()
@@ -178,16 +182,23 @@ class Profiling:
         except OSError as error:
             if self._switch is not None:
                 self._switch.done()
-            self._event(Event.PROFILE_REFUSED, {"sentence": f"no profile: {error}"})
+            self._refused(str(error))
             return None
         if self._switch is not None and request is not None:
             self._switch.begun(request)
+        if remark is not None:
+            log.warning("%s; profiling %s", remark, _in_words(ranks))
         return {
             **ProfileRequest(steps, tuple(ranks), asked.stacks).to_json(),
             "warmup": warmup,
             "folder": str(folder),
             "first": step + warmup,
+            "remark": remark,
         }
+
+    def _refused(self, sentence: str) -> None:
+        log.warning("no profile: %s", printable(sentence))
+        self._event(Event.PROFILE_REFUSED, {"sentence": sentence})
 
     def _event(self, event: Event, values: dict[str, Any]) -> None:
         """Record an event; a full disk must not end a training for it."""
@@ -200,7 +211,12 @@ class Profiling:
         facts = self._facts
         first, last = facts["first"], facts["first"] + facts["steps"] - 1 - missing
         ranks = facts["ranks"]
-        self._event(Event.PROFILED, {"first": first, "last": last, "ranks": ranks, "folder": facts["folder"]})
+        told = {"first": first, "last": last, "ranks": ranks, "folder": facts["folder"]}
+        remark = facts["remark"]
+        self._event(Event.PROFILED, told if remark is None else {**told, "remark": remark})
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        return f"profile of {which} on {who}: {facts['folder']}"
+        return f"profile of {which} on {_in_words(ranks)}: {facts['folder']}" + (f" ({remark})" if remark else "")
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"

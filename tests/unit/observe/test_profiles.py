@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -193,7 +194,20 @@ def test_ranks_that_are_not_there_are_refused_by_name(run: RunDir) -> None:
     assert profiling.wanted
     profiling.begin(10)
     assert not profiling.active and not profiling.wanted and not run.profiles.exists()
-    assert events(run)[0]["sentence"] == "this attempt has ranks 0 to 0, and none of 5, 7"
+    assert events(run)[0]["sentence"] == "ranks 5, 7 do not exist: this attempt has rank 0 alone"
+
+
+def test_ranks_that_are_not_there_beside_others_are_named_when_the_profile_begins_and_when_it_is_there(
+    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmtrain.observe.profiling.StepProfiler", Mock())
+    told: list[Any] = []
+    profiling = Profiling(run, OneRank(), on_gpu=False, event=lambda event, values: told.append(values))
+    profiling.begin(10, request=ProfileRequest(1, (0, 5)), warmup=0)
+    assert caplog.messages == ["rank 5 does not exist: this attempt has rank 0 alone; profiling rank 0"]
+    said = profiling.step()
+    assert said is not None and said.endswith("(rank 5 does not exist: this attempt has rank 0 alone)")
+    assert told[0]["ranks"] == [0] and told[0]["remark"] == "rank 5 does not exist: this attempt has rank 0 alone"
 
 
 def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
@@ -205,4 +219,4 @@ def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
     switch.look()
     switch.look()
     profiling.begin(10)
-    assert not profiling.active and "no profile" in told[0]["sentence"]
+    assert not profiling.active and str(run.profiles) in told[0]["sentence"]
