@@ -16,6 +16,7 @@ from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
+from slurmtrain.launch.own_outputs import is_own_output
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
@@ -33,6 +34,7 @@ OF_ANOTHER_REPOSITORY = frozenset(
     GIT_SHALLOW_FILE GIT_WORK_TREE""".split()
 )
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
+UNTRACKED = "?"  # what `git ls-files -t` puts before such a file
 LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
 
 
@@ -179,12 +181,17 @@ def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
     revision = _run_git(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
     dirty: bool | None
     if source.git:
-        dirty = bool(_git(folder, "status", "--porcelain"))
+        said = _git(folder, "status", "--porcelain", "-z", "--untracked-files=all")
+        # An untracked file counts if it is copied; an untracked name that ends in a slash is a repository inside.
+        dirty = any(
+            not line.startswith("?? ") or line.endswith("/") or Path(line[3:]) in files
+            for line in filter(None, said.split("\0"))
+        )
     elif revision is None:
         return CodeRecord()
     else:  # perhaps a work tree so large that it runs in place for that
-        said = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S)
-        dirty = bool(said.stdout) if said.returncode == 0 else None
+        answer = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S)
+        dirty = bool(answer.stdout) if answer.returncode == 0 else None
     branch = _run_git(folder, "symbolic-ref", "--short", "--quiet", "HEAD").stdout.strip() or None
     remote = _run_git(folder, "config", "--get", "remote.origin.url").stdout.strip() or None
     state = CodeRecord(revision, dirty, branch, None if remote is None else without_user(remote))
@@ -252,12 +259,16 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
 
 
 def _files_in_git(root: Path) -> list[Path]:
-    """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside.
+
+    Untracked bundles and reports are no code; those that somebody has committed are meant to be there.
+    """
+    listed = _git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard")
     files: list[Path] = []
-    for name in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
+    for entry in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
+        tag, name = entry[:1], entry[2:]
         path = root / name
-        if not name:
+        if not name or (tag == UNTRACKED and is_own_output(path)):
             continue
         if path.is_file() or path.is_symlink():  # neither: deleted, but still tracked
             files.append(Path(name))
@@ -268,7 +279,8 @@ def _files_in_git(root: Path) -> list[Path]:
 
 def _visible_files(root: Path) -> list[Path]:
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file() or path.is_symlink())
-    return [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    return [name for name in visible if not is_own_output(root / name)]
 
 
 def _check_size(files: list[Path], root: Path, max_mb: int) -> None:

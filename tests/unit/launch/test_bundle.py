@@ -18,9 +18,11 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch import unbundle
 from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, without_files, write_bundle
+from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.unbundle import opened, package_sentence
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.environment_record import write_environment
@@ -134,6 +136,29 @@ def test_what_the_program_wrote_beside_its_code_stays_out_and_a_change_of_the_co
     packed = pack(run)
     assert next(member for member in packed.members if member.name == "code/train.py").content == b"edited later"
     assert any("changed or gone since the run was submitted: run.sh, train.py" in said for said in packed.warnings)
+
+
+def test_bundles_and_reports_in_the_work_tree_are_not_in_a_snapshot_unless_they_are_committed(
+    run: RunDir, project: Path, tmp_path: Path
+) -> None:
+    def snapshot(target: Path) -> tuple[set[str], bool | None]:
+        job = JobConfig(runs_dir=str(project / "runs"))
+        taken = take_snapshot(job, find_source(job, project), target)
+        return {path.name for path in target.iterdir()}, taken.dirty
+
+    with tarfile.open(project / "mine.tar.gz", "w:gz") as tar:
+        tar.add(project / "train.py", "data/bundle.json")
+    (project / "mine.html").write_text("<html><head><title>mine</title></head></html>")
+    git("add", "-A", cwd=project)
+    git("commit", "-qm", "second", cwd=project)
+    before, dirty = snapshot(tmp_path / "before")
+    assert {"mine.tar.gz", "mine.html"} <= before and not dirty
+    bundled(run, project / "sent.tar.gz")
+    bundled(run, project / "sent.tar")
+    assert main(["report", run.id, "--out", str(project / "report.html")]) == 0
+    assert snapshot(tmp_path / "after") == (before, False)
+    git("add", "sent.tar", cwd=project)
+    assert snapshot(tmp_path / "added") == ({*before, "sent.tar"}, True)
 
 
 def test_a_run_without_a_record_of_its_code_or_its_packages_is_packed_and_says_so(run: RunDir) -> None:
