@@ -108,11 +108,12 @@ class Sandbox:
             raise ClusterError(f"cannot {operation} {node}: {error}.")
 
 
-def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbox:
+def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None, *, ends_with: int | None = None) -> Sandbox:
     """Start a sandbox and return once a job has run on all its nodes, and they are idle.
 
     Args:
         prefix: prefix of the SLURM to run; None: the one on PATH.
+        ends_with: pid of a process with which the sandbox ends, however that is killed; None: it lives until `down`.
 
     Raises:
         ClusterError: SLURM is not installed or cannot simulate several nodes, the place is taken, or a daemon failed
@@ -128,7 +129,7 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
         _clear_remains(directory)
         ports = claim_ports(spec.nodes + 1 + spec.accounting, seed=str(directory))
         write_files(spec, directory, ports.first, programs, prefix)
-        _launch_supervisor(directory, inherit=(lock, ports.claim))
+        _launch_supervisor(directory, ends_with, inherit=(lock, ports.claim))
         _wait_until_idle(sandbox)
         _run_on_all_nodes(sandbox)
     except BaseException:
@@ -183,10 +184,11 @@ def _recorded(directory: Path) -> _State:
     return _State(Process(**state["supervisor"]), cells)
 
 
-def _launch_supervisor(directory: Path, *, inherit: tuple[int, ...]) -> None:
+def _launch_supervisor(directory: Path, ends_with: int | None, *, inherit: tuple[int, ...]) -> None:
     root = Path(__file__).parents[3]  # so that it runs from a source tree that is not installed, from any directory
     env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "slurmtrain.sandbox.supervisor", str(directory)]
+    command += [] if ends_with is None else [str(ends_with)]
     with open(directory / "log" / "supervisor.out", "ab") as out:
         subprocess.run(
             command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=inherit, check=False

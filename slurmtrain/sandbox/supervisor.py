@@ -4,7 +4,8 @@ It knows nothing of SLURM. Each daemon runs in a *cell*: a small process that is
 daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below that cell. A node's cell is the node:
 killing it and all below it is what a power failure does.
 
-On SIGTERM it kills everything and removes the directory. It restarts nothing. If it is killed itself, it leaves
+On SIGTERM, or when the process that it is to end with has ended, it kills everything and removes the directory. It restarts
+nothing. If it is killed itself, it leaves
 `processes.json` behind, from which control.py finishes the job.
 """
 
@@ -62,12 +63,17 @@ class Cell:
 
 @dataclass
 class Supervisor:
-    """The supervisor process: it owns the daemons of a sandbox and all processes below them."""
+    """The supervisor process: it owns the daemons of a sandbox and all processes below them.
+
+    Attributes:
+        owner: descriptor of the process that the sandbox ends with (pidfd_open(2)); None: it lives until it is told to end.
+    """
 
     directory: Path
     daemons: dict[str, Daemon]
     env: dict[str, str]
     stop_commands: list[list[str]]
+    owner: int | None = None
     cells: list[Cell] = field(default_factory=list)
 
     def run(self) -> None:
@@ -100,7 +106,10 @@ class Supervisor:
         self._listener.listen()
 
     def _serve_once(self) -> None:
-        readable, _, _ = select.select([self._wakeup, self._listener], [], [])
+        owner = [] if self.owner is None else [self.owner]
+        readable, _, _ = select.select([self._wakeup, self._listener, *owner], [], [])
+        if self.owner in readable:
+            self._stopping = True
         if self._wakeup in readable:
             self._wakeup.recv(4096)
             self._reap()
@@ -252,9 +261,14 @@ def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce
             exit_status = os.waitstatus_to_exitcode(status)
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, ends_with: int | None = None) -> None:
+    """Start the supervisor of a sandbox as a daemon.
+
+    Args:
+        ends_with: pid of the process that the sandbox ends with; None: of none.
+    """
+    owner = os.pidfd_open(ends_with) if ends_with is not None else None
     # A double fork: `up` need not reap us, and its terminal's hang-up does not reach us.
-    """Start the supervisor of a sandbox as a daemon."""
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
@@ -263,8 +277,8 @@ def main(directory: Path) -> None:
         Daemon(**{**d, "argv": tuple(d["argv"]), "prepare": tuple(map(tuple, d.get("prepare", ())))})
         for d in plan["daemons"]
     ]
-    Supervisor(directory, {d.name: d for d in daemons}, plan["env"], plan["stop_commands"]).run()
+    Supervisor(directory, {d.name: d for d in daemons}, plan["env"], plan["stop_commands"], owner=owner).run()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

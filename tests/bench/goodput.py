@@ -277,7 +277,9 @@ def main() -> None:
     if "lightning" in names and importlib.util.find_spec("lightning") is None:
         print("lightning is left out: it is not installed")
         names.remove("lightning")
-    cluster = sandbox.up(sandbox.SandboxSpec(nodes=1, cpus=4), sandbox.default_directory(f"bench-{os.getpid()}"))
+    cluster = sandbox.up(
+        sandbox.SandboxSpec(nodes=1, cpus=4), sandbox.default_directory(f"bench-{os.getpid()}"), ends_with=os.getpid()
+    )
     try:
         with tempfile.TemporaryDirectory(prefix="bench-goodput-") as folder:
             races = [race_of(name, Path(folder), options.steps, cluster.env()) for name in CONTENDERS if name in names]

@@ -73,7 +73,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the sandbox ends, too
     spec = sandbox.SandboxSpec(nodes=1, cpus=max(4, options.ranks), kill_wait_s=10)
-    cluster = sandbox.up(spec, sandbox.default_directory(f"bench-{os.getpid()}"))
+    cluster = sandbox.up(spec, sandbox.default_directory(f"bench-{os.getpid()}"), ends_with=os.getpid())
     rounds: list[dict[str, Stages]] = []
     try:
         with tempfile.TemporaryDirectory(prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:

@@ -18,7 +18,7 @@ from tests.support.slurm_cluster import Cluster
 
 
 def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
-    sandbox = up(spec, default_directory(f"{name}-{os.getpid()}"))
+    sandbox = up(spec, default_directory(f"{name}-{os.getpid()}"), ends_with=os.getpid())
     # PATH leads to its commands, whatever SLURM it is. Where this file names their prefix, they would come before the fronts
     # that tests put on PATH.
     sandbox.slurm_conf.with_name(PREFIX_FILE).unlink(missing_ok=True)

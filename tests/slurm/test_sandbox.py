@@ -151,7 +151,7 @@ def test_a_node_that_runs_cannot_be_started(sandbox: Cluster) -> None:
 
 
 def test_two_side_by_side_have_their_own_jobs(sandbox: Cluster, tmp_path: Path) -> None:
-    other = up(SMALL, default_directory(f"other-{os.getpid()}"))
+    other = up(SMALL, default_directory(f"other-{os.getpid()}"), ends_with=os.getpid())
     try:
         mine = sandbox.sbatch(script="sleep 60", cwd=tmp_path)
         assert other.run(["srun", "printenv", "SLURMD_NODENAME"]).stdout == "n0\n"
@@ -164,7 +164,7 @@ def test_two_side_by_side_have_their_own_jobs(sandbox: Cluster, tmp_path: Path) 
 
 
 def test_down_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
-    sandbox = up(SMALL, default_directory(f"down-{os.getpid()}"))
+    sandbox = up(SMALL, default_directory(f"down-{os.getpid()}"), ends_with=os.getpid())
     # Detached and deaf to TERM: what a badly behaved job leaves behind.
     stubborn = "trap '' TERM; setsid sleep 1234 & sleep 1234"
     sandbox.run(["sbatch", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", f'bash -c "{stubborn}"'])
@@ -184,7 +184,7 @@ def cmdline(process: Process) -> bytes:
 
 
 def test_down_works_after_the_supervisor_was_killed() -> None:
-    sandbox = up(SMALL, default_directory(f"orphan-{os.getpid()}"))
+    sandbox = up(SMALL, default_directory(f"orphan-{os.getpid()}"), ends_with=os.getpid())
     everybody = everybody_in(sandbox)
     supervisor = min(everybody, key=lambda p: p.start)
     os.kill(supervisor.pid, signal.SIGKILL)

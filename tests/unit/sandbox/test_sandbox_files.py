@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,12 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox import SandboxSpec
+from slurmtrain.sandbox.directory import PLAN, PROCESSES
 from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
 from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.slurm.versions import Version
+from slurmtrain.system.process_tree import Process, wait_until
 
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
 
@@ -28,6 +33,25 @@ def a_slurm(prefix: Path, version: str = "25.05.9") -> Path:
         program.write_text(f"#!/bin/sh\necho slurm {version}\n")
         program.chmod(0o755)
     return prefix
+
+
+def test_a_sandbox_ends_with_the_process_that_it_was_begun_for_however_that_is_killed() -> None:
+    """Here one without daemons. The path of its socket has to be short."""
+    owner = subprocess.Popen(["sleep", "600"])
+    directory = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    try:
+        (directory / PLAN).write_text(json.dumps({"daemons": [], "env": {}, "stop_commands": []}))
+        command = [sys.executable, "-m", "slurmtrain.sandbox.supervisor", str(directory), str(owner.pid)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        assert wait_until((directory / PROCESSES).exists, timeout_s=60)
+        supervisor = Process(**json.loads((directory / PROCESSES).read_text())["supervisor"])
+        assert supervisor.alive() and directory.exists()
+        owner.kill()
+        owner.wait()
+        assert wait_until(lambda: not supervisor.alive(), timeout_s=60) and not directory.exists()
+    finally:
+        owner.kill()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("version", "cgroups"), [("22.05.8", None), ("23.11.11", None), ("24.05.0", "disabled")])
