@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import random
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +22,22 @@ from typing import Any
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.system import user
+from slurmtrain.system.file_locks import lock
 from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
+LOCK_AGAIN_S = 0.1  # a wait for a lock that has been waited for in vain
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 STALE_TRIES = 3  # of a file that is replaced again and again while it is read
-FIRST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.01, 0.16  # between looks whether a lock is free
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
+
+# Device and inode of files whose lock somebody else has kept for as long as a line waits.
+_kept = set[tuple[int, int]]()
 
 # Functions that read and write files.
 
@@ -217,15 +218,19 @@ def append_line(path: Path, line: str, *, lock_s: float = 0.0) -> None:
 
     Args:
         lock_s: seconds to wait for the lock on the file, as in `locked`, before the line is appended without it; 0: none
-            is taken, as by a caller that holds it.
+            is taken, as by a caller that holds it. Once that was in vain, as with a lock that a dead host has left,
+            further lines of this process wait for `LOCK_AGAIN_S` at most, until it is free.
 
     Raises:
         OSError: as `open_to_append`; or not all of it could be written, and the next line begins after what was.
     """
     descriptor = open_to_append(path)
     try:
-        _lock(descriptor, lock_s)
-        size = os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        file = found.st_dev, found.st_ino
+        kept = lock(descriptor, min(lock_s, LOCK_AGAIN_S) if file in _kept else lock_s)
+        (_kept.add if kept else _kept.discard)(file)
+        size = os.fstat(descriptor).st_size  # by now others may have added to it
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         rest = ("\n" if torn else "").encode() + line.encode()
         while rest:
@@ -238,33 +243,19 @@ def append_line(path: Path, line: str, *, lock_s: float = 0.0) -> None:
 def locked(path: Path, *, at_most_s: float) -> Iterator[None]:
     """Hold a lock on a file of this user, which is created if need be; other hosts see it, since NFS has flock(2), too.
 
-    The lock ends with the process that holds it. The caller goes on without it if the file system has none, or if another
-    writer still holds it, such as a process that was suspended, after `at_most_s` seconds.
+    The lock ends with the process that holds it. The caller goes on without it if the file system has none, or, after
+    `at_most_s` seconds, if another writer still holds it, such as a process that was suspended, or if its server does not
+    answer.
 
     Raises:
         OSError: as `open_to_append`.
     """
     descriptor = open_to_append(path)
     try:
-        _lock(descriptor, at_most_s)
+        lock(descriptor, at_most_s)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, at_most_s: float) -> None:
-    """Take the lock on an open file, or go on without it after `at_most_s` seconds, or where there are no locks."""
-    give_up, pause_s = time.monotonic() + at_most_s, FIRST_LOCK_PAUSE_S
-    while time.monotonic() < give_up:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            # Not all at the same moment, and less and less often: to a network file system each look is a request.
-            time.sleep(pause_s * random.uniform(0.5, 1.5))
-            pause_s = min(2 * pause_s, LONGEST_LOCK_PAUSE_S)
-        except OSError:
-            return
 
 
 # Functions that find out whose a file is.
