@@ -5,8 +5,7 @@ daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below
 killing it and all below it is what a power failure does.
 
 On SIGTERM, or when the process that it is to end with has ended, it kills everything and removes the directory. It restarts
-nothing. If it is killed itself, it leaves
-`processes.json` behind, from which control.py finishes the job.
+nothing. If it is killed itself, it leaves `processes.json` behind, from which control.py finishes the job.
 """
 
 from __future__ import annotations
@@ -106,8 +105,10 @@ class Supervisor:
         self._listener.listen()
 
     def _serve_once(self) -> None:
-        owner = [] if self.owner is None else [self.owner]
-        readable, _, _ = select.select([self._wakeup, self._listener, *owner], [], [])
+        watched: list[socket.socket | int] = [self._wakeup, self._listener]
+        if self.owner is not None:
+            watched.append(self.owner)
+        readable, _, _ = select.select(watched, [], [])
         if self.owner in readable:
             self._stopping = True
         if self._wakeup in readable:
