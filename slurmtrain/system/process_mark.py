@@ -1,4 +1,4 @@
-"""The mark that a process leaves in a file for others, on this host or another: does it still live, as far as is seen here?
+"""The mark that a process leaves in a file, so that others, on this host or another, can tell whether it still lives.
 
 A pid alone proves nothing. On another host, and in another container of this one, it belongs to another process; and after a
 reboot, or some million processes, here, too. So a mark also names the host, the namespace of the pid and the start time of

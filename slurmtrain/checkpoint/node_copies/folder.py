@@ -45,9 +45,8 @@ RESTORING = "restoring"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
-UNSEEN_S = (
-    6 * 3600.0
-)  # of a run in another container, whose processes are not seen here; at work, it saves copies more often
+# Processes of a run in another container are not seen here; while it is at work, it saves copies more often than this.
+UNSEEN_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)

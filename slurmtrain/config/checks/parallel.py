@@ -10,7 +10,7 @@ from slurmtrain.errors import ConfigError
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Raise for a pipeline schedule that cannot be compiled."""
+    """Raise if the model is to be compiled and its pipeline schedule splits the backward pass."""
     if parallel.compile and parallel.pp_schedule == PpSchedule.ZERO_BUBBLE and parallel.pp != 1:
         raise ConfigError(
             "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be split in two",

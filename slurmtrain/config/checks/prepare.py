@@ -10,7 +10,7 @@ from slurmtrain.errors import ConfigError
 
 
 def check_prepare(prepare: PrepareConfig) -> None:
-    """Raise if the inputs or the output are missing, and for shares that are none."""
+    """Raise if the inputs or the output are missing, and for shares outside of 0 to 1."""
     if not prepare.inputs:
         raise ConfigError("prepare.inputs is empty", hint="prepare.inputs='[/data/raw/*.jsonl]'")
     if not prepare.output:

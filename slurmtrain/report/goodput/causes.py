@@ -14,9 +14,7 @@ class Cause(StrEnum):
 
     QUEUE = "queue"  # SLURM had not started its job yet
     STOPPED = "stopped"  # it had ended, until a person resumed it
-    STARTUP = (
-        "startup"  # batch script, interpreter, rendezvous, restore, and what the first step takes longer (compile)
-    )
+    STARTUP = "startup"  # batch script, interpreter, rendezvous, restore, and the excess of the first step (compile)
     PRODUCTIVE = "productive"  # steps that were done for the first time
     REDONE = "redone"  # steps that an earlier attempt had done already, and that no checkpoint had
     CHECKPOINT = "checkpoint"  # training waited for a save
