@@ -136,6 +136,7 @@ class Evidence:
         failed_on: the node of the first failure; None if it is not known.
         failed_nodes: all nodes on which a rank failed by itself.
         unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found, or the copying to them.
+        only_victims: that failure is of a rank that lost another one, and nobody has seen why that one was lost.
         lost_node: the node that failed, as srun has said; None if it has not.
         dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
         usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
@@ -178,6 +179,7 @@ class Evidence:
     failed_on: str | None = None
     failed_nodes: tuple[str, ...] = ()
     unfit_nodes: tuple[str, ...] = ()
+    only_victims: bool = False
     lost_node: str | None = None
     dead_nodes: tuple[str, ...] = ()
     usable_nodes: tuple[str, ...] = ()
@@ -206,6 +208,11 @@ class Evidence:
     now: float = 0.0
     stalled_numbers: tuple[int, ...] = ()
     node_records: tuple[NodeRecord, ...] = ()
+
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """The nodes that have failed, as far as SLURM or srun says so."""
+        return self.dead_nodes or ((self.lost_node,) if self.lost_node is not None else ())
 
 
 @dataclass(frozen=True)
@@ -489,9 +496,14 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         reason, why = Reason.PREEMPTED, "preempted, and killed before it could say so"
     elif evidence.hang is not None:
         reason, why = Reason.HANG, f"hung: {evidence.hang}"
-    elif evidence.failure is not None or evidence.killed is not None:
+    elif evidence.lost_nodes:
+        reason, why = Reason.NODE_FAILURE, f"node {', '.join(evidence.lost_nodes)} failed"
+    elif evidence.killed is not None or (evidence.failure is not None and not evidence.only_victims):
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
         reason, why = Reason.CRASH, f"crashed: {what}"
+    elif evidence.failure is not None:  # srun says which task was killed, unless it is killed itself
+        gone = "a rank ended without a word: its node failed, or it was killed"
+        reason, why = Reason.NODE_FAILURE, f"{gone} ({evidence.failure[1]})"
     elif evidence.said == LastWord.STOPPED or evidence.cause is not None:
         reason, why = _why_told(evidence, policy)
     else:
@@ -568,7 +580,7 @@ def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
     """
     node = evidence.failed_on
     said = evidence.failure[1] if evidence.failure is not None else evidence.set_up or evidence.killed or ""
-    if reason is Reason.NODE_FAILURE or (evidence.dead_nodes and reason in FAILURES):
+    if reason is Reason.NODE_FAILURE or (evidence.lost_nodes and reason in FAILURES):
         node, event = evidence.lost_node or next(iter(evidence.dead_nodes), None), NodeEvent.LOST
         said = "SLURM says that the node failed"  # what its victims said tells nothing of it
     elif reason is Reason.BAD_NODE:
@@ -671,8 +683,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
     if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)
-    if evidence.dead_nodes:
-        return Reason.NODE_FAILURE, f"node {', '.join(evidence.dead_nodes)} failed"
+    if evidence.lost_nodes:
+        return Reason.NODE_FAILURE, f"node {', '.join(evidence.lost_nodes)} failed"
     if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
     if evidence.failure is None and evidence.killed is None and evidence.exit_code == 0:

@@ -125,6 +125,7 @@ def evidence_of(
         failed_on=failed_on,
         failed_nodes=failures.nodes,
         unfit_nodes=unfit,
+        only_victims=failure is not None and failure.because_of_peer,
         lost_node=srun_log.lost_node,
         failed_before=attempt_history.failed_before(tries, attempt),
         seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
@@ -166,6 +167,8 @@ def _node_at_fault(
         first: the first failure that is on record; of a rank that lost another one, if that is all that anybody saw.
         code: exit code of srun.
     """
+    if srun_log.lost_node is not None and srun_log.lost_node in attempt.nodes:
+        return srun_log.lost_node
     if first is not None and first.failure.because_of_peer:  # which says nothing against its own node
         return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
     if first is not None and first.node is not None:

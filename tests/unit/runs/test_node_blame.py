@@ -232,6 +232,7 @@ def test_a_rank_that_fails_beside_a_broken_gpu_says_so(
         ("srun: error: n4: task 1: Segmentation fault\nsrun: error: n3: task 0: Terminated\n", "n4"),
         ("srun: error: n4: task 1: Exited with exit code 3\nsrun: error: n3: task 0: Terminated\n", "n4"),
         ("srun: error: n[3-4]: tasks 0-1: Exited with exit code 3\n", None),
+        ("srun: error: n3: task 0: Exited with exit code 3\nsrun: error: Node failure on n4\n", "n4"),
         ("", None),
     ],
 )

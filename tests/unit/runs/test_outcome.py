@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -578,6 +579,54 @@ def test_a_hang_is_a_crash_that_names_the_rank_which_did_not_come() -> None:
     assert (outcome.reason, outcome.verdict, outcome.stalled) == (Reason.HANG, Verdict.REQUEUE, True)
     assert (outcome.why, outcome.next_step) == (f"hung: {HUNG}", "it is requeued")
     assert outcome.sentence == f"hung: {HUNG}; it is requeued"
+
+
+VICTIM = {"exit_code": 1, "failure": (1, "rank 0: lost its connection to another rank"), "only_victims": True}
+DEAD = (Reason.NODE_FAILURE, "node n1 failed")
+
+
+@pytest.mark.parametrize(
+    ("case", "evidence", "at_once", "in_the_next_start"),
+    [
+        ("srun says so", {"exit_code": 1, "lost_node": "n1"}, DEAD, DEAD),
+        ("a rank has lost another one, too", {**VICTIM, "lost_node": "n1"}, DEAD, DEAD),
+        ("its slurmstepd is gone", {"killed": "io error and missing step on node 1", "lost_node": "n1"}, DEAD, DEAD),
+        (
+            "srun is gone with its node",
+            VICTIM,
+            (Reason.CRASH, "crashed: rank 0: lost its connection to another rank"),
+            (
+                Reason.NODE_FAILURE,
+                "a rank ended without a word: its node failed, or it was killed "
+                "(rank 0: lost its connection to another rank)",
+            ),
+        ),
+        (
+            "a rank was killed, and the other one has lost it",
+            {**VICTIM, "failure": None, "killed": "n1: task 1: Killed"},
+            (Reason.CRASH, "crashed: n1: task 1: Killed"),
+            (Reason.CRASH, "crashed: n1: task 1: Killed"),
+        ),
+        (
+            "a rank failed by itself",
+            {"exit_code": 1, "failure": (1, "rank 1: ValueError: x")},
+            (Reason.CRASH, "crashed: rank 1: ValueError: x"),
+            (Reason.CRASH, "crashed: rank 1: ValueError: x"),
+        ),
+    ],
+)
+def test_a_node_that_failed_is_told_from_the_crash_of_those_that_have_lost_it(
+    case: str,
+    evidence: dict[str, Any],
+    at_once: tuple[Reason, str],
+    in_the_next_start: tuple[Reason, str],
+) -> None:
+    """By the batch script, also before SLURM's record of the job says so; and by the next start, if SLURM was faster."""
+    found = Evidence(**{"exit_code": 0, "facts": RUNNING, **evidence})
+    outcome = decide_outcome(found, Policy())
+    assert (outcome.reason, outcome.why) == at_once
+    outcome = decide_abandoned_outcome(dataclasses.replace(found, facts=None), Policy())
+    assert (outcome.reason, outcome.why) == in_the_next_start
 
 
 @pytest.mark.parametrize(
