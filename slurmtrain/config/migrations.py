@@ -37,6 +37,7 @@ CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 # Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
 ADDED: dict[str, Any] = {
     "train.hooks": [],
+    "train.deterministic": False,
     "requeue.in_place": None,
     "requeue.standby_ranks": False,
     "requeue.blame_threshold": 2,

@@ -310,6 +310,9 @@ class TrainConfig:
     spike_threshold: float = 10.0  # in standard deviations, estimated from the median absolute deviation
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: Device = Device.AUTO
+    # Use only kernels that give the same bits each time, so that a resumed run on GPUs equals an uninterrupted one to the
+    # last bit; somewhat slower on GPUs. false: some GPU kernels add in the order in which their threads finish
+    deterministic: bool = False
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
     # Your own hooks in the training loop, called in this order on every rank; each is a config with a _target_.
     hooks: list[dict[str, Any]] = field(default_factory=list)

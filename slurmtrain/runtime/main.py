@@ -174,9 +174,12 @@ def _join(
     """Meet the other ranks, and return what connects this rank with them, and its run and attempt."""
     from slurmtrain.runtime.distributed_context import init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
+    from slurmtrain.training.seeds import use_deterministic_kernels
 
     if not config.parallel.compile:
         load_dynamo_on_demand()
+    if config.train.deterministic:
+        use_deterministic_kernels()
     timeline.mark("interpreter and imports")
     if environment.world_size > 1:
         others = environment.world_size - 1
@@ -231,6 +234,7 @@ def _train(
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.compile_cache import compile_cache_of
+    from slurmtrain.runtime.gpu_memory import explain_out_of_memory
     from slurmtrain.runtime.jobs.train import build_trainer
     from slurmtrain.runtime.watchdog.progress import Position
 
@@ -251,12 +255,15 @@ def _train(
         compiled.load()
         timeline.mark("compiled code")
     switch = stop_watcher.profile_switch if stop_watcher is not None else None
-    trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher, profile_switch=switch)
+    rank, device = distributed.environment, distributed.device
+    with explain_out_of_memory(rank, device, lambda: 0):
+        trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher, profile_switch=switch)
     if watchdog is not None:
         state = trainer.state
         watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
     try:
-        outcome = trainer.fit()
+        with explain_out_of_memory(rank, device, lambda: trainer.step):
+            outcome = trainer.fit()
     except BaseException:
         if (
             distributed.environment.rank == 0 and trainer.step

@@ -159,7 +159,8 @@ def likely_causes(found: RunComparison, stopped_at: int | None, tolerance: float
     if divergence is not None and stopped_at is not None and divergence.step <= stopped_at:
         return [
             f"they diverge before the stop (after step {stopped_at}), so two undisturbed runs differ, too: seed everything, "
-            "and use deterministic kernels (torch.use_deterministic_algorithms) to compare more than this"
+            "and use deterministic kernels (train.deterministic=true, or torch.use_deterministic_algorithms in a program) to "
+            "compare more than this"
         ]
     if divergence is not None and divergence.name == HASH:
         return ["the order of the data is not restored: the resumed part begins with other samples"]

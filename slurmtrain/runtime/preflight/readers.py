@@ -48,7 +48,7 @@ MANIFESTS = ("manifest.json", "dataset_info.json", "config.json")  # files of a 
 SHARED_VARIABLES = re.compile(
     r"(NCCL_|TORCH_|PYTORCH_)\w+|CUDA_LAUNCH_BLOCKING|CUBLAS_WORKSPACE_CONFIG|(OMP|MKL)_NUM_THREADS"
 )
-OF_EACH_RANK = re.compile(r"\w*(SOCKET_IFNAME|IB_HCA|NET_DEVICES|RANK|CACHE_DIR|_FILE|HOME|_ID)$")
+OF_EACH_RANK = re.compile(r"\w*(SOCKET_IFNAME|IB_HCA|NET_DEVICES|RANK|CACHE_DIR|_FILE|HOME|HOSTID|_ID)$")
 SLOW_SETTINGS = {  # variable -> values that slow training down
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),

@@ -279,4 +279,4 @@ def test_the_numbers_that_others_count_on() -> None:
     assert [blocks.block_count(size) for size in odd_sizes(16 << 20)] == [1, 1, 1, 1, 2, 3, 3]
     assert blocks.root(b"") == hashlib.sha256(b"").hexdigest()
     with blocks.threads() as pool:
-        assert 1 <= pool._max_workers <= 4
+        assert 1 <= pool._max_workers <= blocks.THREADS

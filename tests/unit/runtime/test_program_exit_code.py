@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +67,8 @@ def test_a_crash_is_on_record_before_what_is_left_of_the_program_is_ended(
         stop_flag.request(StopCause.SIGTERM)
 
     monkeypatch.setattr(command, "start_of", lambda *_: start)
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda: code, pid=0))
+    program = SimpleNamespace(wait=lambda: code, pid=0)
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=lambda *_, **__: program))
     monkeypatch.setattr(command, "_wait_for_descendants", end_the_rest)
     monkeypatch.setattr(command, "ProgramStopper", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(descendants, "adopt_orphans", lambda: None)

@@ -1,0 +1,242 @@
+"""Two ranks that talk over NCCL: every layout computes what one GPU computes, and what happens to a rank is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmtrain.config.schema import Config
+from slurmtrain.observe import read_metrics
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.addresses import HeldPort
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.signals import StopCause, StopFlag
+from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.seeds import use_deterministic_kernels
+from slurmtrain.training.state import StepResult, TrainingState
+from tests.distributed.test_training import losses, trainer
+from tests.parity.matrix import ROWS, Row, compare, config_of, reference_name, train_row, train_rows
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import clean_environment
+from tests.support.nccl import joined_by_nccl, nccl_variables
+from tests.support.reading import checkpoint_tensors
+
+NAMES = (
+    *("DDP 2", "FSDP 2", "FSDP 2, full checkpointing", "FSDP 2, bfloat16", "FSDP 2, packed"),
+    *("TP 2", "TP 2 without sequence parallel", "CP 2", "CP 2, ulysses", "PP 2, 1F1B, accumulation"),
+)
+LAYOUTS = [row for row in ROWS if row.name in NAMES]
+
+
+def alone_on_gpu(folder: Path, config: Config) -> None:
+    train_row(DistributedContext(Environment(source="single"), torch.device("cuda", 0)), folder, config)
+
+
+def test_each_layout_computes_over_nccl_what_one_gpu_computes(ranks: GlooRanks, tmp_path: Path) -> None:
+    assert len(LAYOUTS) == len(NAMES)
+    for model in {row.model for row in LAYOUTS}:
+        alone_on_gpu(tmp_path / reference_name(model), config_of(Row("alone", 1, (), model)))
+    configs = {row.name: config_of(row) for row in LAYOUTS}
+    ranks.start(2, joined_by_nccl, train_rows, tmp_path, configs).results(timeout_s=240)
+    found = {row.name: (compare(tmp_path, row), row.bound) for row in LAYOUTS}
+    for name, (differences, bound) in found.items():
+        print(f"{name:<44}", {key: f"{value:.1e}" for key, value in differences.items()}, f"bound {bound:.0e}")
+    assert [name for name, (differences, bound) in found.items() if max(differences.values()) > bound] == []
+
+
+class StopsAt(TrainingHook):
+    def __init__(self, flag: StopFlag, step: int):
+        self._flag, self._step = flag, step
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        if state.step == self._step:
+            self._flag.request(StopCause.SIGTERM)
+
+
+SHARDED = [
+    *("cluster.tasks_per_node=2", "parallel.dp_replicate=1", "parallel.dp_shard=2", "train.steps=16"),
+    *("train.deterministic=true", "parallel.param_dtype=bfloat16", "train.eval_every=8", "checkpoint.every_steps=5"),
+]
+
+
+def stopped_at(distributed: DistributedContext, path: Path, step: int | None, attempt: int) -> bool:
+    """On every rank; rank 1 alone is told to stop."""
+    use_deterministic_kernels()
+    flag = StopFlag()
+    hooks = [StopsAt(flag, step)] if step is not None and distributed.environment.rank == 1 else []
+    path.mkdir(exist_ok=True)
+    return trainer(distributed, path, SHARDED, stop=flag, attempt=attempt, hooks=hooks).fit().finished
+
+
+def test_a_stop_on_one_rank_saves_on_both_and_the_resumed_run_has_the_same_bits(
+    ranks: GlooRanks, tmp_path: Path
+) -> None:
+    runs: list[tuple[str, int | None, int]] = [("whole", None, 1), ("stopped", 7, 1), ("stopped", None, 2)]
+    ended = [ranks.start(2, joined_by_nccl, stopped_at, tmp_path / name, *how).results() for name, *how in runs]
+    assert ended == [[True, True], [False, False], [True, True]]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
+    one, other = (checkpoint_tensors(tmp_path / name / "checkpoints") for name in ("whole", "stopped"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+FAULTY = """
+import os, pathlib, time
+from slurmtrain.models import Decoder
+
+HERE = pathlib.Path(__file__).parent
+
+def dig():
+    while True:
+        pass
+
+class Faulty(Decoder):
+    passes = 0
+
+    def forward(self, tokens):
+        self.passes += self.training
+        if self.training:
+            time.sleep(0.3)
+        if self.training and self.passes == 8 and os.environ["RANK"] == "1":
+            (HERE / "there").write_text(str(os.getpid()))
+            dig()
+        return super().forward(tokens)
+"""
+
+
+class Pair:
+    """A training of two ranks, started by hand in a folder."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        self.folder = folder
+        (folder / "faulty.py").write_text(FAULTY)
+        self._port = HeldPort()
+        words = [
+            "+experiment=smoke",
+            "train.device=cuda",
+            "train.log_every=1",
+            "train.steps=40",
+            "train.tensorboard=false",
+        ]
+        words += ["parallel.dp_replicate=1", "parallel.dp_shard=2", *overrides]
+        port = str(self._port.take())
+        self.processes = []
+        for rank in range(2):
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "slurmtrain", *words, "train"],
+                    cwd=folder,
+                    env={**clean_environment(), **variables, **nccl_variables(rank), "TORCHELASTIC_RUN_ID": "pair"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+
+    def ended(self, timeout_s: float) -> list[tuple[int, str]]:
+        """Exit code and output of each rank."""
+        until = time.monotonic() + timeout_s
+        return [_ended(process, until) for process in self.processes]
+
+    @property
+    def run_dir(self) -> RunDir:
+        return all_runs(self.folder / "runs")[-1]
+
+    def reap(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _ended(process: subprocess.Popen[str], until: float) -> tuple[int, str]:
+    output = process.communicate(timeout=max(1.0, until - time.monotonic()))[0]
+    return process.returncode, output
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    try:
+        yield made
+    finally:
+        for pair in made:
+            pair.reap()
+
+
+def test_a_rank_that_hangs_is_named_with_the_collective_that_nccl_waits_in(tmp_path: Path, pairs: list[Pair]) -> None:
+    words = ["model._target_=faulty.Faulty", "watchdog.min_s=4", "watchdog.factor=1", "watchdog.first_step_s=60"]
+    pairs.append(pair := Pair(tmp_path, *words))
+    ended = pair.ended(120)
+    print(*(f"--- rank {rank}: {code}\n{output[-2500:]}" for rank, (code, output) in enumerate(ended)), sep="\n")
+    assert all(code not in (0, 75, 78) for code, _ in ended)
+    attempt = pair.run_dir.attempt(1)
+    page = (attempt.path / "hang.md").read_text()
+    print(page)
+    assert "rank 1" in page and "dig" in page
+    assert attempt.nccl_trace(0).stat().st_size > 0
+    traced = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import pickle; print(len(pickle.load(open({str(attempt.nccl_trace(0))!r}, 'rb'))['entries']))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(traced.stdout) > 0
+
+
+def test_a_rank_that_is_killed_ends_the_other_one_soon(tmp_path: Path, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(tmp_path, "model._target_=faulty.Faulty", "watchdog.min_s=60"))
+    until = time.monotonic() + 90
+    while not (tmp_path / "there").exists():
+        assert time.monotonic() < until and pair.processes[1].poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(int((tmp_path / "there").read_text()), signal.SIGKILL)
+    killed = time.monotonic()
+    (code, output), _ = pair.ended(60)
+    print(f"rank 0 left {time.monotonic() - killed:.1f} s after rank 1 was killed, with {code}\n{output[-2500:]}")
+    assert code not in (0, 75, 78) and time.monotonic() - killed < 30
+
+
+def test_two_ranks_told_to_stop_leave_with_75_and_without_a_traceback(tmp_path: Path, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(tmp_path, "train.steps=100000", "train.eval_every=0", "checkpoint.every_steps=0"))
+    until = time.monotonic() + 90
+    while not (all_runs(tmp_path / "runs") and read_metrics(pair.run_dir.metrics_file)):
+        assert time.monotonic() < until and pair.processes[0].poll() is None
+        time.sleep(0.05)
+    pair.processes[1].send_signal(signal.SIGTERM)
+    ended = pair.ended(60)
+    print(*(output[-2000:] for _, output in ended), sep="\n---\n")
+    assert [code for code, _ in ended] == [75, 75] and not any("Traceback" in output for _, output in ended)
+
+
+def all_kinds(distributed: DistributedContext) -> list[float]:
+    """What the trainer's own helpers send: whole numbers and texts on the CPU, tensors on the GPU."""
+    group: Any = distributed.device_group
+    value = torch.full((), 1.0 + distributed.environment.rank, device=distributed.device)
+    dist.all_reduce(value, group=group)
+    on_cpu = torch.tensor([distributed.environment.rank])
+    dist.all_reduce(on_cpu, group=distributed.control_group)
+    assert distributed.broadcast_text("told" if distributed.environment.rank == 0 else None) == "told"
+    return [value.item(), on_cpu.item()]
+
+
+def test_the_groups_of_a_job_on_gpus(ranks: GlooRanks) -> None:
+    assert ranks.start(2, joined_by_nccl, all_kinds).results() == [[3.0, 1]] * 2
