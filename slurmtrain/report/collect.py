@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
@@ -165,7 +165,7 @@ def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> TypeGuard[float]:
     """Return whether a value is a number, NaN and the infinities included."""
     return isinstance(value, float) or records.is_number(value)
 

@@ -96,7 +96,7 @@ def _panel(table: Table, key: str, metric: Sequence[Cell]) -> Panel | None:
 
 
 def _positions(cells: Sequence[Cell]) -> tuple[Axis, tuple[float, ...]]:
-    numbers = [float(cell) for cell in cells if is_scalar(cell) and math.isfinite(cell)]  # type: ignore[arg-type]
+    numbers = [float(cell) for cell in cells if is_scalar(cell) and math.isfinite(cell)]
     if len(numbers) == len(cells):
         return Axis(_scale(numbers)), tuple(numbers)
     names = tuple(dict.fromkeys(plain(cell) for cell in cells))

@@ -257,7 +257,7 @@ class RunDir:
     def measured_at(self) -> float | None:
         """Return when an evaluation was done, in unix seconds."""
         time: object = (read_json(self.result_file) or {}).get("time")
-        return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
+        return float(time) if records.is_time(time) else None
 
     def exists(self) -> bool:
         """Return whether this is a run, or one being created: `create` makes two folders.

@@ -50,7 +50,7 @@ class LoggedValues:
                 if isinstance(record, dict) and records.is_count(record.get("step")):
                     value = record.get(self._metric)
                     if is_scalar(value):
-                        yield int(record["step"]), float(value)  # type: ignore[arg-type]
+                        yield int(record["step"]), float(value)
 
 
 def ask_to_end(run_dir: RunDir, client: SlurmClient | None) -> bool:

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.system import user
@@ -360,23 +360,23 @@ class Kind:
         )
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number; true and false are none."""
     if type(value) is float:  # nearly always, and this is asked of every value of every line
         return abs(value) < 1e300
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number that any program can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def is_time(value: object) -> bool:
+def is_time(value: object) -> TypeGuard[float]:
     """Return whether a value is a time in unix seconds that a calendar has."""
     if type(value) is float:
         return 0 <= value < LATEST
-    return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
+    return is_number(value) and 0 <= value < LATEST
 
 
 NOTHING = Kind("null", lambda value: value is None, frozenset({type(None)}))
@@ -422,7 +422,7 @@ def finite(value: object) -> float | None:
     """Return the value as a float when it is a finite number, else None."""
     if type(value) is float:
         return value if abs(value) < 1e300 else None
-    return float(value) if is_number(value) else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None
 
 
 # Functions for output to a terminal.
