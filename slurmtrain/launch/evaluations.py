@@ -22,8 +22,8 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
+from slurmtrain.config.frozen import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError

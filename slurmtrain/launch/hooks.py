@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import HooksConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.runs import attempts

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.import_paths import pythonpath_folders

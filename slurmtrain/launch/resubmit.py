@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.directives import directive
 from slurmtrain.launch.node_exclusion import leave_out

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims

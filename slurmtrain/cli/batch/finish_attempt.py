@@ -11,7 +11,7 @@ from pathlib import Path
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started
 from slurmtrain.launch.srun import srun_node_options
 from slurmtrain.runs import chain

@@ -19,7 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 import slurmtrain
 from slurmtrain.cli.json_output import point_object, run_object
-from slurmtrain.config.compose import compose, config_hash, load_frozen, register_schema
+from slurmtrain.config.compose import compose, register_schema
+from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
 from slurmtrain.errors import (
     ConfigError,

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError
 from slurmtrain.launch import node_exclusion, submit_first
 from slurmtrain.launch.submit import preparing

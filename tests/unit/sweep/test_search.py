@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli import main
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config
 from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import ConfigError

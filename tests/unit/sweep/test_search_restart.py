@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import Backend, Pruner
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
