@@ -106,7 +106,7 @@ def _report(run_dir: RunDir, *, quiet: bool) -> int:
 
 def _ended_by_config(run_dir: RunDir) -> bool:
     from slurmtrain.runs import attempts
-    from slurmtrain.runs.outcome import Reason
+    from slurmtrain.runs.reasons import Reason
 
     tries = attempts.all_attempts(run_dir)
     return bool(tries) and tries[-1].reason in (Reason.CONFIG, Reason.BAD_NODE)

@@ -17,7 +17,7 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

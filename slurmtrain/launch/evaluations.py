@@ -33,7 +33,7 @@ from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files

@@ -17,7 +17,9 @@ from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
+from slurmtrain.runs.evidence import Evidence, Policy
+from slurmtrain.runs.outcome import AttemptOutcome, decide_after_pause
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name

@@ -25,7 +25,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import record_failure
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext

@@ -34,7 +34,7 @@ from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient

@@ -13,7 +13,7 @@ from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import records

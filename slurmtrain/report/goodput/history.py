@@ -17,7 +17,7 @@ from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json

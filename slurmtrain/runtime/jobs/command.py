@@ -26,7 +26,7 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start

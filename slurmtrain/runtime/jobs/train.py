@@ -45,7 +45,7 @@ from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.peaks import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext

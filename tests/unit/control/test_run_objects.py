@@ -33,7 +33,7 @@ from slurmtrain.errors import (
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report.status import look, queue
 from slurmtrain.report.status.state import RunStatus
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run

@@ -38,7 +38,7 @@ from slurmtrain.runs.choices import (
     take,
 )
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.take_run import take_or_leave

@@ -24,7 +24,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import _pickled

@@ -21,7 +21,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep import local, optuna_search, search_runs
