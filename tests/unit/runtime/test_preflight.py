@@ -44,7 +44,7 @@ EXPECTED = Expected(
     world_size=NODES * RANKS_OF_NODE, gpus_per_node=4, cpus_per_task=8, mem_per_node_gb=500, shared=("/runs/r",)
 )
 SOUND_GPUS = tuple(
-    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "", (), 0) for index in range(EXPECTED.gpus_per_node)
+    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "", ()) for index in range(EXPECTED.gpus_per_node)
 )
 
 
