@@ -24,7 +24,7 @@ from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt, update_attempt
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.runtime.jobs.command import FinishedWhen
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen
 from slurmtrain.slurm.environment import Environment
 from tests.support.commands import Cli
 
