@@ -34,7 +34,7 @@ from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.exports import Exports
-from slurmtrain.runtime.jobs.train import distribute_model
+from slurmtrain.runtime.jobs.build_model import distribute_model
 from tests.distributed.test_training import StopAt, alone, fit, trainer
 from tests.support import transformers_models as theirs
 from tests.support.gloo import GlooRanks
