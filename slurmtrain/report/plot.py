@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UsageError
-from slurmtrain.report.collect import Cell, Table, is_scalar
+from slurmtrain.report.collect import Cell, Table
 from slurmtrain.report.table_files import EXTRA_HINT, plain, short, write_whole
+from slurmtrain.system.records import is_scalar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

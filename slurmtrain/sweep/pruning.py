@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 
 from slurmtrain.launch.local import signal_rank_0
-from slurmtrain.report.collect import is_scalar
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import requests
@@ -17,6 +16,7 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import records
+from slurmtrain.system.records import is_scalar
 
 LONGEST_LINE = 1 << 20  # of a log; what is longer is no record
 

@@ -148,7 +148,7 @@ def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -
 
     Args:
         me: the name of this user, if there is one.
-        known: as for `records.why_distrusted`.
+        known: as for `trust.why_distrusted`.
     """
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
