@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.node_copies.copies import NodeCopies, node_name
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
@@ -317,7 +317,7 @@ class Checkpointer:
         """
         compatibility.check_allowed(allow)
         self._saves.wait_idle()
-        non_finite = self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+        non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
         asked_for = Path(path) if path is not None else None
         restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
@@ -329,7 +329,7 @@ class Checkpointer:
             log.info(restored.sentence)
         # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
         if self._ranks.maximum(int(bool(non_finite))):
-            non_finite &= self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+            non_finite &= self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
             self._saves.non_finite_from_start |= non_finite
         return restored
 

@@ -66,7 +66,7 @@ def write_hf_folder(
         with _Shards(temporary, entries, {"format": "pt", **(about or {})}, shard_bytes, weights_name) as shards:
             write(shards)
             shards.finish()
-        for name, content in {**(files or {}), config_name: _json(config), **shards.index()}.items():
+        for name, content in {**(files or {}), config_name: json_bytes(config), **shards.index()}.items():
             write_synced(temporary / name, content)
         fsync_directory(temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
@@ -165,10 +165,11 @@ class _Shards:
         if len(set(self._file_of.values())) <= 1:
             return {}
         total = sum(entry.nbytes for entry in self._entries)
-        return {INDEX: _json({"metadata": {"total_size": total}, "weight_map": self._file_of})}
+        return {INDEX: json_bytes({"metadata": {"total_size": total}, "weight_map": self._file_of})}
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
+def json_bytes(values: Mapping[str, Any]) -> bytes:
+    """Return the contents of a JSON file, as the libraries of Hugging Face write them."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
 

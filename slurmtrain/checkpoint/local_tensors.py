@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(tensor: Tensor) -> bool:
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether `tensor` is a DTensor, without importing torch.distributed.tensor, which costs most of a second."""
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part, sharing memory with `tensor`."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def box_of(name: str, tensor: Tensor) -> Box:
@@ -32,11 +37,11 @@ def box_of(name: str, tensor: Tensor) -> Box:
             )
             raise CheckpointError(f"{name} is {kind}; only dense tensors with data can be saved")
         return Box.whole(tensor.shape)
-    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
             f"{name} is a partial sum over ranks, which has no value yet", hint="redistribute() it first"
         )
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    (chunk,) = tensor.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if box.size != tuple(local(tensor).shape) and box.numel != 0:
         raise CheckpointError(f"{name}: {list(box.size)} of it should lie here, but {list(local(tensor).shape)} do")

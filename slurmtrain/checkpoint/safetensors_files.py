@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,8 @@ class _Piece:
     last: int
 
 
-def read(wanted: Sequence[Wanted], *, progress: Callable[[int], None] = lambda count: None) -> None:
+def read(wanted: Sequence[Wanted]) -> None:
     """Read all parts, by several threads.
-
-    Args:
-        progress: called with the number of bytes of every piece, from any thread.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -140,7 +137,7 @@ def read(wanted: Sequence[Wanted], *, progress: Callable[[int], None] = lambda c
 
     def work(piece: _Piece) -> None:
         if not stopped.is_set():
-            progress(_fill(piece, descriptors[piece.wanted.stored.file]))
+            _fill(piece, descriptors[piece.wanted.stored.file])
 
     try:
         for each in wanted:
@@ -176,12 +173,11 @@ def _pieces(wanted: Wanted) -> Iterator[_Piece]:
 _local = threading.local()
 
 
-def _fill(piece: _Piece, descriptor: int) -> int:
-    """Read the rows of a piece, copy the wanted part of them to its place, and return the bytes read."""
+def _fill(piece: _Piece, descriptor: int) -> None:
+    """Read the rows of a piece, and copy the wanted part of them to its place."""
     stored, box = piece.wanted.stored, piece.wanted.box
     row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    size = (piece.last - piece.first) * row
-    buffer = _buffer(size)
+    buffer = _buffer((piece.last - piece.first) * row)
     blocks.read_into(descriptor, buffer, stored.begin + piece.first * row)
     rows = torch.frombuffer(buffer, dtype=stored.dtype).view(-1, *stored.shape[1:])
     with torch.no_grad():
@@ -190,7 +186,6 @@ def _fill(piece: _Piece, descriptor: int) -> int:
         else:
             part = rows[(slice(None), *box.within(Box.whole(stored.shape))[1:])]
             piece.wanted.into[piece.first - box.start[0] : piece.last - box.start[0]].copy_(part)
-    return size
 
 
 def _buffer(size: int) -> memoryview:

@@ -24,6 +24,7 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.system.modes import file_mode
 
 OWN_STATE = b"{}"  # there is no rank whose state it would be
+STEP = 0  # nothing was trained here
 
 
 def write_checkpoint(
@@ -31,7 +32,6 @@ def write_checkpoint(
     facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read: Callable[[str], Tensor],
     *,
-    step: int = 0,
     label: str = "import",
     progress: Callable[[int], None] = lambda count: None,
 ) -> Path:
@@ -49,7 +49,7 @@ def write_checkpoint(
     """
     order = claim(directory, None, label=label)
     plan = _plan(facts)
-    temporary = commit.begin(directory, step, order, size=plan.data_end)
+    temporary = commit.begin(directory, STEP, order, size=plan.data_end)
     with commit.removed_on_failure(temporary, on_this_rank=True):
         try:
             name = file_name(0)
@@ -65,7 +65,7 @@ def write_checkpoint(
         files: dict[str, FileRecord] = {name: record, INDEX: index_record}
         tensors = {key: {"shape": list(fact.shape), "dtype": fact.dtype} for key, fact in plan.schemas[0].items()}
         manifest = Manifest(
-            FORMAT, "", step, order.order, order.label, 1, torch.__version__, files, tensors, {}, created=time.time()
+            FORMAT, "", STEP, order.order, order.label, 1, torch.__version__, files, tensors, {}, created=time.time()
         )
         return commit.commit(temporary, manifest, order)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from slurmtrain.cli.arguments import HELP_COLUMNS, PROGRAM, epilog
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import config_groups
+from slurmtrain.config.folders import config_groups
 
 
 def help_text(verb: str | None = None) -> str:

@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.config.compose import register_schema, search_folders, search_path
+from slurmtrain.config.compose import register_schema
+from slurmtrain.config.folders import search_folders, search_path
 
 
 def run_hydra(parsed: Arguments) -> int:

@@ -14,7 +14,7 @@ from slurmtrain.report.status.look import is_over, state
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
-from slurmtrain.runs.outcome import Verdict, exit_code_of_run
+from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
 
 log = logging.getLogger(__name__)

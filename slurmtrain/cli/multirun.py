@@ -10,7 +10,7 @@ from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.control.submitting import client_of

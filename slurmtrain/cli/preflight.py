@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.choices import Backend, JobKind
@@ -72,7 +72,7 @@ def _run_here(config: Config, arguments: Arguments, *, quiet: bool) -> RunDir:
     return run_dir
 
 
-def _wait(run_dir: RunDir, sleep: Callable[[float], None] = time.sleep) -> None:
+def _wait(run_dir: RunDir) -> None:
     """Wait until the run has ended. Ctrl-C ends the waiting, and not the job."""
     said = ""
     try:
@@ -81,7 +81,7 @@ def _wait(run_dir: RunDir, sleep: Callable[[float], None] = time.sleep) -> None:
             if words != said:
                 log.info("%s", words)
             said = words
-            sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         log.info("the job continues: logs %s -f shows its findings, cancel %s ends it", run_dir.id, run_dir.id)
         raise
@@ -106,7 +106,7 @@ def _report(run_dir: RunDir, *, quiet: bool) -> int:
 
 def _ended_by_config(run_dir: RunDir) -> bool:
     from slurmtrain.runs import attempts
-    from slurmtrain.runs.outcome import Reason
+    from slurmtrain.runs.reasons import Reason
 
     tries = attempts.all_attempts(run_dir)
     return bool(tries) and tries[-1].reason in (Reason.CONFIG, Reason.BAD_NODE)

@@ -20,16 +20,9 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM, Parser
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.config.compose import (
-    OWN_CLUSTERS,
-    Primary,
-    compose,
-    compose_from,
-    config_groups,
-    from_program,
-    search_folders,
-    to_values,
-)
+from slurmtrain.config.compose import compose, compose_from, from_program
+from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, search_folders
+from slurmtrain.config.frozen import to_values
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError

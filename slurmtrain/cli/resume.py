@@ -129,7 +129,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     Raises:
         UsageError: it is not, or the run is one of a sweep, whose results are in already.
     """
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
     from slurmtrain.launch.change_rules import with_steps
     from slurmtrain.launch.changes import changed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,7 @@ def _over(states: dict[str, RunState]) -> bool:
     return not any(state.alive for state in states.values())
 
 
-def _wait(
-    sweep: Sweep, *, quiet: bool, sleep: Callable[[float], None] = time.sleep, every_s: float = LOOK_EVERY_S
-) -> dict[str, RunState]:
+def _wait(sweep: Sweep, *, quiet: bool) -> dict[str, RunState]:
     """Wait until all sizes have ended, and return their states. Ctrl-C ends the waiting, and not the runs."""
     said = ""
     try:
@@ -139,7 +137,7 @@ def _wait(
             if now != said and not quiet:
                 log.info("sweep %s: %s", sweep.id, now)
             said = now
-            sleep(every_s)
+            time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         log.info("the runs go on; the same command waits again, and sweep cancel %s ends them", sweep.id)
         raise

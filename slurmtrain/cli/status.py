@@ -36,7 +36,7 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.gpu_use import GpuTotals, read_gpu_use, total_of
 from slurmtrain.runs.node_blame import left_out_of
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
 

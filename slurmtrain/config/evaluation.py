@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.compose import first_line, to_config, to_values
 from slurmtrain.config.elastic import at_most
+from slurmtrain.config.frozen import first_line, to_config, to_values
 from slurmtrain.config.node_range import NodeRange
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig

@@ -6,7 +6,8 @@ import functools
 import shlex
 from collections.abc import Sequence
 
-from slurmtrain.config.compose import config_groups, literal_override
+from slurmtrain.config.compose import literal_override
+from slurmtrain.config.folders import config_groups
 
 OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
 

@@ -21,6 +21,7 @@ from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
+LAYOUTS_SHOWN = 3  # that would be possible, in the hint of an error
 STAGES_PER_RANK: dict[str, int] = {
     schedule: 1 + (schedule in (PpSchedule.INTERLEAVED_1F1B, PpSchedule.ZERO_BUBBLE)) for schedule in PpSchedule
 }
@@ -323,8 +324,8 @@ def as_overrides(dims: ParallelDims, config: Config) -> str:
     return " ".join(f"parallel.{axis}={getattr(dims, axis)}" for axis in changed)
 
 
-def _nearest(config: Config, count: int = 3) -> str | None:
-    texts = [as_overrides(dims, config) for dims in nearest_layouts(config)[:count]]
+def _nearest(config: Config) -> str | None:
+    texts = [as_overrides(dims, config) for dims in nearest_layouts(config)[:LAYOUTS_SHOWN]]
     return f"what can be: {'; or '.join(texts)}" if texts else None
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Choice
 from slurmtrain.config import schema
-from slurmtrain.config.compose import compose, to_values
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import to_values
 from slurmtrain.config.typed import words_of
 
 COLUMNS = 120

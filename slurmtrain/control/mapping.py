@@ -46,8 +46,9 @@ from slurmtrain.system import user
 from slurmtrain.system.file_claims import holder_here
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.records import is_mine, open_regular
+from slurmtrain.system.records import open_regular
 from slurmtrain.system.redaction import redact
+from slurmtrain.system.trust import is_mine
 
 log = logging.getLogger(__name__)
 

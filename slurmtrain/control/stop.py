@@ -17,7 +17,7 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
@@ -157,7 +157,7 @@ def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     Raises:
         ClusterError: it cannot, or there is no next attempt.
     """
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
 
     resume = " ".join(["resume", run_dir.id, *overrides])
     if not now.alive:
@@ -243,7 +243,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
     Return nothing if SLURM does not say how long a preempted job may take.
     """
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
     from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
     from slurmtrain.slurm.preemption import preemption_times
     from slurmtrain.slurm.read_facts import read_preemption
@@ -345,7 +345,7 @@ def _next_step(run_dir: RunDir, now: RunState, *, changed: bool) -> str | None:
     Args:
         changed: its next attempt has another config.
     """
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
 
     if _by_hand(run_dir, now):
         return None

@@ -29,7 +29,7 @@ from slurmtrain.launch.time_limit_check import check as check_time_limit
 from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.state import RandomState
+from slurmtrain.checkpoint.random_state import RandomState
 from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.integrations.commit import (
     commit,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slurmtrain.choices import Allow, JobKind
-from slurmtrain.config.compose import to_values
+from slurmtrain.config.frozen import to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import UsageError

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.frozen import config_hash, first_line, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.keys import fields_instead, unknown_field
 from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.parallel_dims import ParallelDims

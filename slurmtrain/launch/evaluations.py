@@ -22,8 +22,8 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
+from slurmtrain.config.frozen import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
@@ -33,7 +33,7 @@ from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import IO
 
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import HooksConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import FAILURES, Reason, Verdict
+from slurmtrain.runs.reasons import FAILURES, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees

@@ -25,13 +25,13 @@ from typing import BinaryIO
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.outcome import Reason, Verdict, exit_code_of_run
+from slurmtrain.runs.reasons import Reason, Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.slurm.command_environment import belongs_to_a_job

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.choices import JobKind
-from slurmtrain.config.compose import to_values
 from slurmtrain.config.elastic import extreme_sizes
+from slurmtrain.config.frozen import to_values
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError

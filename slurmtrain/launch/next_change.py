@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import changes

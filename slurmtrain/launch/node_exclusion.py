@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.launch.directives import directive

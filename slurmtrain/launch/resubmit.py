@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.directives import directive
 from slurmtrain.launch.node_exclusion import leave_out
@@ -24,7 +24,8 @@ from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict, is_cancelled
+from slurmtrain.runs.outcome import is_cancelled
+from slurmtrain.runs.reasons import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import JobFacts

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from slurmtrain import __version__
 from slurmtrain.choices import JobKind
-from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of

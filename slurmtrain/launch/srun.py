@@ -9,7 +9,7 @@ from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.runs.attempt_dir import rank_log_name
-from slurmtrain.slurm.versions import SRUN_COMPARES_CPUS_PER_TASK, SRUN_FORGETS_CPUS_PER_TASK, Version
+from slurmtrain.slurm.versions import SRUN_COMPARES_CPUS_PER_TASK, SRUN_FORGETS_CPUS_PER_TASK, Version, release
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
@@ -133,14 +133,10 @@ def _why_cpus_again(version: Version | None) -> str:
     if version is None:
         known = [SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK]
     of = [
-        f"{f'before {_release(each.until)}' if each.until else f'since {_release(each.since)}'}, {each.what}"
+        f"{f'before {release(each.until)}' if each.until else f'since {release(each.since)}'}, {each.what}"
         for each in known
     ]
     return "; ".join(["cluster.cpus_per_task, repeated for srun", *of])
-
-
-def _release(version: Version) -> str:
-    return f"{version[0]}.{version[1]:02d}"
 
 
 def _without_output(words: Sequence[str]) -> list[str]:

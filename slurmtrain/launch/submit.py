@@ -14,7 +14,7 @@ from typing import Any
 
 from slurmtrain import __version__
 from slurmtrain.choices import Backend, JobKind, RequeueMode
-from slurmtrain.config.compose import config_hash, freeze, load_frozen
+from slurmtrain.config.frozen import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch import node_exclusion

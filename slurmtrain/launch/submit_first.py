@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.compose import freeze, load_frozen
+from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch import node_exclusion

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import SECRET_REFERENCE, to_values
+from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.directives import directive, set_aside

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.checks.cluster import SLURM_EARLY_S
-from slurmtrain.config.compose import config_hash
 from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.frozen import config_hash
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import ConfigError, UnreadableRecordError
 from slurmtrain.runs import attempts, lookup, reached_step

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -48,7 +49,7 @@ from slurmtrain.launch.changes import changed, schema_version_of
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.runs.code_record import CodeRecord
-from slurmtrain.system import records, user
+from slurmtrain.system import records, trust, user
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 from slurmtrain.system.records import COUNT, FLAG, NOTHING, OBJECT, TEXT, TEXTS, printable
 from slurmtrain.system.scratch import scratch_folder
@@ -159,7 +160,7 @@ def _own_file(path: Path) -> Iterator[io.BufferedReader]:
             raise UsageError(
                 f"{path} belongs to {user.in_words(found.st_uid)}, and its code would be run as you", hint=copy
             )
-        if records.others_may_write(found):
+        if trust.others_may_write(found):
             raise UsageError(
                 f"others may change {path} (mode {stat.S_IMODE(found.st_mode):04o}), and its code would be run as you",
                 hint=copy,

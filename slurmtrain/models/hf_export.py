@@ -18,7 +18,7 @@ import numpy as np
 from slurmtrain.checkpoint.export import Entry, Exported, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, write_hf_folder
+from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, json_bytes, write_hf_folder
 from slurmtrain.config import families
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
@@ -238,8 +238,8 @@ def _generation(config: Mapping[str, Any], given: bytes | None, ends: Sequence[i
     known = known if isinstance(known, list) else [] if known is None else [known]
     more = [end for end in ends if end not in known]
     if not more:
-        return _json(new) if given is None else given
-    return _json({**values, "_from_model_config": False, "eos_token_id": [*known, *more]})
+        return json_bytes(new) if given is None else given
+    return json_bytes({**values, "_from_model_config": False, "eos_token_id": [*known, *more]})
 
 
 # The tokenizer.
@@ -316,14 +316,10 @@ def _tokenizer_config(content: bytes, facts: prepared.TokenizerFacts) -> bytes:
     texts = {id: text for text, id in vocabulary.items()} if isinstance(vocabulary, dict) else {}
     texts |= {token["id"]: token["content"] for token in values.get("added_tokens") or []}
     special = {"bos_token": texts.get(facts.bos), "eos_token": texts.get(facts.eos)}
-    return _json(
+    return json_bytes(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             **{name: text for name, text in special.items() if text is not None},
         }
     )
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

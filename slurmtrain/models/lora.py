@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint import state_checks
+from slurmtrain.checkpoint import module_state
 from slurmtrain.config.families import OUTPUTS
 from slurmtrain.config.schema import LoraConfig
 from slurmtrain.errors import ConfigError, nearest
@@ -79,7 +79,7 @@ def without_adapters(model: nn.Module) -> dict[str, Tensor]:
 
     A tied parameter has all of its names.
     """
-    clean = state_checks.Names(model)
+    clean = module_state.Names(model)
     parameters = model.named_parameters(remove_duplicate=False)
     held: dict[str, Tensor] = {
         name_without_adapters(clean(name)): tensor for name, tensor in parameters if not _is_adapter(name)

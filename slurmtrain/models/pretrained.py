@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint import state_checks
+from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
@@ -59,8 +59,8 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
         CheckpointError: a file cannot be read.
     """
     stored = tensors_of(folder)
-    inner = state_checks.unwrap(model)
-    entries = without_adapters(inner) if has_adapters(inner) else state_checks.entries(model)
+    inner = module_state.unwrap(model)
+    entries = without_adapters(inner) if has_adapters(inner) else module_state.entries(model)
     held = {name: tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
     if isinstance(inner, HuggingFace):
         names = [name_without_adapters(name) for name, _ in inner.named_parameters()]  # of a tied one the first

@@ -309,7 +309,7 @@ def build_logger(name: str, config: Any) -> Logger:
 
 def logged_run(run_dir: RunDir, attempt: int) -> LoggedRun:
     """Return what a logger is told of a run. No secret is in it."""
-    from slurmtrain.config.compose import load_frozen, to_values
+    from slurmtrain.config.frozen import load_frozen, to_values
 
     info = run_dir.info()
     sweep = run_dir.path.parent
@@ -340,7 +340,7 @@ def _leave_when_alone(descriptor: int) -> None:
 def main(words: list[str]) -> int:
     """Run the logger NAME of a run until rank 0 says that it is over."""
     from slurmtrain.config import secrets
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
     from slurmtrain.system import logs
 
     logs.set_up()

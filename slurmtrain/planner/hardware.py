@@ -34,7 +34,6 @@ class Hardware:
         peak_flops: most operations per second in that type; None: not known.
         link: to the other ranks of the node, in one direction.
         network: a rank's share of its node's network, in one direction.
-        ranks_per_node: number of ranks on a node.
         storage: of the whole job, to where checkpoints are written.
         efficiency: share of the peak that a step's arithmetic is expected to reach.
         link_share: share of links and network that collectives are expected to reach.
@@ -46,7 +45,6 @@ class Hardware:
     peak_flops: float | None
     link: float
     network: float
-    ranks_per_node: int
     storage: float
     efficiency: float = EFFICIENCY
     link_share: float = LINK_SHARE
@@ -99,7 +97,6 @@ def hardware_of(config: Config) -> Hardware:
         peak_flops=None if peak is None else peak * 1e12,
         link=math.inf if link is None else link * GB,
         network=math.inf if network is None else network * GB / ranks,
-        ranks_per_node=ranks,
         storage=storage * GB,
         notes=tuple(notes),
     )

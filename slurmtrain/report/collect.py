@@ -165,11 +165,6 @@ def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def is_scalar(value: object) -> bool:
-    """Return whether a value is a number, NaN and the infinities included."""
-    return isinstance(value, float) or records.is_number(value)
-
-
 @dataclass(frozen=True)
 class _Log:
     """The part of one run's log that the table needs, so that a thousand logs need not be held at once."""
@@ -193,7 +188,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
         if seen.issuperset(record):  # nearly always: only the tail has anything to add
             continue
         for name, value in record.items():
-            if name not in seen and is_scalar(value):
+            if name not in seen and records.is_scalar(value):
                 last[name] = value
                 seen.add(name)
                 step = record["step"] if step is None else max(step, record["step"])
@@ -209,7 +204,7 @@ def _as_measured(
 
 
 def _series(logged: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:
-    return ((record["step"], record[name]) for record in logged if name in record and is_scalar(record[name]))
+    return ((record["step"], record[name]) for record in logged if name in record and records.is_scalar(record[name]))
 
 
 def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:

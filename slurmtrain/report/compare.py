@@ -19,11 +19,11 @@ from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
 from slurmtrain.observe.metrics import is_measured
-from slurmtrain.report.collect import is_scalar
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.environment_record import read_environment
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
+from slurmtrain.system.records import is_scalar
 
 MOST_ENVIRONMENTS = 100  # attempts of a run whose records are read
 READ_AT_MOST = 2e9  # bytes of a model, without being asked to

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UsageError
-from slurmtrain.report.collect import Cell, Table, is_scalar
+from slurmtrain.report.collect import Cell, Table
 from slurmtrain.report.table_files import EXTRA_HINT, plain, short, write_whole
+from slurmtrain.system.records import is_scalar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +97,7 @@ def _panel(table: Table, key: str, metric: Sequence[Cell]) -> Panel | None:
 
 
 def _positions(cells: Sequence[Cell]) -> tuple[Axis, tuple[float, ...]]:
-    numbers = [float(cell) for cell in cells if is_scalar(cell) and math.isfinite(cell)]  # type: ignore[arg-type]
+    numbers = [float(cell) for cell in cells if is_scalar(cell) and math.isfinite(cell)]
     if len(numbers) == len(cells):
         return Axis(_scale(numbers)), tuple(numbers)
     names = tuple(dict.fromkeys(plain(cell) for cell in cells))

@@ -189,7 +189,7 @@ def _step(record: dict[str, Any]) -> int:
 
 def _number(value: object) -> float | None:
     """Return a logged value if it is a number, also NaN and infinity: a person should see that a loss has diverged."""
-    return value if isinstance(value, float) or records.is_number(value) else None  # type: ignore[return-value]
+    return value if records.is_scalar(value) else None
 
 
 def _finite(value: object) -> float | None:

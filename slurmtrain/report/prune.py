@@ -28,7 +28,7 @@ from slurmtrain.runs.ownership import is_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import located
-from slurmtrain.system.records import is_mine
+from slurmtrain.system.trust import is_mine
 
 ENDED = (
     RunStatus.FINISHED,

@@ -137,10 +137,10 @@ def _planned(
     return doublings([_planned_size(config, each) for each in steps])[-1]
 
 
-def bars(rows: Sequence[tuple[str, float]], line: float = WORTH_IT) -> str:
-    """Draw shares as bars, one below the other, with a mark at `line`: `#` up to the value, `|` at the line."""
+def bars(rows: Sequence[tuple[str, float]]) -> str:
+    """Draw shares as bars, one below the other: `#` up to the value, `|` at the share from which nodes are worth it."""
     width = max((len(name) for name, _ in rows), default=0)
-    at = round(line * WIDTH)
+    at = round(WORTH_IT * WIDTH)
     drawn = []
     for name, value in rows:
         filled = min(WIDTH, max(0, round(value * WIDTH))) if math.isfinite(value) else 0

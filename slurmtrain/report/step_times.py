@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmtrain.config.compose import to_config
+from slurmtrain.config.frozen import to_config
 from slurmtrain.config.migrations import migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UnreadableRecordError

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
-from slurmtrain.report.collect import Cell, Table, is_scalar
+from slurmtrain.report.collect import Cell, Table
 from slurmtrain.system.files import write_where_named
 from slurmtrain.system.json_text import json_text
+from slurmtrain.system.records import is_scalar
 
 FORMATS = ("csv", "markdown", "json", "parquet")
 SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json", ".parquet": "parquet"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.batch_claim import failed_set_up
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import AttemptOutcome, Reason, Verdict, joined, why_of
+from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.reasons import Reason, Verdict, joined, why_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import process, records

@@ -11,7 +11,7 @@ from typing import Any
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempt_history, attempts
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_states import GONE

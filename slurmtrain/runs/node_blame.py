@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import FAILURES, Reason
+from slurmtrain.runs.reasons import FAILURES, Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.node_ledger import (
     Blamed,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records, user
+from slurmtrain.system import trust, user
 
 
 def foreign_link(path: Path | os.DirEntry[str]) -> bool:
@@ -21,7 +21,7 @@ def foreign_link(path: Path | os.DirEntry[str]) -> bool:
 
 def is_own(run_dir: RunDir) -> bool:
     """Return whether the run's folder and its run.json belong to this user."""
-    return all(records.is_mine(path) for path in (run_dir.path, run_dir.info_file))
+    return all(trust.is_mine(path) for path in (run_dir.path, run_dir.info_file))
 
 
 def check_parts(run_dir: RunDir) -> None:
@@ -63,7 +63,7 @@ def require_own(run_dir: RunDir) -> None:
         parts = (each.info_file, each.config_file, each.script, each.events_file, each.metrics_file, each.request_file)
         folders = (each.attempts, each.checkpoints, each.evaluations, each.code)
         for path in (each.path, *parts, *folders):
-            if os.path.lexists(path) and not records.is_mine(path):
+            if os.path.lexists(path) and not trust.is_mine(path):
                 whose = user.in_words(os.lstat(path).st_uid)
                 raise UsageError(
                     f"{path} belongs to {whose}: only the user who submitted a run may change or restart it",

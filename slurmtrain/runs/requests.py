@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.batch_claim import claimed_at
-from slurmtrain.runs.outcome import ENDS_RUN, RunAction
+from slurmtrain.runs.reasons import ENDS_RUN, RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json

@@ -252,12 +252,14 @@ class RunDir:
     def measured(self) -> dict[str, float]:
         """Return the metrics of an evaluation by name; nothing before it is done."""
         metrics = (read_json(self.result_file) or {}).get("metrics")
-        return {name: value for name, value in metrics.items() if _is_value(value)} if isinstance(metrics, dict) else {}
+        if not isinstance(metrics, dict):
+            return {}
+        return {name: value for name, value in metrics.items() if records.is_scalar(value)}
 
     def measured_at(self) -> float | None:
         """Return when an evaluation was done, in unix seconds."""
         time: object = (read_json(self.result_file) or {}).get("time")
-        return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
+        return float(time) if records.is_time(time) else None
 
     def exists(self) -> bool:
         """Return whether this is a run, or one being created: `create` makes two folders.
@@ -455,8 +457,3 @@ class RunDir:
 
 def _is_event(value: object) -> bool:
     return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))
-
-
-def _is_value(value: object) -> bool:
-    """Return whether a value is a number, NaN and the infinities included."""
-    return isinstance(value, float) or records.is_number(value)

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.runs import lookup

@@ -26,7 +26,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime.abandoned_attempts import close_abandoned
 from slurmtrain.runtime.attempt_evidence import progress_shown

@@ -13,9 +13,10 @@ from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.evidence import Evidence
 from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
-from slurmtrain.runs.outcome import Evidence, Reason, Verdict
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks
 from slurmtrain.runtime.attempt_policy import blame_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
-from slurmtrain.runs.outcome import Policy
+from slurmtrain.runs.evidence import Policy
 from slurmtrain.slurm.node_ledger import BlamePolicy
 
 

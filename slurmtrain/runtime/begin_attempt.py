@@ -17,7 +17,9 @@ from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempt_history, attempts, batch_claim, chain, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Reason, Verdict, budget_spent
+from slurmtrain.runs.evidence import Evidence
+from slurmtrain.runs.outcome import AttemptOutcome, budget_spent
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.abandoned_attempts import close_abandoned
 from slurmtrain.runtime.attempt_evidence import node_records, progress_is_visible

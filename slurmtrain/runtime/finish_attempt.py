@@ -22,7 +22,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain, node_blame, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import FAILURES, AttemptOutcome, Verdict, decide_outcome
+from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
+from slurmtrain.runs.reasons import FAILURES, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog
 from slurmtrain.runtime import in_place

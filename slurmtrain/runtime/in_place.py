@@ -17,7 +17,9 @@ from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import AttemptOutcome, Evidence, Policy, RunAction, Verdict, decide_after_pause
+from slurmtrain.runs.evidence import Evidence, Policy
+from slurmtrain.runs.outcome import AttemptOutcome, decide_after_pause
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
@@ -38,22 +40,20 @@ FRESH_S = 1.0  # an answer of SLURM that is not older is believed
 Wait = Callable[[float], bool]
 
 
-def with_allocation(
-    evidence: Evidence, attempt: Attempt, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
-) -> Evidence:
+def with_allocation(evidence: Evidence, attempt: Attempt, client: SlurmClient) -> Evidence:
     """Add what SLURM says of the nodes of this job, once the processes of the attempt are gone from them."""
     facts = evidence.facts
     if facts is None or facts.state != JobState.RUNNING:
         return evidence
     began = time.monotonic()
-    gone = _is_gone(attempt.step_id, client, sleep)
+    gone = _is_gone(attempt.step_id, client)
     if time.monotonic() > began + FRESH_S:
         facts = client.job(attempt.job_id or own_job_id() or "")
     evidence = dataclasses.replace(evidence, facts=facts, step_left=not gone)
     if facts is None or not facts.nodes:
         return evidence
     try:
-        allocated, states = expand_nodelist(facts.nodes), _node_states(facts.nodes, client, sleep)
+        allocated, states = expand_nodelist(facts.nodes), _node_states(facts.nodes, client)
     except (ClusterError, EnvironmentMismatchError) as error:
         log.warning("cannot look at the nodes of this job: %s", error.message)
         return evidence
@@ -69,7 +69,7 @@ def with_allocation(
     )
 
 
-def _node_states(nodes: str, client: SlurmClient, sleep: Callable[[float], None]) -> dict[str, str]:
+def _node_states(nodes: str, client: SlurmClient) -> dict[str, str]:
     """Return the states of these nodes, once each answers or is known to be dead, or has had time to.
 
     A slurmd that is just being restarted does not answer, for some seconds, and its node is none that has failed.
@@ -78,12 +78,12 @@ def _node_states(nodes: str, client: SlurmClient, sleep: Callable[[float], None]
     for _ in range(REGISTRATION_POLLS):
         if not any(map(is_silent, states.values())):
             break
-        sleep(REGISTRATION_POLL_S)
+        time.sleep(REGISTRATION_POLL_S)
         states = client.node_states(nodes)
     return states
 
 
-def _is_gone(step_id: str | None, client: SlurmClient, sleep: Callable[[float], None]) -> bool:
+def _is_gone(step_id: str | None, client: SlurmClient) -> bool:
     """Wait until the step of the ranks is gone, at most STEP_GONE_S, and return whether it is, or cannot be seen."""
     give_up = time.monotonic() + STEP_GONE_S
     while step_id is not None:
@@ -95,7 +95,7 @@ def _is_gone(step_id: str | None, client: SlurmClient, sleep: Callable[[float], 
             return True  # srun says so, and will wait itself where they are not
         if time.monotonic() > give_up:
             return False
-        sleep(STEP_POLL_S)
+        time.sleep(STEP_POLL_S)
     return True
 
 

@@ -13,10 +13,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -87,37 +88,45 @@ def meet(
         StopDuringStartError: a stop was requested before all ranks were there.
     """
     deadline = time.monotonic() + timeout_s
-    if environment.source == "torchrun":
-        store = _store_of_launcher(environment, timeout_s)
-        # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
-        store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
-        via = address_of(os.environ.get("MASTER_ADDR", ""))
-        host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    elif environment.rank == 0:
-        own, via = _publish(environment, directory, interface, ports, timeout_s), ""
-        store, host, port = own, own.host, own.port
     published = Published(directory / ADDRESS_FILE, environment)
+    missing: _Missing | None = None
     try:
-        if environment.source != "torchrun":
-            if environment.rank != 0:
-                other, via = _connect(environment, directory, published, deadline, timeout_s, stop_requested)
-                store, host, port = other, other.host, other.port
-            elif environment.local_world_size > 1:
+        if environment.source == "torchrun":
+            found = _connect_to_launcher(environment, timeout_s)
+        elif environment.rank == 0:
+            found = _publish(environment, directory, interface, ports, timeout_s)
+            missing = _Missing(directory, environment)
+            if environment.local_world_size > 1:
                 published.look()  # hands it on to the ranks beside this one
-        missing = _Missing(directory, environment) if environment.source != "torchrun" else None
-        _take_place(store, environment, via)
-        if environment.rank == 0:
-            _gather_presence(store, environment, deadline, timeout_s, stop_requested, missing)
         else:
-            _await_word(store, environment, timeout_s, stop_requested)
+            found = _connect(environment, directory, published, deadline, timeout_s, stop_requested)
+        _take_place(found.store, environment, found.via)
+        if environment.rank == 0:
+            _gather_presence(found.store, environment, deadline, timeout_s, stop_requested, missing)
+        else:
+            _await_word(found.store, environment, timeout_s, stop_requested)
     finally:
         published.forget()
-    return Rendezvous(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via), (host, port))
+    ours = _agree_on_interface(found.store, environment, found.via)
+    return Rendezvous(dist.PrefixStore("ranks", found.store), ours, found.address)
+
+
+class _Connection(NamedTuple):
+    """A connection to rank 0's store: its host and port, and the address by which it is reached; "" on rank 0 itself."""
+
+    store: dist.Store
+    address: tuple[str, int]
+    via: str
 
 
 def _publish(
     environment: Environment, directory: Path, interface: str, ports: PortRange | None, timeout_s: float
-) -> dist.TCPStore:
+) -> _Connection:
+    """Open the store on rank 0, and publish where it is.
+
+    Raises:
+        RendezvousError: none of the ports is free.
+    """
     listens, timeout = listening_address(environment, interface), timedelta(seconds=timeout_s)
     with bind_port(listens, ports, environment.node) as listener:
         port = listener.getsockname()[1]
@@ -128,20 +137,19 @@ def _publish(
     store.set("token", token)
     address = {"hosts": [listens], "here": listens, "port": store.port, "machine": machine(), "token": token}
     write_json(directory / ADDRESS_FILE, address)
-    return store
+    return _Connection(store, (store.host, store.port), "")
 
 
-def _store_of_launcher(environment: Environment, timeout_s: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, which a launcher has set.
+def _connect_to_launcher(environment: Environment, timeout_s: float) -> _Connection:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which a launcher has set.
 
     Raises:
         RendezvousError: it cannot be reached.
     """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0]
-        return store
     except (dist.DistError, RuntimeError, ValueError) as error:
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         answer = reachability.knock(host, int(port)) if host and port.isdigit() else Answer.CONNECTED
         if answer is Answer.CONNECTED:  # it answers now, or the variables are not there, which torch says itself
             raise RendezvousError(str(error).splitlines()[0], hint="see rank 0's log") from None
@@ -151,6 +159,9 @@ def _store_of_launcher(environment: Environment, timeout_s: float) -> dist.Store
             f"preflight, {kind}: rank {environment.rank} on {environment.node} {found.sentence} (MASTER_ADDR, MASTER_PORT)",
             hint=reachability.advice(kind, environment.node),
         ) from None
+    # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
+    store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
+    return _Connection(store, (host, int(port or 0)), address_of(host))
 
 
 def _connect(
@@ -160,30 +171,29 @@ def _connect(
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
-) -> tuple[dist.TCPStore, str]:
+) -> _Connection:
+    """Connect to the store that rank 0 publishes, and tell rank 0 by the shared folder if that does not work.
+
+    Raises:
+        RendezvousError: the time is over.
+        StopDuringStartError: a stop was requested before.
+    """
     pauses = Pauses()
-    failures: dict[str, str] = {}
+    failures: dict[str, _NoStoreError] = {}
     first_failed: float | None = None
     reported: reachability.Unreachable | None = None
     while True:
         address = published.look()
         if address is not None:
-            hosts = [address.get("here", "127.0.0.1")] if address["machine"] == machine() else address["hosts"]
-            for host in hosts:
+            for host in [address.get("here", "127.0.0.1")] if address["machine"] == machine() else address["hosts"]:
                 try:
-                    with socket.create_connection((host, address["port"]), timeout=CONNECT_S) as probe:
-                        via = str(probe.getpeername()[0])
-                    store = dist.TCPStore(host, address["port"], None, False, timedelta(seconds=CONNECT_S))
-                    if store.check(["token"]) and store.get("token").decode() == address["token"]:
-                        store.set_timeout(timedelta(seconds=timeout_s))
-                        return store, via
-                    failures[host], answer = "somebody else answers there", Answer.STRANGER
-                except (OSError, dist.DistError) as error:
-                    failures[host] = str(error).splitlines()[0]
-                    answer = reachability.answer_of(error) if isinstance(error, OSError) else Answer.STRANGER
+                    return _connect_to(host, address["port"], address["token"], timeout_s)
+                except _NoStoreError as error:
+                    failures[host] = error
                 now = time.monotonic()
                 first_failed = now if first_failed is None else first_failed
                 if reported is None and (now - first_failed >= min(REPORT_AFTER_S, timeout_s / 3) or now > deadline):
+                    answer = failures[host].answer
                     reported = reachability.look_into(environment.node, environment.rank, host, address["port"], answer)
                     if environment.local_rank == 0:
                         with contextlib.suppress(OSError):
@@ -192,22 +202,58 @@ def _connect(
             raise StopDuringStartError
         # What a node has reported is for rank 0 to judge, which knows of the others.
         if time.monotonic() > deadline + (GRACE_S if reported is not None else 0):
-            tried = "; ".join(f"{host}: {why}" for host, why in failures.items())
-            by = f" by {reported.interface}" if reported is not None and reported.interface else ""
-            where = f"rank 0, expected on node {environment.expected_node(0)},"
-            raise RendezvousError(
-                f"rank {environment.rank} on {environment.node}: {where} "
-                + (
-                    f"cannot be reached{by} ({tried})"
-                    if failures
-                    else f"did not publish its address within {timeout_s:.0f} s"
-                ),
-                hint="see rank 0's log; cluster.network_interface names the network to use"
-                if failures
-                else "see rank 0's log",
-                because_of_peer=not failures,
-            )
+            raise _not_connected(environment, failures, reported, timeout_s)
         pauses.pause()
+
+
+class _NoStoreError(Exception):
+    """Rank 0's store is not to be had at an address: what is wrong there, and how the connection has ended."""
+
+    def __init__(self, why: str, answer: Answer):
+        super().__init__(why)
+        self.answer = answer
+
+
+def _connect_to(host: str, port: int, token: str, timeout_s: float) -> _Connection:
+    """Connect to the store with this token at an address.
+
+    Raises:
+        _NoStoreError: it is not there.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
+            via = str(probe.getpeername()[0])
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S))
+        ours = store.check(["token"]) and store.get("token").decode() == token
+    except (OSError, dist.DistError) as error:
+        answer = reachability.answer_of(error) if isinstance(error, OSError) else Answer.STRANGER
+        raise _NoStoreError(str(error).splitlines()[0], answer) from None
+    if not ours:
+        raise _NoStoreError("somebody else answers there", Answer.STRANGER)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return _Connection(store, (store.host, store.port), via)
+
+
+def _not_connected(
+    environment: Environment,
+    failures: Mapping[str, _NoStoreError],
+    reported: reachability.Unreachable | None,
+    timeout_s: float,
+) -> RendezvousError:
+    """Return the error of a rank that has not found rank 0's store in time."""
+    rank = f"rank {environment.rank} on {environment.node}: rank 0, expected on node {environment.expected_node(0)},"
+    if not failures:
+        return RendezvousError(
+            f"{rank} did not publish its address within {timeout_s:.0f} s",
+            hint="see rank 0's log",
+            because_of_peer=True,
+        )
+    by = f" by {reported.interface}" if reported is not None and reported.interface else ""
+    tried = "; ".join(f"{host}: {why}" for host, why in failures.items())
+    return RendezvousError(
+        f"{rank} cannot be reached{by} ({tried})",
+        hint="see rank 0's log; cluster.network_interface names the network to use",
+    )
 
 
 def _gather_presence(
@@ -291,7 +337,7 @@ class _Missing:
         self._directory, self._environment = directory, environment
         self._looked = time.monotonic()
         self._complete_since: float | None = None
-        self._published = read_json(directory / ADDRESS_FILE) if environment.rank == 0 else None
+        self._published = read_json(directory / ADDRESS_FILE)
 
     def error(self, missing: list[int], *, late: bool) -> SlurmtrainError | None:
         """Return why no rank of `missing` will come; None while some may, or if nothing is known.

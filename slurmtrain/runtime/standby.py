@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE

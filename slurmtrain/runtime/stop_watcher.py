@@ -17,7 +17,7 @@ from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from slurmtrain.config.compose import config_hash, load_frozen
+from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.runs import choices, requests
 from slurmtrain.runs.choices import Choice, Claim, Standing, standing_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.system import records
+from slurmtrain.system import records, trust
 from slurmtrain.system.redaction import redact
 
 FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks against its node
@@ -354,7 +354,7 @@ def is_kept() -> bool:
 def read_ledger(path: Path) -> list[NodeRecord]:
     """Return the records of a ledger, oldest first; none if there is no file of this user's that can be read."""
     try:
-        if not records.is_mine(path):
+        if not trust.is_mine(path):
             return []
         lines = records.read_tail(path, READ_BYTES).splitlines()
     except UnreadableRecordError:

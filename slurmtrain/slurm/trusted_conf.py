@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.system import records
+from slurmtrain.system import trust
 
 
 def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str | None] | None = None) -> str | None:
@@ -20,18 +20,18 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
     Args:
         conf: its path; None: this machine's own.
         named_by: the record.
-        known: as for `records.why_distrusted`.
+        known: as for `trust.why_distrusted`.
 
     Raises:
         ClusterError: somebody else can have written one of them.
     """
     if conf is None or conf == os.environ.get("SLURM_CONF"):
         return conf
-    why = records.why_distrusted(named_by, known)
-    if why is not None and records.only_mine(named_by):
+    why = trust.why_distrusted(named_by, known)
+    if why is not None and trust.only_mine(named_by):
         why = None
     if why is None and os.path.lexists(conf):
-        why = records.why_distrusted(conf, known)
+        why = trust.why_distrusted(conf, known)
         if why is not None and _is_of_slurm(conf):
             why = None
     if why is not None:
@@ -44,7 +44,7 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
 
 def _is_of_slurm(path: str) -> bool:
     account = _slurm_account()
-    return account is not None and records.only_of_account(path, account)
+    return account is not None and trust.only_of_account(path, account)
 
 
 def _slurm_account() -> int | None:

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 Version = tuple[int, int]  # (24, 5) is 24.05
 
 
+def release(version: Version) -> str:
+    """Return the name of a release, such as "24.05"."""
+    return f"{version[0]}.{version[1]:02d}"
+
+
 @dataclass(frozen=True)
 class Difference:
     """A behaviour of SLURM since a release.

@@ -26,7 +26,7 @@ from slurmtrain.runs.sweep_dir import Point, Sweep, tasks_of
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import file_mode, folder_mode
-from slurmtrain.system.records import is_mine
+from slurmtrain.system.trust import is_mine
 
 log = logging.getLogger(__name__)
 

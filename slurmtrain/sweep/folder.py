@@ -34,9 +34,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import user
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.paths import located
-from slurmtrain.system.records import (
-    is_mine,
-)
+from slurmtrain.system.trust import is_mine
 
 log = logging.getLogger(__name__)
 

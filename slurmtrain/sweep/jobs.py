@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch import evaluations, node_exclusion
 from slurmtrain.launch.arrays import plan_arrays
@@ -22,7 +22,6 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import (
-    Patience,
     RefusedError,
     SubmitLimitError,
     check,
@@ -34,7 +33,7 @@ from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
@@ -101,7 +100,6 @@ def submit_arrays(
     client: SlurmClient,
     *,
     known: Collection[int] = (),
-    patience: Patience = Patience(),  # noqa: B008 (it is frozen)
 ) -> Submission:
     """Submit every array that has not been submitted. Several shells may do it at the same time.
 
@@ -125,7 +123,7 @@ def submit_arrays(
     while left := [number for number in sweep.array_numbers() if number not in done]:
         number = min(left, key=lineage)
         try:
-            job_id, new = _submit_array(sweep, number, client, patience)
+            job_id, new = _submit_array(sweep, number, client)
         except SubmitLimitError as limit:
             waiting = sum(len(sweep.members(each)) for each in sweep.array_numbers() if each not in done)
             return Submission(submitted, found, waiting, limit)
@@ -134,7 +132,7 @@ def submit_arrays(
     return Submission(submitted, found)
 
 
-def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Patience) -> tuple[str, bool]:
+def _submit_array(sweep: Sweep, number: int, client: SlurmClient) -> tuple[str, bool]:
     """Return the job id of an array, and whether it was submitted by this call."""
     job_id = sweep.job_id(number)
     if job_id is None:
@@ -150,16 +148,7 @@ def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Pati
                     _write_job(sweep, number, job_id)
             finish_halving(sweep, number)
             if job_id is None:
-                while True:
-                    check_not_cancelled(sweep)
-                    try:
-                        job_id = _hand_over(sweep, number, client, somebody_before, patience)
-                        break
-                    except SubmitLimitError as limit:
-                        if not halve_array(sweep, number):
-                            raise
-                        somebody_before = False  # whatever it has submitted would have been found
-                        log.info("%s; trying with %d of its runs", limit.message, len(sweep.members(number)))
+                job_id = _hand_over_what_fits(sweep, number, client, somebody_before)
                 note_jobs(sweep, number)
                 if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
                     cancel(sweep, client)
@@ -169,13 +158,25 @@ def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Pati
     return job_id, False
 
 
-def _hand_over(
-    sweep: Sweep,
-    number: int,
-    client: SlurmClient,
-    somebody_before: bool,
-    patience: Patience,
-) -> str:
+def _hand_over_what_fits(sweep: Sweep, number: int, client: SlurmClient, somebody_before: bool) -> str:
+    """Hand an array to sbatch, or the first half of it as often as that is above a limit; return the job id.
+
+    Raises:
+        SubmitLimitError: a single run is above the limit, too.
+        ClusterError: the sweep was cancelled meanwhile, or sbatch refused.
+    """
+    while True:
+        check_not_cancelled(sweep)
+        try:
+            return _hand_over(sweep, number, client, somebody_before)
+        except SubmitLimitError as limit:
+            if not halve_array(sweep, number):
+                raise
+            somebody_before = False  # whatever it has submitted would have been found
+            log.info("%s; trying with %d of its runs", limit.message, len(sweep.members(number)))
+
+
+def _hand_over(sweep: Sweep, number: int, client: SlurmClient, somebody_before: bool) -> str:
     path = sweep.array(number)
     script = _script(sweep, number)
     files.write_text(path / "job.sbatch", script)
@@ -192,7 +193,6 @@ def _hand_over(
         client,
         options=[*export_option(config), *exclusion.options],
         looked_for_before=somebody_before,
-        patience=patience,
     )
     _write_job(sweep, number, job_id)
     for run_id, element in sweep.elements(number, job_id).items() if exclusion.blamed else ():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.compose import freeze, to_values
+from slurmtrain.config.frozen import freeze, to_values
 from slurmtrain.config.migrations import as_first_digested
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError

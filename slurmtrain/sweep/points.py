@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.config.compose import Primary, composed_by_hydra, explaining, finish, initialized
+from slurmtrain.config.compose import composed_by_hydra, explaining, finish, initialized
+from slurmtrain.config.folders import Primary
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate

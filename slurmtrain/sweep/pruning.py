@@ -8,15 +8,15 @@ import signal
 from collections.abc import Iterator
 
 from slurmtrain.launch.local import signal_rank_0
-from slurmtrain.report.collect import is_scalar
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import records
+from slurmtrain.system.records import is_scalar
 
 LONGEST_LINE = 1 << 20  # of a log; what is longer is no record
 
@@ -50,7 +50,7 @@ class LoggedValues:
                 if isinstance(record, dict) and records.is_count(record.get("step")):
                     value = record.get(self._metric)
                     if is_scalar(value):
-                        yield int(record["step"]), float(value)  # type: ignore[arg-type]
+                        yield int(record["step"]), float(value)
 
 
 def ask_to_end(run_dir: RunDir, client: SlurmClient | None) -> bool:

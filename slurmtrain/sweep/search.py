@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Pruner
-from slurmtrain.config.compose import search_path
+from slurmtrain.config.folders import search_path
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import RunFailedError, SlurmtrainError, UsageError

@@ -234,7 +234,7 @@ def _is_run(value: object) -> bool:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return records.is_count(value) and value >= 0  # type: ignore[operator]
+    return records.is_count(value) and value >= 0
 
 
 def _is_number(value: object) -> bool:

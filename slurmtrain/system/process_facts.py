@@ -149,9 +149,9 @@ def gather_facts(variables: Mapping[str, str] = os.environ, root: Path = Path("/
     )
 
 
-def login_facts(root: Path = Path("/")) -> dict[str, str]:
+def login_facts() -> dict[str, str]:
     """Return the facts of this process that need no look at its packages: interpreter, system, kernel."""
-    return {name: value for name, value in _system(root).items() if name != "host"}
+    return {name: value for name, value in _system(Path("/")).items() if name != "host"}
 
 
 def variables_that_matter(variables: Mapping[str, str]) -> dict[str, str]:

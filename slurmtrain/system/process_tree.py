@@ -14,6 +14,7 @@ from slurmtrain.system import process
 
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def _ancestors(pid: int, parents: Mapping[int, int]) -> int:
     return number
 
 
-def wait_until(done: Callable[[], bool], *, timeout_s: float, interval_s: float = 0.02) -> bool:
+def wait_until(done: Callable[[], bool], *, timeout_s: float) -> bool:
     """Poll `done`, and return False when the time is up before it is true."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
             return False
-        time.sleep(interval_s)
+        time.sleep(_POLL_S)
     return True
 
 

@@ -18,10 +18,9 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.system import user
 from slurmtrain.system.file_locks import lock
 from slurmtrain.system.modes import file_mode
 
@@ -38,8 +37,6 @@ _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of
 
 # Device and inode of files whose lock somebody else has kept for as long as a line waits.
 _kept = set[tuple[int, int]]()
-
-# Functions that read and write files.
 
 
 def open_regular(path: Path) -> int:
@@ -258,88 +255,6 @@ def locked(path: Path, *, at_most_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-# Functions that find out whose a file is.
-
-
-def is_mine(path: Path) -> bool:
-    """Return whether this user owns the file at `path` itself, even if it is a link; False if there is nothing."""
-    try:
-        return os.lstat(path).st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def why_distrusted(path: str | Path, known: dict[str, str | None] | None = None) -> str | None:
-    """Say why somebody else may have written a file; return None when only this user and root can have.
-
-    This concerns the file, all folders above it and the targets of links: a user who may rename a folder may put
-    another there. A sticky folder, as /tmp is, keeps others from renaming what is not theirs.
-
-    Args:
-        known: earlier results, by path, for a caller that looks at many files of the same folders.
-    """
-    return _why_distrusted(os.path.realpath(path), {} if known is None else known)
-
-
-def _why_distrusted(real: str, known: dict[str, str | None]) -> str | None:
-    if real not in known:
-        above = os.path.dirname(real)
-        known[real] = _why_distrusted_itself(real) or (_why_distrusted(above, known) if above != real else None)
-    return known[real]
-
-
-def _why_distrusted_itself(real: str) -> str | None:
-    try:
-        found = os.lstat(real)
-    except OSError as error:
-        return f"{real} cannot be looked at ({error.strerror})"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{real} belongs to {user.in_words(found.st_uid)}"
-    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    if others_may_write(found) and not sticky:
-        return f"{real} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
-    return None
-
-
-def only_mine(path: Path) -> bool:
-    """Return whether a file and its folder belong to this user, are no links, and nobody else may write into either.
-
-    Then this user has written it, even if others may rename the folders above, as in a team's folder.
-    """
-    try:
-        file, folder = os.lstat(path), os.lstat(path.parent)
-    except OSError:
-        return False
-    kinds = stat.S_ISREG(file.st_mode) and stat.S_ISDIR(folder.st_mode)
-    return kinds and all(each.st_uid == os.geteuid() and not others_may_write(each) for each in (file, folder))
-
-
-def only_of_account(path: str | Path, uid: int) -> bool:
-    """Return whether only an account and root can have written a file.
-
-    All folders above are theirs, and none, sticky or not, is one that others may add to. So root has given the account
-    the topmost folder of its own.
-    """
-    real = Path(os.path.realpath(path))
-    try:
-        found = [os.lstat(each) for each in (real, *real.parents)]
-    except OSError:
-        return False
-    return all(each.st_uid in (uid, 0) and not others_may_write(each) for each in found)
-
-
-def others_may_write(found: os.stat_result) -> bool:
-    """Return whether mode and group let somebody else write.
-
-    A group with the user's own number counts as theirs alone.
-    """
-    own_group = found.st_gid == os.geteuid()
-    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
-
-
-# The contents of records.
-
-
 @dataclass(frozen=True)
 class Kind:
     """The kind of values that a field of a record may have: a phrase for a person, and a test.
@@ -360,23 +275,28 @@ class Kind:
         )
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number; true and false are none."""
     if type(value) is float:  # nearly always, and this is asked of every value of every line
         return abs(value) < 1e300
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def is_count(value: object) -> bool:
+def is_scalar(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number, NaN and the infinities included."""
+    return isinstance(value, float) or is_number(value)
+
+
+def is_count(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number that any program can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def is_time(value: object) -> bool:
+def is_time(value: object) -> TypeGuard[float]:
     """Return whether a value is a time in unix seconds that a calendar has."""
     if type(value) is float:
         return 0 <= value < LATEST
-    return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
+    return is_number(value) and 0 <= value < LATEST
 
 
 NOTHING = Kind("null", lambda value: value is None, frozenset({type(None)}))
@@ -422,10 +342,7 @@ def finite(value: object) -> float | None:
     """Return the value as a float when it is a finite number, else None."""
     if type(value) is float:
         return value if abs(value) < 1e300 else None
-    return float(value) if is_number(value) else None  # type: ignore[arg-type]
-
-
-# Functions for output to a terminal.
+    return float(value) if is_number(value) else None
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.state import trained_parameters
+from slurmtrain.checkpoint.module_state import trained_parameters
 from slurmtrain.training.state import TrainingState
 
 

@@ -129,7 +129,8 @@ def submit_ours(
 
 def submit_theirs(folder: Path, environment: dict[str, str], points: int) -> tuple[float, int]:
     """Our own configs, by a bare Hydra app."""
-    from slurmtrain.config.compose import compose, freeze
+    from slurmtrain.config.compose import compose
+    from slurmtrain.config.frozen import freeze
 
     (folder / "conf").mkdir()
     (folder / "conf" / "config.yaml").write_text(freeze(compose(["cluster=sandbox"])))

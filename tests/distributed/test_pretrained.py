@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint import state_checks
+from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.tensor_index import Box
@@ -34,7 +34,7 @@ from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.exports import Exports
-from slurmtrain.runtime.jobs.train import distribute_model
+from slurmtrain.runtime.jobs.build_model import distribute_model
 from tests.distributed.test_training import StopAt, alone, fit, trainer
 from tests.support import transformers_models as theirs
 from tests.support.gloo import GlooRanks
@@ -114,7 +114,7 @@ def loaded_wrongly(
 def differing(model: torch.nn.Module, folder: Path, name_of: Callable[[str], str | None]) -> list[str]:
     """The tensors that this rank holds, and whose bits are not those of the folder."""
     stored, wrong = tensors_of(folder), []
-    for name, tensor in state_checks.entries(model).items():
+    for name, tensor in module_state.entries(model).items():
         source = stored.get(name_of(name) or "") or stored["model.embed_tokens.weight"]
         whole = torch.empty(source.shape)
         read([Wanted(source, Box.whole(source.shape), whole)])

@@ -30,7 +30,9 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.train import build, build_model, build_trainer, fill
+from slurmtrain.runtime.jobs.build_model import build_model, fill
+from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from slurmtrain.cli import main as command_line
-from slurmtrain.config.compose import config_groups
+from slurmtrain.config.folders import config_groups
 from slurmtrain.config.keys import all_keys
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
 

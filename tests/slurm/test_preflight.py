@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from tests.slurm.project import make_project
 from tests.support.slurm_cluster import Cluster
 

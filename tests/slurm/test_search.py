@@ -13,7 +13,7 @@ import yaml
 
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.sweep_dir import Sweep
 from tests.support.slurm_cluster import Cluster
 

@@ -19,7 +19,7 @@ STEP_S = 0.9
 
 
 def write_config(run: RunDir, **changes: Any) -> None:
-    from slurmtrain.config.compose import freeze
+    from slurmtrain.config.frozen import freeze
     from slurmtrain.config.schema import Config
 
     config = Config()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import state, state_checks
+from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.choices import Allow
@@ -84,13 +84,13 @@ def check_config(
 
 def names_of(objects: Mapping[str, Any]) -> set[str]:
     """Return the names of the live tensors of the modules among `objects`."""
-    return set(state.module_tensors(objects))
+    return set(module_state.module_tensors(objects))
 
 
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
     """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    return {name for name in saved if prefixes and name.startswith(prefixes) and not state_checks.is_extra(name)}
+    return {name for name in saved if prefixes and name.startswith(prefixes) and not module_state.is_extra(name)}
 
 
 def check_names(

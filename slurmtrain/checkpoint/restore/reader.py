@@ -30,8 +30,8 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index
 from slurmtrain.checkpoint.local_tensors import box_of, local
+from slurmtrain.checkpoint.plain_values import parse
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.state import parse
 from slurmtrain.choices import Verify
 from slurmtrain.errors import CheckpointError
 

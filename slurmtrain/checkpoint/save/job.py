@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import INDEX, set_aside
@@ -336,7 +336,7 @@ class SaveJob:
                 torch_version=torch.__version__,
                 files={**{part.name: part.record for part in parts}, INDEX: index_record},
                 tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
-                state=state.merge_plain(
+                state=optimizer_state.merge_plain(
                     [
                         {key: json.loads(text) for key, text in part.plain.items()}
                         for part in parts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import module_state, optimizer_state, state
 from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies.copies import NodeCopies
@@ -148,7 +148,7 @@ class SavePipeline:
             flat.plain,
             optimizers={key for key, value in objects.items() if isinstance(value, Optimizer)},
             metrics=flat.metrics,
-            finite=(state.trained_parameters(objects).keys() | state.optimizer_tensors(objects))
+            finite=(module_state.trained_parameters(objects).keys() | optimizer_state.optimizer_tensors(objects))
             - self.non_finite_from_start,
         )
         pending.stall_s = time.monotonic() - begun
@@ -171,7 +171,7 @@ class SavePipeline:
             own_objects = state.per_rank_objects(per_rank)
             tensors, _ = state.flatten({**objects, **own_objects})
             self._check_restorable(objects, own_objects, tensors)
-            return {**tensors, **state.expected_optimizer_state(objects)}
+            return {**tensors, **optimizer_state.expected_optimizer_state(objects)}
 
         if restored_size is not None:
             self._last_size = restored_size
@@ -351,8 +351,8 @@ class SavePipeline:
             tensors,
             self._ranks,
             self._plan,
-            of_first=lambda: state.buffers(objects),
-            not_compared=lambda: state.broadcast_buffers(objects),
+            of_first=lambda: module_state.buffers(objects),
+            not_compared=lambda: module_state.broadcast_buffers(objects),
             lowest_writes=not self._settings.refuse_drift,
         )
 
@@ -364,8 +364,8 @@ class SavePipeline:
 
     def _stage(self, plan: SavePlan, flat: FlatState, objects: Mapping[str, Any]) -> Image | CheckpointError:
         """Begin the copy. An error is handed in like one of the writing, so that nobody waits for this rank."""
-        optimizers = state.waiting_optimizers(objects)
-        guarded = state.changed_by_optimizers(objects) if self._settings.asynchronous else frozenset[str]()
+        optimizers = optimizer_state.waiting_optimizers(objects)
+        guarded = optimizer_state.changed_by_optimizers(objects) if self._settings.asynchronous else frozenset[str]()
         try:
             return self._staging.stage(
                 plan, flat.tensors, flat.own, guarded=guarded, optimizers=optimizers, turn=self._saves_begun

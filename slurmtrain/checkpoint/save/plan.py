@@ -44,8 +44,8 @@ def layout_of(tensor: Tensor) -> Layout | None:
     """Return mesh and placements of a DTensor; None for a plain tensor, which every rank that has it holds whole."""
     if not is_dtensor(tensor):
         return None
-    axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)  # type: ignore[attr-defined]
-    return (tensor.device_mesh.mesh.tolist(), axes)  # type: ignore[attr-defined]
+    axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)
+    return (tensor.device_mesh.mesh.tolist(), axes)
 
 
 def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
@@ -202,7 +202,7 @@ def _raise(found: object) -> None:
 
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return tuple(
-        (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)  # type: ignore[attr-defined]
+        (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)
         for name, tensor in tensors.items()
     )
 
@@ -217,7 +217,7 @@ def _describe(tensors: Mapping[str, Tensor]) -> str:
         box_of(name, tensor)
         number = None
         if is_dtensor(tensor):
-            known = (id(tensor.device_mesh), tensor.placements)  # type: ignore[attr-defined]
+            known = (id(tensor.device_mesh), tensor.placements)
             if known not in numbers:
                 layout = layout_of(tensor)
                 assert layout is not None

@@ -117,12 +117,12 @@ def _newest_claim(claims: Path) -> int:
     )
 
 
-def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
-    """Wait for a file that another node has written, at most `timeout_s` seconds.
+def wait_until_visible(path: Path) -> None:
+    """Wait for a file that another node has written, at most VISIBILITY_S seconds.
 
     There is no event to wait for: the client learns of the file when it asks again.
     """
-    deadline, pause = time.monotonic() + timeout_s, 0.05
+    deadline, pause = time.monotonic() + VISIBILITY_S, 0.05
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(1.0, 2 * pause)

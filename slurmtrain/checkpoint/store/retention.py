@@ -33,7 +33,8 @@ from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.patience import refresh
 from slurmtrain.system.process_mark import ProcessMark
-from slurmtrain.system.records import is_mine, parse, read_bytes
+from slurmtrain.system.records import parse, read_bytes
+from slurmtrain.system.trust import is_mine
 
 READERS = ".readers"
 HOLDS = ".held"

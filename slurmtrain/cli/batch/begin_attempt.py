@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import chain
 from slurmtrain.runs.run_dir import RunDir

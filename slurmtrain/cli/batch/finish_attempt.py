@@ -11,12 +11,12 @@ from pathlib import Path
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started
 from slurmtrain.launch.srun import srun_node_options
 from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import read_attempt
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, free_dependents
 from slurmtrain.slurm.client import SlurmClient

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

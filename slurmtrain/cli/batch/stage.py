@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ClusterError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir

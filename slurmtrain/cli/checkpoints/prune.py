@@ -23,7 +23,7 @@ from slurmtrain.errors import CheckpointError, UnreadableRecordError, UsageError
 from slurmtrain.report.checkpoints import inspect
 from slurmtrain.runs import ownership
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records, user
+from slurmtrain.system import records, trust, user
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.records import printable
 
@@ -97,7 +97,7 @@ def _require_own(target: CheckpointTarget) -> None:
     if target.run is not None:
         ownership.require_own(target.run)
         ownership.check_not_linked(target.run)
-    if target.directory.exists() and not records.is_mine(target.directory):
+    if target.directory.exists() and not trust.is_mine(target.directory):
         raise UsageError(
             f"{target.directory} belongs to {user.in_words(target.directory.lstat().st_uid)}: only they may prune it"
         )

@@ -7,7 +7,7 @@ import shlex
 
 from slurmtrain.choices import JobKind, Launcher, StopSignal
 from slurmtrain.config.checks.values import at_least
-from slurmtrain.config.compose import SECRET_REFERENCE
+from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import HooksConfig, JobConfig
 from slurmtrain.config.typed import words_of
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slurmtrain.config.compose import SECRET_REFERENCE
+from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.redaction import SECRET_VARIABLE

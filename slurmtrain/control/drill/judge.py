@@ -15,7 +15,7 @@ from slurmtrain.control.drill.comparison import RunComparison, describe, likely_
 from slurmtrain.control.drill.ways import Way
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.outcome import Verdict as Next
+from slurmtrain.runs.reasons import Verdict as Next
 
 MODE_HINT = "requeue=chain (or requeue=resubmit), which need no requeue by SLURM"
 

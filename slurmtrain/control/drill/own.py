@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode, SnapshotMode
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
@@ -35,8 +35,8 @@ from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import preparing, preparing_with_code_of
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts, reached_step
-from slurmtrain.runs.outcome import Verdict as Next
 from slurmtrain.runs.program_checkpoints import ProgramCheckpoint, find_checkpoints, newest_complete
+from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 

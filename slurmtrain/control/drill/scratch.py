@@ -134,8 +134,6 @@ def follow(
     *,
     within_s: float,
     is_to_come: Callable[[Watched], bool] = lambda run: False,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Follow the runs until all have ended, or the time is over.
 
@@ -143,14 +141,14 @@ def follow(
         act: called for each run that has not ended, again and again; it interrupts the run when it is time.
         is_to_come: returns whether a run that has ended is one that `act` will still start again.
     """
-    deadline, asked, said = clock() + within_s, -ASK_EVERY_S, ""
+    deadline, asked, said = time.monotonic() + within_s, -ASK_EVERY_S, ""
     while True:
         left = [run for run in runs if not run.over]
         for run in left:
             act(run)
-        ask = clock() - asked >= ASK_EVERY_S
+        ask = time.monotonic() - asked >= ASK_EVERY_S
         if ask:
-            asked = clock()
+            asked = time.monotonic()
             now = states(run.run_dir for run in left)
             for run in left:
                 run.state = now[run.run_dir.id]
@@ -159,9 +157,9 @@ def follow(
             for run in left:
                 run.over = run.given_up or (_is_over(run) and not is_to_come(run))
         said = _say(runs, said)
-        if all(run.over for run in runs) or clock() >= deadline:
+        if all(run.over for run in runs) or time.monotonic() >= deadline:
             break
-        sleep(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
     final = states(run.run_dir for run in runs)
     for run in runs:
         run.state = final[run.run_dir.id]

@@ -28,7 +28,7 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.launch.submit_once import check as check_accepted
 from slurmtrain.report.leaving_time import time_to_leave
-from slurmtrain.runs.outcome import Verdict as Next
+from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times

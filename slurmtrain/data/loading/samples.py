@@ -20,30 +20,13 @@ from slurmtrain.data.sources.protocol import DatasetSpec, FetchMethod, MapDatase
 from slurmtrain.errors import ConfigError
 
 
-def fetch(
-    dataset: MapDataset,
-    indices: NDArray[np.int64],
-    *,
-    seed: int = 0,
-    numbers: NDArray[np.int64] | None = None,
-) -> Batch:
-    """Return the samples `indices` [B] as one batch.
-
-    It comes from the data set's own `get_batches` or `get_batch`, else from its samples one by one, collated.
-
-    Before each sample fetched by itself, the random generators of Python, numpy and torch are seeded by `seed` and the
-    sample's number: its random choices (a crop, a flip) do not depend on ranks or workers, and are repeated after a
-    restart. Before `get_batch` they are seeded by the number of its first sample. `get_batches` gets seed and numbers
-    as arguments, and seeds its generators itself.
-
-    Args:
-        numbers: the samples' numbers in the run, int64 [B]; None: their indices.
+def fetch(dataset: MapDataset, indices: NDArray[np.int64]) -> Batch:
+    """Return the samples `indices` [B] as one batch; their numbers are their indices, and the seed is 0.
 
     Raises:
         ConfigError: the data set does not give exactly one batch.
     """
-    numbers = indices if numbers is None else numbers
-    group = next(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))
+    group = next(fetch_batches(inspect_dataset(dataset), indices[None], indices[None], seed=0))
     return group.split()[0].batch()
 
 
@@ -54,9 +37,15 @@ def fetch_batches(
     *,
     seed: int,
 ) -> Iterator[RowGroup | WholeBatch]:
-    """Yield several batches of the samples that `fetch` returns, in the form in which they are sent to a rank.
+    """Yield several batches of samples, in the form in which they are sent to a rank.
 
-    A group of batches is made only when it is asked for.
+    They come from the data set's own `get_batches` or `get_batch`, else from its samples one by one, collated. A group of
+    batches is made only when it is asked for.
+
+    Before each sample fetched by itself, the random generators of Python, numpy and torch are seeded by `seed` and the
+    sample's number: its random choices (a crop, a flip) do not depend on ranks or workers, and are repeated after a
+    restart. Before `get_batch` they are seeded by the number of its first sample. `get_batches` gets seed and numbers
+    as arguments, and seeds its generators itself.
 
     Args:
         indices: the samples' indices in the data set, int64 [M, B].

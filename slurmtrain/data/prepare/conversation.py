@@ -70,7 +70,7 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation | BadRecord:
     """Return the conversation of a record, or why it is bad."""
     tools = record.get("tools") or None
     if tools is not None and not isinstance(tools, list):
-        return BadRecord(f"'tools' is no list, but {_kind(tools)}")
+        return BadRecord(f"'tools' is no list, but {kind_of(tools)}")
     if record.get("messages") is not None:
         messages = _messages("messages", record["messages"])
     elif record.get("conversations") is not None:
@@ -88,11 +88,11 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation | BadRecord:
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]] | BadRecord:
     if not isinstance(value, list):
-        return BadRecord(f"{name!r} is no list, but {_kind(value)}")
+        return BadRecord(f"{name!r} is no list, but {kind_of(value)}")
     messages = []
     for number, item in enumerate(value):
         if not isinstance(item, dict):
-            return BadRecord(f"{name}[{number}] is no object, but {_kind(item)}")
+            return BadRecord(f"{name}[{number}] is no object, but {kind_of(item)}")
         # A table has all fields in every row: those that are null are not there.
         message = {key: field for key, field in item.items() if field is not None}
         if "role" not in message and "from" in message:
@@ -104,7 +104,7 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]] | BadRecord:
             message["role"] = ROLES.get(message["role"], message["role"])
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
         if not isinstance(content, str | list):
-            return BadRecord(f"{name}[{number}] has no 'content' that is a text, but {_kind(content)}")
+            return BadRecord(f"{name}[{number}] has no 'content' that is a text, but {kind_of(content)}")
         messages.append(message)
     return messages
 
@@ -127,12 +127,13 @@ def _pair(record: Mapping[str, Any]) -> list[dict[str, Any]] | BadRecord:
         elif isinstance(value, str):
             turns.append({"role": role, "content": value})
         else:
-            return BadRecord(f"{name!r} is no string, but {_kind(value)}")
+            return BadRecord(f"{name!r} is no string, but {kind_of(value)}")
     given = record.get("input") if names[0] == "instruction" and isinstance(record["instruction"], str) else None
     if isinstance(given, str) and given:
         turns[0] = {**turns[0], "content": f"{turns[0]['content']}\n\n{given}"}
     return turns
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what a value of JSON is, for a person."""
     return "null" if value is None else type(value).__name__

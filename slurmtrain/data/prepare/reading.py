@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from slurmtrain.data.format.tokenizers import needed
 from slurmtrain.data.prepare.bad_record import BadRecord
-from slurmtrain.data.prepare.conversation import Conversation, conversation_of
+from slurmtrain.data.prepare.conversation import Conversation, conversation_of, kind_of
 from slurmtrain.data.prepare.sources import InputFile
 from slurmtrain.data.prepare.unit_plan import InputPiece
 from slurmtrain.errors import ConfigError
@@ -138,7 +138,9 @@ def _document(line: bytes, text_field: str | None) -> str | Conversation | BadRe
     if text_field not in record:
         return BadRecord(f"no field {text_field!r}")
     value = record[text_field]
-    return _checked(value) if isinstance(value, str) else BadRecord(f"{text_field!r} is no string, but {_kind(value)}")
+    if not isinstance(value, str):
+        return BadRecord(f"{text_field!r} is no string, but {kind_of(value)}")
+    return _checked(value)
 
 
 def _checked(text: str) -> str | BadRecord:
@@ -155,10 +157,6 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
 
 
 def _text(reading: Reading) -> Iterator[Record]:

@@ -11,7 +11,7 @@ from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.preemption import NOT_AT_ALL, preemption_of
-from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
+from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE, release
 
 
 def notes_of(
@@ -39,12 +39,8 @@ def _versions(facts: ClusterFacts, groups: Sequence[NodeGroup]) -> str:
     text = f"SLURM {facts.config.get('SLURM_VERSION', 'of unknown version')}."
     older = {each.version for each in groups if each.version is not None} - {facts.version}
     if older:
-        text += f" Its nodes run {listed(_release(each) for each in sorted(older))}."
+        text += f" Its nodes run {listed(release(each) for each in sorted(older))}."
     return text
-
-
-def _release(version: Version) -> str:
-    return f"{version[0]}.{version[1]:02d}"
 
 
 def preemption_note(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> str:

@@ -14,7 +14,7 @@ from slurmtrain.launch.queue_check.limits import check_limits, check_node_count,
 from slurmtrain.launch.queue_check.nodes import check_nodes, shares_cpus
 from slurmtrain.slurm.facts import ClusterFacts, Partition
 from slurmtrain.slurm.topology import kind_of_topology
-from slurmtrain.slurm.versions import SEGMENTS
+from slurmtrain.slurm.versions import SEGMENTS, release
 
 _NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
 
@@ -136,8 +136,9 @@ def _no_partition(facts: ClusterFacts, name: str | None) -> Finding:
 def _check_placement(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
     """Find what is asked of a network that SLURM does not know: it would take the option, and do nothing."""
     if cluster.segment is not None and facts.version is not None and not SEGMENTS.applies_to(facts.version):
-        release = f"{facts.version[0]}.{facts.version[1]:02d}"
-        message = f"cluster.segment={cluster.segment}: SLURM {release} has no segments, which came with 24.05"
+        message = (
+            f"cluster.segment={cluster.segment}: SLURM {release(facts.version)} has no segments, which came with 24.05"
+        )
         return [Finding("cluster.segment", message, "cluster.segment=null")]
     kind = kind_of_topology(facts.config)
     found = []

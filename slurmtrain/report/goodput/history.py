@@ -17,7 +17,7 @@ from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json
@@ -108,9 +108,9 @@ def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> 
     first = next((event for event in events if event["event"] == Event.SUBMITTED), None)
     if first is not None:
         asked = first.get("submitted")
-        return float(asked) if records.is_time(asked) and asked > 0 else float(first["time"])  # type: ignore[operator,arg-type]
+        return float(asked) if records.is_time(asked) and asked > 0 else float(first["time"])
     created = info.get("created")
-    return float(created) if records.is_time(created) and info.get("job_ids") else None  # type: ignore[arg-type]
+    return float(created) if records.is_time(created) and info.get("job_ids") else None
 
 
 def _read_times(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: bool) -> AttemptTimes | None:
@@ -159,7 +159,7 @@ def _hung_since(run_dir: RunDir, record: Attempt) -> float | None:
     found = read_json(run_dir.attempt(record.number).hang_file) or {}
     for moment in (found.get("since"), record.last_logged, found.get("time")):
         if records.is_time(moment):
-            return float(moment)  # type: ignore[arg-type]
+            return float(moment)
     return None
 
 
@@ -177,7 +177,7 @@ def _first_failure(folder: Path) -> float | None:
         with contextlib.suppress(UnreadableRecordError):
             moment = (read_json(folder / name) or {}).get("time")
             if records.is_time(moment):
-                times.append(float(moment))  # type: ignore[arg-type]
+                times.append(float(moment))
     return min(times, default=None)
 
 

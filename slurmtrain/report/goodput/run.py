@@ -20,8 +20,8 @@ from slurmtrain.report.goodput.history import AttemptTimes, History, read_histor
 from slurmtrain.report.goodput.stretches import Stretch, by_attempt, lengths
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.ownership import check_parts
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 
 NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge

@@ -106,7 +106,6 @@ def line_chart(
     *,
     unit: str = "",
     columns: int = COLUMNS,
-    note: str = "",
     log: bool | None = None,
 ) -> Chart | None:
     """Return a chart of curves over the steps of `span`; None if no curve has a value that can be drawn."""
@@ -134,7 +133,7 @@ def line_chart(
             ],
         },
         series,
-        note=_with_broken(note, curves),
+        note=_broken(curves),
         summary=_summary(curves, unit),
         log=y.log,
     )
@@ -195,8 +194,8 @@ def _step_marks(x: Scale) -> tuple[Tick, ...]:
     )
 
 
-def _value_marks(y: Scale, height: int = HEIGHT) -> tuple[Tick, ...]:
-    return tuple(Tick(round(height * (1 - y.at(value)), 1), units.short(value)) for value in ticks(y))
+def _value_marks(y: Scale) -> tuple[Tick, ...]:
+    return tuple(Tick(round(HEIGHT * (1 - y.at(value)), 1), units.short(value)) for value in ticks(y))
 
 
 def _curve_table(curves: Sequence[Curve], title: str, unit: str) -> Table:
@@ -211,13 +210,14 @@ def _curve_table(curves: Sequence[Curve], title: str, unit: str) -> Table:
     )
 
 
-def _with_broken(note: str, curves: Sequence[Curve]) -> str:
+def _broken(curves: Sequence[Curve]) -> str:
+    """Say where curves have gaps, since values are not finite."""
     found = [
         f"{units.plural(curve.series.broken, 'value')} of {curve.name} not finite"
         for curve in curves
         if curve.series.broken and not curve.derived
     ]
-    return " ".join(part for part in (note, f"Gaps: {', '.join(found)}." if found else "") if part)
+    return f"Gaps: {', '.join(found)}." if found else ""
 
 
 def _summary(curves: Sequence[Curve], unit: str) -> str:
@@ -238,7 +238,7 @@ def _summary(curves: Sequence[Curve], unit: str) -> str:
 
 
 def stacked_chart(
-    key: str, title: str, parts: Sequence[tuple[str, Series]], span: tuple[float, float], *, unit: str, note: str = ""
+    key: str, title: str, parts: Sequence[tuple[str, Series]], span: tuple[float, float], *, unit: str
 ) -> Chart | None:
     """Return areas on top of each other, by name, from the bottom up; None if no step has them all."""
     steps, means = column_means([series for _, series in parts], STACK_COLUMNS)
@@ -282,7 +282,6 @@ def stacked_chart(
         _curve_table(named, title, unit),
         {"x": list(span), "log": False, "stacked": True, "series": data},
         series,
-        note=note,
         summary=_summary(named, unit),
         stacked=True,
     )

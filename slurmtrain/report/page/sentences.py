@@ -17,7 +17,7 @@ from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.system import records
 
 WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.report.collect import is_scalar
+from slurmtrain.system.records import is_scalar
 
 Numbers = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.sentences import CAUSES
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.system import records
 
 MOST_ROWS = 60

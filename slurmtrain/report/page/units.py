@@ -159,14 +159,9 @@ def moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def zone() -> str:
-    """Return the name of the time zone that `moment` writes times in."""
-    return time.strftime("%Z (UTC%z)")
-
-
-def plural(count: int, word: str, several: str | None = None) -> str:
+def plural(count: int, word: str) -> str:
     """Return "1 attempt", "3 attempts"."""
-    return f"{count:,} {word if count == 1 else several or f'{word}s'}"
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def listed(words: Iterable[str], most: int = 8) -> str:

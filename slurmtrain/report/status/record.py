@@ -15,8 +15,8 @@ from slurmtrain.runs import attempts, choices, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction, Verdict
 from slurmtrain.runs.ownership import check_parts
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -148,7 +148,7 @@ def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -
 
     Args:
         me: the name of this user, if there is one.
-        known: as for `records.why_distrusted`.
+        known: as for `trust.why_distrusted`.
     """
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)

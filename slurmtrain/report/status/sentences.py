@@ -11,7 +11,7 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import stage_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.outcome import PRUNED_BY_SEARCH, Reason, Verdict
+from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, Reason, Verdict
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.pending_reasons import in_words, is_held

@@ -12,10 +12,9 @@ import contextlib
 import logging
 import os
 import random
-import signal
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from slurmtrain.choices import Device
@@ -26,12 +25,13 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code, described, is_crash, signal_lag_s
 from slurmtrain.runtime.jobs.program_loggers import program_text_file
-from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, start_of
+from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, ProgramStart, start_of
 from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
 from slurmtrain.runtime.leaving import undeterred
 from slurmtrain.runtime.shared_file_wait import Published
@@ -43,7 +43,6 @@ from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
 
-SIGNAL_LAG_S, SHORT_SIGNAL_LAG_S = 1.0, 0.25
 POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
@@ -70,28 +69,13 @@ def run_command(
         ConfigError: there is no such program.
         EnvironmentMismatchError: GPUs were asked for, and this node has none.
     """
-    if config.train.device != Device.CPU:
-        check_gpu_files(environment, config.cluster.gpus_per_node)
-    script = script_of(program_of(config))
-    if script is not None and not Path(script).exists():
-        raise ConfigError(
-            f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
-            hint="is its file system mounted there, and is it in the snapshot?",
-        )
+    _check_node(config, environment)
     if environment.rank == 0:
         look_before_start(config, context, lambda: stop_flag.requested)
     start = start_of(config, environment, context)
-    words = start.words
     descendants.adopt_orphans()
-    try:
-        program = subprocess.Popen(words, env=start.variables, preexec_fn=start.prepare)
-    except OSError as error:
-        raise ConfigError(
-            f"job.command: cannot start {words[0]!r}: {error.strerror}",
-            hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
-        ) from None
-    source, rank = environment.source, environment.rank
-    stopper = ProgramStopper(config.job, source, context, stop_flag, start.folder, rank)
+    program = _start_process(start)
+    stopper = ProgramStopper(config.job, environment.source, context, stop_flag, start.folder, environment.rank)
     watch = _watch(config, environment, context, program.pid, stop_flag)
     text_file = program_text_file(config, environment, context)
     code, ended_at = program.wait(), time.time()
@@ -114,8 +98,7 @@ def run_command(
     code = end.code
     if watch is not None and watch.fired:  # however it took that
         if environment.rank == 0:
-            with undeterred("record how the program has ended"):
-                attempt_context.update_attempt(context, program_code=code)
+            _record_code(context, code)
         with contextlib.suppress(OSError):  # the others are told to leave, and those that save wait for all programs
             context.attempt_dir.ended_file(environment.rank).touch()
         return code if 0 < code < EXIT_REQUEUE else 1
@@ -124,9 +107,9 @@ def run_command(
     # Looked for after the wait: the file may be that of another rank.
     left_with = contract_code(code, told=told, rule=rule, there=rule is not None and rule.is_there(context))
     if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
-        log.info("the program ended with %s after it was told to stop", _described(code))
-    failed_rank = end.rank if end.rank >= 0 else first_rank(config, environment)
+        log.info("the program ended with %s after it was told to stop", described(code))
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG):
+        failed_rank = end.rank if end.rank >= 0 else first_rank(config, environment)
         _record_crash(context.attempt_dir, failed_rank, start.name, code, end.time or ended_at)
     if stop_watcher is not None and stop_flag.requested:
         stop_watcher.wait_for_record()
@@ -135,9 +118,41 @@ def run_command(
         if said is not None:
             attempt_context.record_last_word(context, said, program_code=code)
         else:
-            with undeterred("record how the program has ended"):
-                attempt_context.update_attempt(context, program_code=code)
+            _record_code(context, code)
     return left_with if left_with >= 0 else 128 - left_with
+
+
+def _check_node(config: Config, environment: Environment) -> None:
+    """Check that this node has what the program needs.
+
+    Raises:
+        ConfigError: there is no such script.
+        EnvironmentMismatchError: GPUs were asked for, and there are none.
+    """
+    if config.train.device != Device.CPU:
+        check_gpu_files(environment, config.cluster.gpus_per_node)
+    script = script_of(program_of(config))
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
+            hint="is its file system mounted there, and is it in the snapshot?",
+        )
+
+
+def _start_process(start: ProgramStart) -> subprocess.Popen[bytes]:
+    """Start the program, or its launcher.
+
+    Raises:
+        ConfigError: there is no such program, or it cannot be executed.
+    """
+    name = start.words[0]
+    try:
+        return subprocess.Popen(start.words, env=start.variables, preexec_fn=start.prepare)
+    except OSError as error:
+        raise ConfigError(
+            f"job.command: cannot start {name!r}: {error.strerror}",
+            hint="is it on the PATH of the nodes?" if os.sep not in name else f"see `ls -l {name}` on a node",
+        ) from None
 
 
 def _watch(
@@ -159,70 +174,17 @@ def first_rank(config: Config, environment: Environment) -> int:
     return environment.node_rank * node_shape(config).processes if has_launcher(config) else environment.rank
 
 
-@dataclass(frozen=True)
-class FinishedWhen:
-    """The value of job.finished_when: an exit code, or a file. One of the two is None."""
-
-    code: int | None
-    file: Path | None
-
-    @classmethod
-    def of(cls, text: str | None) -> FinishedWhen | None:
-        if text is None:
-            return None
-        return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
-
-    def is_there(self, context: AttemptContext) -> bool:
-        """Return whether the file exists: in the run directory, or in the folder in which the program runs."""
-        return self.file is not None and any(
-            (folder / self.file).exists() for folder in context.run_dir.program_folders
-        )
-
-
-def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:
-    """Return the exit code of our contract for the end of a program.
-
-    Exit code 0 means that it has finished, unless it was told to stop before: many programs that trap the signal save
-    and exit with 0. If one had finished all the same, it exits with 0 at once when it is started again.
-
-    Args:
-        code: the program's own; minus the signal's number when one has killed it.
-        told: this rank was told to stop before the program ended.
-        there: the file that `rule` names exists.
-    """
-    if rule is not None and rule.code is not None:
-        if code == rule.code:
-            return 0
-        if code == 0:
-            return EXIT_REQUEUE
-    if rule is not None and rule.file is not None and (code == 0 or (told and code in DIED_OF_A_STOP)):
-        return 0 if there else EXIT_REQUEUE
-    if code in (EXIT_REQUEUE, EXIT_CONFIG):
-        return code
-    return EXIT_REQUEUE if told else code
-
-
-def signal_lag_s(code: int) -> float:
-    """Return how many seconds after the end of a program a stop signal may come that was the cause of that end.
-
-    A program that was killed by another signal has not ended for it. One that exits with an error may have handled it so; but
-    when a rank has crashed, all others are soon told to stop, too, and that must not be taken for the cause.
-    """
-    if code in DIED_OF_A_STOP or code == 0:
-        return SIGNAL_LAG_S
-    return SHORT_SIGNAL_LAG_S if code > 0 else 0.0
-
-
-def is_crash(code: int, *, told: bool, rule: FinishedWhen | None) -> bool:
-    """Return whether a program has crashed that ended with this code, as `contract_code`."""
-    return contract_code(code, told=told, rule=rule, there=False) not in (0, EXIT_REQUEUE, EXIT_CONFIG)
+def _record_code(context: AttemptContext, code: int) -> None:
+    """Record the exit code of rank 0's program."""
+    with undeterred("record how the program has ended"):
+        attempt_context.update_attempt(context, program_code=code)
 
 
 def _record_crash(attempt_dir: AttemptDir, rank: int, name: str, code: int, when: float) -> None:
     """Record that a rank's program has ended in this way, unless it has said itself why it failed."""
     with undeterred("record the failure"):
         if not attempt_dir.failure_file(rank).exists():
-            record_failure(attempt_dir, rank, Failure(code, f"{name} ended with {_described(code)}"), when=when)
+            record_failure(attempt_dir, rank, Failure(code, f"{name} ended with {described(code)}"), when=when)
 
 
 def _wait_for_descendants(
@@ -277,7 +239,3 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
             return
         waited = time.monotonic() - began
         time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
-
-
-def _described(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"

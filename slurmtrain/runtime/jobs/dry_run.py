@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slurmtrain.config.compose import to_config
+from slurmtrain.config.frozen import to_config
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.fit import StageMemory, memory_of
-from slurmtrain.runtime.jobs.train import build
+from slurmtrain.runtime.jobs.instantiate import build
 from slurmtrain.training.optim import build_optimizer
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir

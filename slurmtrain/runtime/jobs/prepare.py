@@ -25,7 +25,7 @@ from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.prepare_progress import Preparing
 from slurmtrain.observe.progress import format_count
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.leaving import undeterred

@@ -80,7 +80,7 @@ def of_rank(found: Mapping[str, str], rank: int) -> dict[str, str]:
 def find_variables(run_dir: RunDir, attempt: int) -> dict[str, str]:
     """Return the variables of the loggers that the config asks for; make the run of MLflow if there is none yet."""
     from slurmtrain.config import secrets
-    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.config.frozen import load_frozen
     from slurmtrain.observe import mlflow_logger, wandb_logger
     from slurmtrain.observe.logger_process import logged_run
 

@@ -31,7 +31,6 @@ class GpuFacts:
         remap_pending, remap_failed: memory with errors waits to be replaced by spare rows, or cannot be.
         needs: what NVML recommends to recover it, such as "a reset"; empty if nothing.
         slowed_by: what holds its clock down now, such as "heat".
-        numa_node: the NUMA node that it is attached to.
         sliced: it is divided into slices (MIG), which NVML does not count as GPUs.
     """
 
@@ -45,7 +44,6 @@ class GpuFacts:
     remap_failed: bool | None = None
     needs: str | None = None
     slowed_by: tuple[str, ...] | None = None
-    numa_node: int | None = None
     sliced: bool | None = None
 
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from slurmtrain.runtime.gpu_sampler import own_gpus
@@ -86,7 +85,6 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
     recovery = ask("nvmlDeviceGetGpuRecoveryAction")
     name = ask("nvmlDeviceGetName")
-    numa = ask("nvmlDeviceGetNumaNodeId")
     slices = ask("nvmlDeviceGetMigMode")
     return GpuFacts(
         index=index,
@@ -99,18 +97,5 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
         remap_failed=None if rows is None else bool(rows[3]),
         needs=None if recovery is None else NEEDS.get(int(recovery), ""),
         slowed_by=None if reasons is None else tuple(word for bit, word in SLOWED_BY.items() if int(reasons) & bit),
-        numa_node=_numa_of_pci(ask) if numa is None else int(numa),
         sliced=None if slices is None else bool(slices[0]),
     )
-
-
-def _numa_of_pci(ask: Callable[..., Any]) -> int | None:
-    """Return the NUMA node of a GPU as the kernel has it; -1 where the machine has but one."""
-    pci = ask("nvmlDeviceGetPciInfo")
-    if pci is None:
-        return None
-    bus = pci.busId.decode() if isinstance(pci.busId, bytes) else str(pci.busId)
-    try:
-        return int(Path(f"/sys/bus/pci/devices/{bus[-12:].lower()}/numa_node").read_text())
-    except (OSError, ValueError):
-        return None

@@ -46,12 +46,11 @@ ON_CPU = Sizes(512, torch.float32, 4 << 20, 3, 0.5)
 
 
 def measure(
-    config: Config, distributed: DistributedContext, exchange: Exchange | None, sizes: Sizes | None = None
+    config: Config, distributed: DistributedContext, exchange: Exchange | None
 ) -> tuple[list[Finding], dict[str, Any] | None]:
     """Measure, and return on rank 0 what is slow, and all rates; nothing on the others."""
     environment, cluster = distributed.environment, config.cluster
-    sizes = sizes or (ON_GPU if distributed.device.type == "cuda" else ON_CPU)
-    own = measured_by(distributed, sizes)
+    own = measured_by(distributed, ON_GPU if distributed.device.type == "cuda" else ON_CPU)
     if distributed.device.type == "cuda":
         torch.cuda.empty_cache()  # the training has other sizes
     rates = [own]

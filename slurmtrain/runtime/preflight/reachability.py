@@ -88,11 +88,11 @@ def knock(host: str, port: int, timeout_s: float = PROBE_S) -> Answer:
         return answer_of(error)
 
 
-def look_into(node: str, rank: int, host: str, port: int, answer: Answer, timeout_s: float = PROBE_S) -> Unreachable:
+def look_into(node: str, rank: int, host: str, port: int, answer: Answer) -> Unreachable:
     """Find out by which interface an address is reached, and whether its machine answers at all. It takes some seconds."""
     answers = None
     if answer in (Answer.TIMED_OUT, Answer.NO_ROUTE):
-        answers = any(knock(host, other, timeout_s) in (Answer.CONNECTED, Answer.REFUSED) for other in OTHER_PORTS)
+        answers = any(knock(host, other) in (Answer.CONNECTED, Answer.REFUSED) for other in OTHER_PORTS)
     return Unreachable(node, rank, host, port, str(answer), interface_towards(address_of(host)), answers)
 
 
@@ -151,9 +151,7 @@ def kind_of(found: Unreachable, *, rank_0_waits: bool) -> FindingKind:
     return FindingKind.BLOCKED_PORT if found.host_answers else FindingKind.INTERFACE
 
 
-def diagnose(
-    found: Sequence[Unreachable], reached: Collection[str], *, nodes: Sequence[str], rank_0_waits: bool = True
-) -> list[Finding]:
+def diagnose(found: Sequence[Unreachable], reached: Collection[str], *, nodes: Sequence[str]) -> list[Finding]:
     """Return a finding for each way in which nodes could not reach rank 0.
 
     Where most nodes have reached it, those that have not are at fault. Where none has, its own node, the network or the
@@ -167,7 +165,7 @@ def diagnose(
     groups: dict[tuple[FindingKind, str], list[str]] = defaultdict(list)
     for each in found:
         if each.node not in others:
-            groups[kind_of(each, rank_0_waits=rank_0_waits), each.sentence].append(each.node)
+            groups[kind_of(each, rank_0_waits=True), each.sentence].append(each.node)
     failed = {node for each in groups.values() for node in each}
     fault = Fault.NODE if len(others) >= len(failed) and others else Fault.CONFIG
     if others:

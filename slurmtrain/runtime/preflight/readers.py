@@ -214,11 +214,11 @@ def as_list(cpus: Collection[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def numa_nodes_of(cpus: Collection[int], root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...] | None:
+def numa_nodes_of(cpus: Collection[int]) -> tuple[int, ...] | None:
     """Return the NUMA nodes of these CPUs; None where the kernel does not tell."""
     found = []
     try:
-        folders = sorted(root.glob("node[0-9]*"))
+        folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
         for folder in folders:
             if members(folder.joinpath("cpulist").read_text()) & set(cpus):
                 found.append(int(folder.name.removeprefix("node")))
@@ -414,13 +414,13 @@ def available_memory_gb(meminfo: Path = Path("/proc/meminfo")) -> float | None:
     return round(int(found[1]) * 1024 / 1e9, 2) if found else None
 
 
-def speed_mbit(interface: str, root: Path = Path("/sys/class/net")) -> int | None:
+def speed_mbit(interface: str) -> int | None:
     """Return the speed of a network interface as the kernel states it; None where it has none, as the loopback.
 
     Raises:
         OSError, ValueError: the kernel does not say.
     """
-    speed = int((root / interface / "speed").read_text())
+    speed = int(Path(f"/sys/class/net/{interface}/speed").read_text())
     return speed if speed > 0 else None
 
 

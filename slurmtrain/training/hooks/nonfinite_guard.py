@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slurmtrain.checkpoint.state import trained_parameters
+from slurmtrain.checkpoint.module_state import trained_parameters
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.errors import DivergedError
 from slurmtrain.runs.events import Event

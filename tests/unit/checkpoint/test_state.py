@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import random_state, state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.state_checks import unwrap
+from slurmtrain.checkpoint.module_state import unwrap
 from slurmtrain.errors import CheckpointError
 
 
@@ -196,7 +196,7 @@ def test_everything_but_tensors_is_json() -> None:
 
 
 def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
-    generators = state.RandomState()
+    generators = random_state.RandomState()
     saved = generators.state_dict()
     drawn = (random.random(), torch.rand(3), np.random.rand(3))
     generators.load_state_dict(saved)

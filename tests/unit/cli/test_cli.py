@@ -20,7 +20,7 @@ from slurmtrain.cli import arguments, main
 from slurmtrain.cli.arguments import parse
 from slurmtrain.cli.manual import topics
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import config_groups
+from slurmtrain.config.folders import config_groups
 from slurmtrain.config.overrides import normalise
 from slurmtrain.resources import PACKAGE, shipped
 from tests.support.commands import Cli, FakeSlurm

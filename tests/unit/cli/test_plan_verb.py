@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, freeze
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import freeze
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 

@@ -11,7 +11,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.cli.remote import Host, split_host, wanted
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import UsageError
 from slurmtrain.resources import PACKAGE
 from slurmtrain.runs.run_dir import RunDir

@@ -15,7 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slurmtrain.choices import Allow, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.checks.sbatch import SBATCH_OPTIONS
-from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.compose import compose
+from slurmtrain.config.folders import config_groups
+from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError

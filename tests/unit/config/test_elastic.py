@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.compose import compose
 from slurmtrain.config.elastic import at_most, at_size, extreme_sizes, on_given_nodes, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.config.node_range import NodeRange, nodes_to_use
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config

@@ -17,7 +17,8 @@ import yaml
 
 from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
-from slurmtrain.config.compose import compose, config_hash, freeze, load_frozen, to_values
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_values
 from slurmtrain.config.migrations import SCHEMA_VERSION, as_first_digested, migrate, version_of, without_unused
 from slurmtrain.config.schema import Config, OptimConfig
 from slurmtrain.config.validate import validate

@@ -19,7 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 import slurmtrain
 from slurmtrain.cli.json_output import point_object, run_object
-from slurmtrain.config.compose import compose, config_hash, load_frozen, register_schema
+from slurmtrain.config.compose import compose, register_schema
+from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
 from slurmtrain.errors import (
     ConfigError,
@@ -32,7 +33,7 @@ from slurmtrain.errors import (
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report.status import look, queue
 from slurmtrain.report.status.state import RunStatus
-from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slurmtrain.checkpoint.state import RANDOM_STATE
+from slurmtrain.checkpoint.random_state import RANDOM_STATE
 
 
 class Stateful(list[int]):

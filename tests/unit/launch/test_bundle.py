@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch import unbundle

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps

@@ -15,8 +15,9 @@ from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
 from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError

@@ -22,7 +22,7 @@ from slurmtrain.report.status.look import state
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before

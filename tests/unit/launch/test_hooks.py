@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.config.compose import compose, freeze
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import freeze
 from slurmtrain.config.schema import Config, HooksConfig
 from slurmtrain.launch.hooks import hook_of, variables
 from slurmtrain.runs import attempts

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from slurmtrain.checkpoint.node_copies.folder import run_folder
 from slurmtrain.choices import ContainerKind
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, config_groups
+from slurmtrain.config.compose import compose
+from slurmtrain.config.folders import config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, StageConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError

@@ -11,7 +11,8 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config import secrets
-from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.submit_once import export_option

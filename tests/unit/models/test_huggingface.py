@@ -14,7 +14,7 @@ import torch
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.pretrained import load_pretrained
-from slurmtrain.runtime.jobs.train import fill
+from slurmtrain.runtime.jobs.build_model import fill
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

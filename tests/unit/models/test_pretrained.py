@@ -27,7 +27,7 @@ from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.hf_export import companions, export_hf
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.pretrained import load_pretrained
-from slurmtrain.runtime.jobs.train import build_model, fill
+from slurmtrain.runtime.jobs.build_model import build_model, fill
 from tests.support import transformers_models as theirs
 from tests.support.prepared import write_prepared
 from tests.support.transformers_models import FAMILIES, TOKENS

@@ -23,7 +23,7 @@ from slurmtrain.planner.traffic import (
     traffic_of,
 )
 
-DGX = Hardware("H100", "bfloat16", 1e15, link=400e9, network=50e9, ranks_per_node=8, storage=1e9, link_share=1.0)
+DGX = Hardware("H100", "bfloat16", 1e15, link=400e9, network=50e9, storage=1e9, link_share=1.0)
 # A layer of Llama 3.1 8B: query and output, key and value, feed-forward, two norms.
 LAYER = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
 ENDS = 2 * 128256 * 4096 + 4096
@@ -110,7 +110,7 @@ def test_ring_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
 
 
 def test_links_of_which_nothing_is_known_count_as_free() -> None:
-    unknown = Hardware(None, "float32", None, math.inf, math.inf, ranks_per_node=2, storage=1e9)
+    unknown = Hardware(None, "float32", None, math.inf, math.inf, storage=1e9)
     assert Traffic("dp_replicate", ALL_REDUCE, 4, 2, 1e9, 40).seconds(unknown) == 0
 
 

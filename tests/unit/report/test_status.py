@@ -24,7 +24,7 @@ from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.outcome import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt

@@ -21,7 +21,8 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, Failures, Hang, RankFailure, found_hang, record_failure, record_hang
 from slurmtrain.runs.node_blame import blamed_for
-from slurmtrain.runs.outcome import AttemptOutcome, Reason, RunAction, Verdict, decide_outcome
+from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
+from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
 from slurmtrain.runtime import finish_attempt as finish_module

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError
 from slurmtrain.launch import node_exclusion, submit_first
 from slurmtrain.launch.submit import preparing
@@ -37,7 +38,7 @@ from slurmtrain.runs.choices import (
     take,
 )
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import RunAction
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.take_run import take_or_leave

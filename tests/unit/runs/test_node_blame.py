@@ -12,9 +12,12 @@ import pytest
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.evidence import Evidence, Policy
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.node_blame import blamed_for
-from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, fault_of_node
+from slurmtrain.runs.node_fault import fault_of_node
+from slurmtrain.runs.outcome import decide_outcome
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt
 from slurmtrain.slurm.client import SlurmClient

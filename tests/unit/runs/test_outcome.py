@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.runs.outcome import (
-    Evidence,
-    Policy,
-    Reason,
-    RunAction,
-    Verdict,
-    decide_abandoned_outcome,
-    decide_outcome,
-    is_cancelled,
-    why_of,
-)
+from slurmtrain.runs.evidence import Evidence, Policy
+from slurmtrain.runs.outcome import decide_abandoned_outcome, decide_outcome, is_cancelled
+from slurmtrain.runs.reasons import Reason, RunAction, Verdict, why_of
 from slurmtrain.slurm.job_facts import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.

@@ -16,21 +16,18 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs import attempt_history, attempts, requests
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.evidence import Evidence, Policy
 from slurmtrain.runs.failures import Failure, record_failure
+from slurmtrain.runs.node_fault import nodes_of_next_start
 from slurmtrain.runs.outcome import (
     IN_PLACE_LEAST_S,
     PAUSES_S,
     QUICK_FAILURE_S,
     AttemptOutcome,
-    Evidence,
-    Policy,
-    Reason,
-    RunAction,
-    Verdict,
     decide_after_pause,
     decide_outcome,
-    nodes_of_next_start,
 )
+from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import node_of_killed_tasks
 from slurmtrain.runtime import in_place

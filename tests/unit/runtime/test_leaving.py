@@ -30,7 +30,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.failures import Failure, Failures
-from slurmtrain.runs.outcome import LastWord
+from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import api, attempt_context, main
 from slurmtrain.runtime.attempt_context import AttemptContext

@@ -44,7 +44,7 @@ EXPECTED = Expected(
     world_size=NODES * RANKS_OF_NODE, gpus_per_node=4, cpus_per_task=8, mem_per_node_gb=500, shared=("/runs/r",)
 )
 SOUND_GPUS = tuple(
-    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "", (), 0) for index in range(EXPECTED.gpus_per_node)
+    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "", ()) for index in range(EXPECTED.gpus_per_node)
 )
 
 
@@ -574,7 +574,6 @@ def library(**answers: Any) -> Any:
         "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=9)],
         "nvmlDeviceGetGpuRecoveryAction": 0,
-        "nvmlDeviceGetNumaNodeId": 1,
         "nvmlDeviceGetMigMode": (0, 0),
         **answers,
     }
@@ -584,7 +583,7 @@ def library(**answers: Any) -> Any:
 def test_nvml_is_read_into_facts() -> None:
     found = read_gpus({}, library())
     assert found is not None and len(found) == 2
-    assert found[0] == GpuFacts(0, "H100", 80.0, 1.0, (9,), 0, False, False, "", (), 1, False)
+    assert found[0] == GpuFacts(0, "H100", 80.0, 1.0, (9,), 0, False, False, "", (), False)
 
 
 @pytest.mark.parametrize(

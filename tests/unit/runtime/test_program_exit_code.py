@@ -12,8 +12,9 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.failures import Failure, Failures, record_failure
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs import command
-from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code, run_command
+from slurmtrain.runtime.jobs.command import run_command
 from slurmtrain.runtime.jobs.launchers import ProcessEnd
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import descendants
 from slurmtrain.system.signals import StopCause, StopFlag

@@ -19,11 +19,12 @@ from slurmtrain.config.schema import Config, JobConfig, RequeueConfig
 from slurmtrain.report.progress import read_progress
 from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.outcome import AttemptOutcome, Verdict
+from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt, update_attempt
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.runtime.jobs.command import FinishedWhen
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen
 from slurmtrain.slurm.environment import Environment
 from tests.support.commands import Cli
 

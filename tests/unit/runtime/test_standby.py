@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.config.compose import compose, freeze
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import freeze
 from slurmtrain.runs.run_dir import RunDir
 
 # As `train RUN_DIR --standby` begins, with another module in the place of PyTorch.

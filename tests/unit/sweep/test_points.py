@@ -11,7 +11,8 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from slurmtrain.config.compose import Primary, compose, search_folders
+from slurmtrain.config.compose import compose
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.sweep.points import Composer, check, composing
 

@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli import main
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config
 from slurmtrain.control.submitting import PointLook, may_change_request
 from slurmtrain.errors import ConfigError
@@ -24,7 +24,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import _pickled

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import Backend, Pruner
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep import local, optuna_search, search_runs

@@ -15,7 +15,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.runs import staging_dir
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.begin_attempt import ended_before

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import Pruner
-from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import SearchConfig
 from slurmtrain.errors import UsageError
 from slurmtrain.sweep.optuna_study import Study

@@ -1,0 +1,75 @@
+"""The folders in which configs are searched, and the config groups and options that they offer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.resources import shipped
+
+OWN_CLUSTERS = "conf/cluster"  # in the folder of the command
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary config's name, and the folders that are searched, its own first."""
+
+    name: str
+    folders: Sequence[Path]
+
+
+def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
+    """Return the folders to search, in order.
+
+    The last one is conf/ of the current folder if it describes clusters, as `probe` leaves it.
+
+    Raises:
+        UsageError: a folder does not exist, or --config-path holds no primary config.
+        ConfigError: this is the copy of the package in a run's snapshot, which has no configs.
+    """
+    folders = [_shipped_configs()]
+    for option, given in (("--config-dir", config_dir), ("--config-path", config_path)):
+        if given is None:
+            continue
+        own = Path(given).expanduser().resolve()
+        if not own.is_dir():
+            raise UsageError(f"{option} {given}: there is no such folder", hint="give a folder with yaml files")
+        has_primary = (own / f"{config_name}.yaml").is_file()
+        if option == "--config-path" and not has_primary:
+            raise UsageError(
+                f"--config-path {given}: there is no {config_name}.yaml in this folder",
+                hint="name its primary config with --config-name, or add it to the shipped ones with --config-dir",
+            )
+        # Hydra looks for the primary config in the first folder only.
+        folders.insert(0 if has_primary else len(folders), own)
+    here = Path(OWN_CLUSTERS).resolve()
+    if here.is_dir() and here.parent not in folders:
+        folders.append(here.parent)
+    return folders
+
+
+def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """Return the config groups and their options in these folders, or in the shipped one."""
+    groups: dict[str, list[str]] = {}
+    for root in folders or [_shipped_configs()]:
+        for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
+            groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
+    return groups
+
+
+def search_path(folders: Sequence[Path]) -> str:
+    """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a comma."""
+    quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
+    return f"hydra.searchpath=[{quoted}]"
+
+
+def _shipped_configs() -> Path:
+    folder = shipped("conf")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there are no configs in {folder}: the slurmtrain of the current folder runs, which is the snapshot of a run",
+            hint="change to another folder; `resume` and the other verbs find a run from anywhere",
+        )
+    return folder

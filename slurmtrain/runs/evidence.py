@@ -1,0 +1,134 @@
+"""What `outcome` decides from: all that is known of the end of an attempt, and the part of the config that matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slurmtrain.choices import RequeueMode
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_ledger import BlamePolicy, NodeRecord
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All facts that are known when the last rank has exited.
+
+    Attributes:
+        exit_code: exit code of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
+        said: rank 0's last word, for all ranks; None when it had none. srun may exit with 0 when it
+            has lost the ranks, so only this word proves the end. Our launcher writes it, whatever program it has started.
+        cause: what told the ranks to stop; None when nothing did.
+        seconds_left: seconds from the stop request to the time limit; None when unknown.
+        failure: (exit code, sentence) of the first rank that failed by itself.
+        set_up: message of a set-up that failed before any rank was started.
+        on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
+        diverged: that failure is one of the training's numbers.
+        failed_on: the node of the first failure; None if it is not known.
+        failed_nodes: all nodes on which a rank failed by itself.
+        unfit_nodes: nodes that cannot do what the job needs, as the checks before training have found, or the copying to them.
+        only_victims: that failure is of a rank that lost another one, and nobody has seen why that one was lost.
+        lost_node: the node that failed, as srun has said; None if it has not.
+        dead_nodes: nodes of its ranks that have left the job, or do not answer SLURM.
+        usable_nodes: nodes of the job on which ranks can start, in SLURM's order; () if SLURM did not say.
+        failed_before: nodes at fault for earlier attempts in this start of the job, the newest first.
+        step_left: the processes of its ranks are not gone, so that others could not start beside them.
+        seconds_to_limit: seconds from now to the end of the job; None when there is none, or it is not known.
+        superseded: if a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
+        trained: this attempt has begun to train.
+        trained_before: an earlier attempt has begun to train with the same config and code.
+        program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
+        finished_when: job.finished_when.
+        hang: the watchdog's sentence on the ranks that did not come, if it has ended the attempt; `failed_on` is their node.
+        killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
+        request: what a person requested of this attempt.
+        facts: what SLURM says of the job; None outside of SLURM.
+        told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
+        preempted_when_told: SLURM said that it preempts the job when the attempt was told to stop; a requeue may have
+            cleared that since.
+        restart_count: SLURM_RESTART_COUNT of this attempt.
+        progressed: a checkpoint was committed that is newer than the one the attempt started from, or a program of the
+            user's own shows progress.
+        progress_visible: False for a program that reports none, where the absence of progress proves nothing.
+        lasted_s: seconds from its beginning to its end, or to the last thing that it wrote.
+        stalled_before: number of attempts directly before this one that also stalled.
+        unseen_before: number of long attempts before this one that show no progress.
+        run, number: id of the run, and number of this attempt.
+        now: unix seconds.
+        stalled_numbers: the numbers of the attempts that `stalled_before` counts.
+        node_records: what is on record against nodes, by earlier attempts of this run and in this person's ledger.
+    """
+
+    exit_code: int
+    said: str | None = None  # a LastWord
+    cause: str | None = None  # a StopCause
+    seconds_left: float | None = None
+    failure: tuple[int, str] | None = None
+    set_up: str | None = None
+    on_any_node: bool = False
+    diverged: bool = False
+    failed_on: str | None = None
+    failed_nodes: tuple[str, ...] = ()
+    unfit_nodes: tuple[str, ...] = ()
+    only_victims: bool = False
+    lost_node: str | None = None
+    dead_nodes: tuple[str, ...] = ()
+    usable_nodes: tuple[str, ...] = ()
+    failed_before: tuple[str, ...] = ()
+    step_left: bool = False
+    seconds_to_limit: float | None = None
+    superseded: str | None = None
+    trained: bool = False
+    trained_before: bool = False
+    program_code: int | None = None
+    finished_when: str | None = None
+    hang: str | None = None
+    killed: str | None = None
+    request: str | None = None  # a RunAction
+    facts: JobFacts | None = None
+    told: JobFacts | None = None
+    preempted_when_told: bool = False
+    restart_count: int = 0
+    progressed: bool = False
+    progress_visible: bool = True
+    lasted_s: float = 0.0
+    stalled_before: int = 0
+    unseen_before: int = 0
+    run: str = ""
+    number: int = 0
+    now: float = 0.0
+    stalled_numbers: tuple[int, ...] = ()
+    node_records: tuple[NodeRecord, ...] = ()
+
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """The nodes that have failed, as far as SLURM or srun says so."""
+        return self.dead_nodes or ((self.lost_node,) if self.lost_node is not None else ())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The part of the config that decides.
+
+    Attributes:
+        mode: requeue.mode.
+        links_left: jobs of the chain that still wait for this one.
+        max_unseen_attempts: requeue.max_unseen_attempts.
+        long_attempt_s: seconds after which an attempt may have made progress that is not visible.
+        signal_lead_s: seconds before the time limit at which the early warning was requested.
+        blame: what decides which nodes are left out.
+        local: there is no queue (cluster.backend=local): whoever started the ranks starts them again.
+        in_place: the ranks may start again in the same job (requeue.in_place).
+        node_counts: numbers of nodes that the ranks can run on, the best first.
+    """
+
+    mode: RequeueMode = RequeueMode.REQUEUE
+    links_left: int = 0
+    max_attempts_without_progress: int = 3
+    max_unseen_attempts: int = 10
+    long_attempt_s: float = 3600.0
+    signal_lead_s: float = 120.0
+    early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
+    blame: BlamePolicy = field(default_factory=BlamePolicy)
+    local: bool = False
+    in_place: bool = False
+    node_counts: tuple[int, ...] = ()
