@@ -84,4 +84,5 @@ def _newest(*, sweeps: bool) -> list[str]:
         names = [sweep.id for sweep in all_sweeps(root)]
     else:
         names = [run.id for run in lookup.all_runs(root)]
-    return [name for name in names if name[0].isalnum()][-NEWEST:]  # `submit` makes no other, and a person may: --host=...
+    own = [name for name in names if name[0].isalnum()]  # `submit` makes no other, and a person may: --host=elsewhere
+    return own[-NEWEST:]

@@ -122,6 +122,22 @@ def test_a_sbatch_that_worked_without_an_answer_is_found_out(make: Make, slurm: 
     assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
 
 
+def test_a_sbatch_without_an_answer_is_not_repeated_after_one_empty_answer_of_squeue(
+    make: Make, slurm: FakeSlurm
+) -> None:
+    """A controller that is too busy to answer may take the job a little later; then two would train the run."""
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit")
+    slurm.command("sbatch", 'echo >>"$here/calls"; echo "Socket timed out" >&2; exit 1')
+    slurm.command(
+        "squeue",
+        '[ -e "$here/calls" ] || exit 0; echo >>"$here/looks"; [ "$(wc -l <"$here/looks")" -lt 3 ] || '
+        f'echo "101|PENDING|slurmtrain:{run.id}:1"',
+    )
+    assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
+    assert len(lines(slurm, "calls")) == 1 and run.info()["job_ids"] == ["100", "101"]
+
+
 def test_a_resume_takes_the_job_that_was_never_noted(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
