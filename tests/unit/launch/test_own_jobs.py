@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.launch import local
 from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.report.status import look, queue
 from slurmtrain.runs.events import Event
@@ -112,6 +113,22 @@ def test_two_resumes_at_the_same_moment_submit_one_job(make: Make, slurm: FakeSl
     assert len(slurm.submitted) == 1 and run.info()["job_ids"] == ["100", "101"]
     assert f"process {first.pid} on " in said and "is resuming it" in said
     assert second.returncode != 0 and "has not ended: waiting, job 101 is pending" in err, out + err
+
+
+def test_a_run_that_submit_has_started_here_is_not_started_once_more_beside_it(
+    project: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start may be slow, and a hook between two attempts may take minutes, in which no rank shows that it is alive."""
+    started: list[RunDir] = []
+
+    def slow(run_dir: RunDir) -> int:
+        started.append(run_dir)
+        return main(["resume", str(run_dir.path)])
+
+    monkeypatch.setattr(local, "run_local", slow)
+    assert main(["+cluster=local", "+experiment=smoke", "submit"]) != 0
+    assert f"process {os.getpid()} on" in (error := capsys.readouterr().err) and "is already running" in error
+    assert len(started) == 1 and not is_claimed(started[0].path)
 
 
 def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
