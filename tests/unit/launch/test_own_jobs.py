@@ -273,7 +273,7 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SLURM still remembers that job by the same token, and nothing would run if it was taken for the new one."""
-    monkeypatch.setitem(submit_exactly_once.__kwdefaults__, "patience", Patience(confirm_every_s=0.0))
+    monkeypatch.setitem(submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(confirm_every_s=0.0))
     run = make()
     run.event(Event.SUBMITTING, token=f"{run.id}:s0")
     if began:
