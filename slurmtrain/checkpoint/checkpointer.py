@@ -313,9 +313,10 @@ class Checkpointer:
 
         Raises:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
-            CheckpointError: `path` is no checkpoint or is damaged.
+            CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
         compatibility.check_allowed(allow)
+        self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._saves.wait_idle()
         non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
@@ -327,6 +328,15 @@ class Checkpointer:
             self._saves.reserve(objects, per_rank, restored_size=restored.size if restored is not None else None)
         if restored is not None and at_most is None and self._ranks.rank == 0:
             log.info(restored.sentence)
+            plain = [
+                key for key, value in {**objects, **(per_rank or {})}.items() if not isinstance(value, state.Stateful)
+            ]
+            if plain:
+                log.warning(
+                    "not restored, since plain values cannot be changed in place: %s; an object with state_dict() and "
+                    "load_state_dict() can",
+                    ", ".join(plain),
+                )
         # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
         if self._ranks.maximum(int(bool(non_finite))):
             non_finite &= self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))

@@ -74,9 +74,13 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
             flat, plain[key] = flatten_optimizer(value, names)
             tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
         elif not isinstance(value, nn.Module):
-            state = value.state_dict() if isinstance(value, Stateful) else value
-            plain[key] = encode(state, key, tensors)
+            plain[key] = _encode_state(key, value.state_dict() if isinstance(value, Stateful) else value, tensors)
     return tensors, plain
+
+
+def _encode_state(key: str, state: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return JSON for the state of an object as `encode` does; all of its tensors have names that begin with "key."."""
+    return encode(state, f"{key}.state" if isinstance(state, Tensor) else key, tensors)
 
 
 def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
@@ -86,6 +90,7 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         CheckpointError: a part of an object would be lost; the message names both.
     """
     everything = {**objects, **per_rank}
+    refuse_loose_tensors(everything)
     handed_in = {id(value) for value in everything.values()}
     optimizers = [value for value in everything.values() if isinstance(value, Optimizer)]
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
@@ -94,6 +99,27 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
             check_module(key, value, entries(value), trained)
         elif isinstance(value, Optimizer):
             check_optimizer(key, plain_optimizer(value), handed_in)
+
+
+def refuse_loose_tensors(objects: Mapping[str, Any]) -> None:
+    """Check that tensors come within something that takes them back, and not as plain values, such as a state_dict.
+
+    Raises:
+        CheckpointError: some do not.
+    """
+    for key, value in objects.items():
+        if not isinstance(value, Stateful) and _has_tensor(value):
+            raise CheckpointError(
+                f"{key.removeprefix(OWN)} is of type {type(value).__name__}, and nothing would take its tensors back",
+                hint="hand in what holds them: model=model, not model=model.state_dict(); or an object with state_dict() "
+                "and load_state_dict()",
+            )
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
 def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
@@ -142,7 +168,7 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if isinstance(value, Stateful) and not isinstance(value, (nn.Module, Optimizer, RandomState)):
         try:
-            encode(value.state_dict(), key, tensors)
+            _encode_state(key, value.state_dict(), tensors)
         except Exception:  # many cannot before they have run or were loaded; what they are given then is on the CPU
             return {}
     return tensors

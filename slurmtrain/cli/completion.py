@@ -1,7 +1,8 @@
 """Tab completion of the word at the cursor. Hydra completes overrides; verbs, their words, and runs are completed here.
 
 The shell function that `slurmtrain -sc install=bash` prints calls `slurmtrain -sc query=bash` with the line in
-COMP_LINE.
+COMP_LINE, and gives what that prints to `compgen -W`, which expands it: `$(...)` in it runs. Names of runs and of files may be
+those of other users, so words that mean something to bash are not offered.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.overrides import normalise
 
 NEWEST = 30  # so many runs are offered: a person looks for one of the last days
+PLAIN = re.compile(r"[\w.,:/@%+=\[\]-]+")  # words that bash takes as they are
 
 
 def complete(hydra: Callable[[], object]) -> None:
@@ -28,7 +30,7 @@ def complete(hydra: Callable[[], object]) -> None:
     last = words[-1]
     verb = next((word for word in words[1:-1] if word in VERBS), None)
     if verb is not None and not VERBS[verb].composes:
-        print("\n".join(word for word in _words_of(verb) if word.startswith(last)))
+        _offer(word for word in _words_of(verb) if word.startswith(last))
         return
     if last.startswith("-"):
         options = (
@@ -36,12 +38,12 @@ def complete(hydra: Callable[[], object]) -> None:
             if verb
             else ["--help", "--version", "--config-dir", "--host", "--host-python"]
         )
-        print("\n".join(option for option in options if option.startswith(last)))
+        _offer(option for option in options if option.startswith(last))
         return
     if "=" not in last and not last.startswith("+") and verb is None:
-        print("\n".join(name for name, each in VERBS.items() if name.startswith(last) and not each.hidden))
+        _offer(name for name, each in VERBS.items() if name.startswith(last) and not each.hidden)
     if "=" not in last and not last.startswith("+") and verb == "drill":  # of the verbs that compose, it takes a run
-        print("\n".join(name for name in ["last", *_newest(sweeps=False)] if name.startswith(last)))
+        _offer(name for name in ["last", *_newest(sweeps=False)] if name.startswith(last))
     # Hydra would take the verb for a broken override, and knows groups of the defaults list without a plus only.
     kept = [words[0], *(normalise(word) for word in words[1:-1] if word not in VERBS), normalise(last.lstrip("+"))]
     os.environ["COMP_LINE"] = " ".join(kept)
@@ -49,7 +51,12 @@ def complete(hydra: Callable[[], object]) -> None:
     with contextlib.redirect_stdout(found), contextlib.suppress(SystemExit):
         hydra()
     plus = last[: len(last) - len(last.lstrip("+"))]
-    print("\n".join(f"{plus}{word}" for word in found.getvalue().split()))
+    _offer(f"{plus}{word}" for word in found.getvalue().split())
+
+
+def _offer(words: Iterable[str]) -> None:
+    """Print the words that bash may have, one on a line."""
+    print("\n".join(word for word in words if PLAIN.fullmatch(word)))
 
 
 def _words_of(verb: str) -> list[str]:
@@ -74,5 +81,8 @@ def _newest(*, sweeps: bool) -> list[str]:
     if sweeps:
         from slurmtrain.sweep.folder import all_sweeps
 
-        return [sweep.id for sweep in all_sweeps(root)][-NEWEST:]
-    return [run.id for run in lookup.all_runs(root)][-NEWEST:]
+        names = [sweep.id for sweep in all_sweeps(root)]
+    else:
+        names = [run.id for run in lookup.all_runs(root)]
+    own = [name for name in names if name[0].isalnum()]  # `submit` makes no other, and a person may: --host=elsewhere
+    return own[-NEWEST:]

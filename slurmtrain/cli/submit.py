@@ -20,6 +20,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
+from slurmtrain.control.access import claimed_alone
 from slurmtrain.control.submitting import check, starting_after, submit_run, submit_to_choices, warn_of_memory
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.script_parts import Line
@@ -234,7 +235,10 @@ def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
         pass
     unpacked.close()
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
-    return run_local(run_dir)
+    with claimed_alone(
+        run_dir
+    ):  # `resume` in another shell may take a slow start, or a hook between two attempts, for its end
+        return run_local(run_dir)
 
 
 def _explain(config: Config, arguments: Arguments, target: str | None) -> int:

@@ -18,7 +18,7 @@ from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.requests import write_request
+from slurmtrain.runs.requests import ended_after, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import is_claimed
@@ -222,6 +222,14 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
         )
     if now.status == RunStatus.STOPPING:
         raise ClusterError(f"run {run_dir.id} is already stopping: {now.explanation}", hint=f"status {run_dir.id}")
+    ended_by = ended_after(run_dir, now.attempts[-1] if now.attempts else None)
+    if (
+        ended_by is not None
+    ):  # its ranks still save; this request would take the place of that one, and bring the run back
+        raise ClusterError(
+            f"run {run_dir.id} has been told to end for good ({ended_by}), and is leaving",
+            hint=f"`resume {run_dir.id}` continues it when it has ended",
+        )
     next_step, asked = _next_step(run_dir, now, changed=changed), time.time()
     if has_no_job(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)

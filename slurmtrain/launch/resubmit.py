@@ -20,7 +20,7 @@ from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.directives import directive
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.submit import note, submit_existing_script
-from slurmtrain.launch.submit_once import TransientError
+from slurmtrain.launch.submit_once import Patience, TransientError, look_for
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -293,24 +293,36 @@ def _find_or_submit(
         # SLURM starts it when this job is completely gone, so that no rank that lingers runs beside its successor.
         return waiting_for(script, [job_id])
 
+    unsure = False  # whether an sbatch before this may have worked
     for pause in (*TRIES_S, None):
         try:
-            found = client.find_by_comment(TOKEN_PREFIX + mine)
-            if not found:
+            found = _job_with(mine, run_dir, client, sleep) if unsure else _job_seen_with(mine, client)
+            if found is None:
                 return submit_existing_script(run_dir, options, token=mine, after_attempt=number)
-            if found[0] not in run_dir.info()["job_ids"]:
-                note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
-            return found[0]
-        except ClusterError as error:  # the controller may be busy; and a sbatch that it did not answer may have worked
+        except ClusterError as error:  # the controller may be busy
+            unsure = unsure or (isinstance(error, TransientError) and error.may_be_there)
             if pause is not None:
                 sleep(pause)
                 continue
-            found = client.find_by_comment(TOKEN_PREFIX + mine) if isinstance(error, TransientError) else []
-            if not found:
+            found = _job_with(mine, run_dir, client, sleep) if unsure else None
+            if found is None:
                 raise
-            note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
-            return found[0]
+        if found not in run_dir.info()["job_ids"]:
+            note(run_dir, found, found_by=TOKEN_PREFIX + mine)
+        return found
     raise AssertionError("unreachable")
+
+
+def _job_seen_with(mine: str, client: SlurmClient) -> str | None:
+    return next(iter(client.find_by_comment(TOKEN_PREFIX + mine)), None)
+
+
+def _job_with(mine: str, run_dir: RunDir, client: SlurmClient, sleep: Callable[[float], None]) -> str | None:
+    """Return the job with this token, or None when SLURM has said often enough that there is none.
+
+    It may take a job a little after sbatch has given up. Two jobs would both start when this one is gone.
+    """
+    return look_for(mine, client, Patience(), sleep, f"`resume {run_dir.id}` looks for it first")
 
 
 def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmClient) -> None:

@@ -297,6 +297,7 @@ def _hand_over(
         SlurmClient(slurm_conf),
         options=options,
         looked_for_before=before,
+        even_ended=shared,  # a run by itself is submitted once more only when it has ended, whatever job had it
         finds_out=f"`resume {run_dir.id}` looks for it first",
     )
 

@@ -113,6 +113,7 @@ def submit_exactly_once(
     *,
     options: Sequence[str] = (),
     looked_for_before: bool = False,
+    even_ended: bool = True,
     finds_out: str = "the same command again looks for it first",
     patience: Patience = Patience(),
     sleep: Callable[[float], None] = time.sleep,
@@ -124,6 +125,7 @@ def submit_exactly_once(
         token: this submission's own; a call with the same token finds the job that the first has submitted.
         options: further options of sbatch; they override the script's.
         looked_for_before: an earlier call with this token may have been cut short, so look for its job first.
+        even_ended: that job counts although it has ended since; False: the caller knows that what it was for has ended, too.
         finds_out: hint on what to do if it stays unknown whether the job exists.
 
     Raises:
@@ -137,7 +139,7 @@ def submit_exactly_once(
         log.info("variables of this shell are ignored, since the config decides: %s", named)
     if looked_for_before:
         _wait_for_orphans(token, patience, sleep)
-        found = _look(token, client, patience, sleep, finds_out)
+        found = look_for(token, client, patience, sleep, finds_out, even_ended=even_ended)
         if found is not None:
             return found
     delay = patience.first_delay_s
@@ -150,7 +152,7 @@ def submit_exactly_once(
             transient = error
         if transient.may_be_there:
             log.info("sbatch: %s; checking whether the job exists all the same", transient.said)
-            found = _look(token, client, patience, sleep, finds_out, transient.said)
+            found = look_for(token, client, patience, sleep, finds_out, transient.said)
             if found is not None:
                 return found
         if isinstance(transient, UnknownRefusalError):  # it is not there, so whatever was meant, it was no
@@ -241,10 +243,20 @@ class UnknownRefusalError(TransientError):
         return RefusedError(f"sbatch refused the job: {self.said}", hint=advice(self.said))
 
 
-def _look(
-    token: str, client: SlurmClient, patience: Patience, sleep: Callable[[float], None], finds_out: str, said: str = ""
+def look_for(
+    token: str,
+    client: SlurmClient,
+    patience: Patience,
+    sleep: Callable[[float], None],
+    finds_out: str,
+    said: str = "",
+    *,
+    even_ended: bool = True,
 ) -> str | None:
     """Return the job with this token, or None when SLURM has said often enough that there is none.
+
+    Args:
+        even_ended: as for `submit_exactly_once`.
 
     Raises:
         ClusterError: SLURM cannot be asked.
@@ -252,7 +264,7 @@ def _look(
     answers = failures = 0
     while True:
         try:
-            found = next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=True)), None)
+            found = next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=even_ended)), None)
             answers += 1
         except ClusterError as error:
             found = None

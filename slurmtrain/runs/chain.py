@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempt_history, attempts
+from slurmtrain.runs import attempt_history, attempts, requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -53,14 +53,14 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
 def ended_before(run_dir: RunDir) -> Verdict | None:
     """Return DONE or END if there is nothing left to do for a link that starts.
 
-    The run is done then, or the link before has ended it.
+    The run is done then, or a person or the link before has ended it.
     """
     numbers = run_dir.attempt_numbers()
-    if not numbers:
-        return None
-    last = attempts.read_attempt(run_dir, numbers[-1])
-    if last.verdict == Verdict.DONE:
+    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
+    if last is not None and last.verdict == Verdict.DONE:
         return Verdict.DONE
-    in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
-    ended = attempt_history.came_to_an_end(run_dir, last)
-    return Verdict.END if in_chain and ended else None
+    if requests.cancelled_after(run_dir, last):
+        return Verdict.END
+    if last is None or last.number <= int(run_dir.info().get("chain_after") or 0):
+        return None
+    return Verdict.END if attempt_history.came_to_an_end(run_dir, last) else None

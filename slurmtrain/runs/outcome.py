@@ -226,7 +226,8 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
 
     A run that had finished, or that a person has cancelled, has nothing left to do all the same.
     """
-    if evidence.said == LastWord.FINISHED:
+    # Rank 0 alone knows of its own end: another rank may have failed, which the exit code of srun would have told.
+    if evidence.said == LastWord.FINISHED and (evidence.failure is None or evidence.only_victims):
         return AttemptOutcome(Reason.FINISHED, Verdict.DONE, "finished")
     if evidence.request == RunAction.PRUNE:
         return AttemptOutcome(Reason.PRUNED, Verdict.END, PRUNED_BY_SEARCH)

@@ -32,10 +32,12 @@ from slurmtrain.runtime.abandoned_attempts import close_abandoned
 from slurmtrain.runtime.attempt_evidence import progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
+from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
+MEETINGS = ".meetings-"  # below runs/; the user's number follows
 LAST_WORD_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # between tries to record that a run has finished
 
 
@@ -68,9 +70,22 @@ def given_attempt(run_dir: RunDir) -> AttemptContext | None:
 
 
 def rendezvous_directory(environment: Environment, runs_dir: Path) -> Path:
-    """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart."""
-    path = runs_dir / ".meetings" / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
-    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart.
+
+    It lies in a folder of this user, since others may share `runs_dir`: whoever could write the address would get the ranks.
+
+    Raises:
+        EnvironmentMismatchError: somebody else has made that folder, or can write to it.
+    """
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    own = runs_dir / f"{MEETINGS}{os.geteuid()}"
+    if not make_own_folder(own, closed=0o022):
+        raise EnvironmentMismatchError(
+            f"{own} is to hold the address of rank 0, and it is not a folder that only you can write to",
+            hint="remove it",
+        )
+    path = own / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
+    path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 

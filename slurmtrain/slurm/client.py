@@ -81,8 +81,14 @@ class SlurmClient:
         """
         answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD, variables=UNIX_TIMES)
         if answer.returncode == 0:
-            return parse_show_job(answer.stdout)
-        if "invalid job id" in (answer.stderr + answer.stdout).lower():
+            facts = parse_show_job(answer.stdout)
+            if facts is None:  # nothing, or words of a wrapper around it: that does not say that the job is gone
+                raise ClusterError("`scontrol show job` does not say what the job does")
+            return facts
+        said = (answer.stderr + answer.stdout).lower()
+        if (
+            "invalid job id" in said or f"job {job_id} not found" in said
+        ):  # the latter of a task of an array that is known
             return None
         raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
 

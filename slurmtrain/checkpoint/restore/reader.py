@@ -33,7 +33,7 @@ from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.plain_values import parse
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.choices import Verify
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 SAMPLED_SHARE = 16  # one block in this many is compared
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
@@ -305,7 +305,7 @@ class Files:
             return
         rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
         self.read(span.file, span.begin, span.end, _bytes_of(rows))
-        tensor[span.into].copy_(rows[span.out])
+        _copy(rows[span.out], tensor[span.into], span.name)
 
     def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
         """Read bytes of a file, from memory if this rank holds them.
@@ -353,7 +353,30 @@ def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
     target = tensor[span.into]
     if target.shape != span.rows or target.dtype != span.dtype or target.device.type != "cpu":
         return None
-    return _bytes_of(target) if target.is_contiguous() else None
+    as_it_is = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    return _bytes_of(target) if as_it_is else None
+
+
+def _copy(values: Tensor, target: Tensor, name: str) -> None:
+    """Copy values into a part of the tensor `name`, which shows elements several times if it is expanded.
+
+    Raises:
+        CheckpointMismatchError: such an element would have several values.
+    """
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, first = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            if not _same_bits(values, first.expand_as(values)):
+                raise CheckpointMismatchError(
+                    f"{name} is expanded along dimension {dim} and so holds one value there, and the checkpoint several",
+                    hint="make it with .contiguous() or .clone() after .expand()",
+                )
+            values = first
+    target.copy_(values)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -14,10 +14,12 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import chain
+from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
+from slurmtrain.system.patience import RESTORE, patiently
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,14 @@ def main(verb: str, words: list[str]) -> int:
 
 def _begin(run_dir: RunDir, job_id: str | None) -> int:
     restart_count = own_restart_count()
-    in_chain = bool(chain.links(run_dir.info()))
-    over = chain.ended_before(run_dir) if in_chain else begin_attempt.ended_before(run_dir, job_id, restart_count)
+
+    def look() -> tuple[bool, Verdict | None]:
+        in_chain = bool(chain.links(run_dir.info()))
+        ended = chain.ended_before(run_dir) if in_chain else begin_attempt.ended_before(run_dir, job_id, restart_count)
+        return in_chain, ended
+
+    # A node that has just come up may not have its file systems right. Without an answer, the job trains what has ended.
+    in_chain, over = patiently(look, RESTORE)
     if over is None and not restart_count:
         over = begin_attempt.scancelled_before(run_dir, job_id, SlurmClient())
     if over is None and (restart_count or in_chain):

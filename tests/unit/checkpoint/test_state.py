@@ -177,6 +177,83 @@ def test_what_is_neither_tensor_nor_json_is_refused_by_name_and_type(tmp_path: P
     assert checkpointer.restore(own=Own(None)) is None
 
 
+def loose() -> list[Any]:
+    return [torch.ones(2), [1, (torch.ones(2),)], {"a": {"b": torch.ones(2)}}, nn.Linear(2, 2).state_dict()]
+
+
+@pytest.mark.parametrize("number", range(len(loose())))
+@pytest.mark.parametrize("own", [False, True])
+def test_tensors_that_nothing_would_take_back_are_refused_by_save_and_by_restore(
+    tmp_path: Path, number: int, own: bool
+) -> None:
+    """As in save(step, model=model.state_dict()): the run would go on with the weights that it began with."""
+    given: dict[str, Any] = {"per_rank": {"model": loose()[number]}} if own else {"model": loose()[number]}
+    checkpointer = Checkpointer(tmp_path)
+    for call in (lambda: checkpointer.save(1, **given), lambda: checkpointer.restore(**given)):
+        with pytest.raises(
+            CheckpointError, match=r"^model is of type \w+, and nothing would take its tensors"
+        ) as caught:
+            call()
+        assert "model=model, not model=model.state_dict()" in (caught.value.hint or "")
+    assert list(tmp_path.glob("checkpoint_*")) == []
+
+
+def test_plain_values_that_are_handed_to_restore_are_told_to_stay_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, own=Own(1), schedule={"last_epoch": 7}).result()
+    assert checkpointer.restore(own=Own(0), schedule={"last_epoch": 0})
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("not restored, since plain values cannot be changed in place: schedule;")
+
+
+class OneTensor(Own):
+    """Gives a tensor as its state."""
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, values: Any) -> None:
+        self.value = values
+
+
+def test_a_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    restored, on_rank = OneTensor(torch.zeros(2)), OneTensor(torch.zeros(2))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, mean=OneTensor(torch.ones(2)), per_rank={"mean": OneTensor(torch.full((2,), 2.0))}).result()
+    assert checkpointer.restore(mean=restored, per_rank={"mean": on_rank})
+    assert [restored.value.tolist(), on_rank.value.tolist()] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def views(seed: int) -> nn.Module:
+    """A module with buffers that are views: expanded, conjugated, negated."""
+    random_numbers = torch.Generator().manual_seed(seed)
+    pairs = torch.randn(3, dtype=torch.complex64, generator=random_numbers)
+    module = nn.Module()
+    module.register_buffer("mask", torch.rand(2, 1, 3, generator=random_numbers).expand(2, 4, 3))
+    module.register_buffer("conjugated", pairs.conj())
+    module.register_buffer("negated", pairs.conj().imag)
+    return module
+
+
+def test_buffers_that_are_views_of_other_tensors_are_restored(tmp_path: Path) -> None:
+    saved, restored = views(1), views(2)
+    Checkpointer(tmp_path).save(1, model=saved).result()
+    assert Checkpointer(tmp_path).restore(model=restored)
+    for name, value in saved.named_buffers():
+        assert torch.equal(restored.get_buffer(name), value), name
+    assert restored.get_buffer("mask").stride() == (3, 0, 1)
+
+
+def test_several_values_do_not_go_into_one_element(tmp_path: Path) -> None:
+    saved, restored = views(1), views(2)
+    saved.register_buffer("mask", torch.rand(2, 4, 3))
+    Checkpointer(tmp_path).save(1, model=saved).result()
+    with pytest.raises(CheckpointError, match=r"model\.mask is expanded along dimension 1"):
+        Checkpointer(tmp_path).restore(model=restored)
+
+
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):

@@ -299,16 +299,41 @@ def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
     assert answer.stdout.split() == ["20260202-000000-bbbbb"]
 
 
-def test_bash_itself_completes_a_group_with_a_plus(cli: Cli, project: Path) -> None:
+def completed_by_bash(cli: Cli, typed: str) -> str:
+    """What bash itself offers for the last word of a line."""
     installed = cli("-sc", "install=bash").stdout
-    typed = "slurmtrain +cluster=h"
-    line = f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1"
+    line = f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD={typed.count(' ')}"
     script = f"{installed}\n{line}\nhydra_bash_completion\necho ${{COMPREPLY[@]}}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "+cluster=h100x8\n", done
+    assert done.stderr == "", done
+    return done.stdout
+
+
+def test_bash_itself_completes_a_group_with_a_plus(cli: Cli, project: Path) -> None:
+    assert completed_by_bash(cli, "slurmtrain +cluster=h") == "+cluster=h100x8\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "planted", "offered"),
+    [
+        ("slurmtrain logs ", "runs/train/2026-$(touch${IFS}ran)/run.json", "last"),
+        ("slurmtrain logs ", "runs/train/--host=elsewhere/run.json", "last"),
+        ("slurmtrain submit data.path=./da", "da-`touch${IFS}ran`", "data.path=./data"),
+    ],
+)
+def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
+    typed: str, planted: str, offered: str, cli: Cli, project: Path
+) -> None:
+    """Bash expands the words that it is given to choose from."""
+    (project / "data").mkdir(exist_ok=True)
+    (project / planted).parent.mkdir(parents=True, exist_ok=True)
+    (project / planted).write_text("{}")
+    words = completed_by_bash(cli, typed).split()
+    assert offered in words
+    assert not (project / "ran").exists() and not any("2026" in word or "--host" in word for word in words)
 
 
 def test_completion_for_bash_can_be_installed(cli: Cli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.errors import ClusterError, ConfigError, UnavailableRecordError, UsageError
 from slurmtrain.launch import resubmit
 from slurmtrain.launch.dependencies import starting_after, with_dependency
 from slurmtrain.launch.directives import directive, without_past
@@ -120,6 +121,22 @@ def test_a_sbatch_that_worked_without_an_answer_is_found_out(make: Make, slurm: 
         "sbatch", f'echo "101|PENDING|slurmtrain:{run.id}:1" >"$here/queue"; echo "Socket timed out" >&2; exit 1'
     )
     assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
+
+
+def test_a_sbatch_without_an_answer_is_not_repeated_after_one_empty_answer_of_squeue(
+    make: Make, slurm: FakeSlurm
+) -> None:
+    """A controller that is too busy to answer may take the job a little later; then two would train the run."""
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit")
+    slurm.command("sbatch", 'echo >>"$here/calls"; echo "Socket timed out" >&2; exit 1')
+    slurm.command(
+        "squeue",
+        '[ -e "$here/calls" ] || exit 0; echo >>"$here/looks"; [ "$(wc -l <"$here/looks")" -lt 3 ] || '
+        f'echo "101|PENDING|slurmtrain:{run.id}:1"',
+    )
+    assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
+    assert len(lines(slurm, "calls")) == 1 and run.info()["job_ids"] == ["100", "101"]
 
 
 def test_a_resume_takes_the_job_that_was_never_noted(
@@ -594,6 +611,10 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(make
     assert chain.ended_before(run) is None
     (run.attempt(run.new_attempt()).path / "setup-failed").write_text("set-up failed")
     assert chain.ended_before(run) is Verdict.END
+    stopped(run, "next", job_id="201")
+    assert chain.ended_before(run) is None
+    write_request(run, RunAction.CANCEL)  # when no rank was at work
+    assert chain.ended_before(run) is Verdict.END
     stopped(run, "done", job_id="201")
     assert chain.ended_before(run) is Verdict.DONE
 
@@ -623,6 +644,27 @@ def test_begin_prints_its_word_and_takes_the_rest_out_of_the_queue(
     assert main(["begin-attempt", str(run.path)]) == 0
     assert capsys.readouterr().out == "done\n"
     assert lines(slurm, "cancelled") == ["103"]
+
+
+def test_begin_asks_again_while_the_storage_fails(
+    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script takes no answer for "go on", and a run that has finished would be trained once more."""
+    run = make(job_ids=("101",))
+    stopped(run, "done", job_id="101")
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
+    read = attempts.read_attempt
+
+    def failing(of: RunDir, number: int) -> Attempt:
+        if errors:
+            raise UnavailableRecordError("it cannot be read", errors.pop())
+        return read(of, number)
+
+    monkeypatch.setattr(attempts, "read_attempt", failing)
+    assert main(["begin-attempt", str(run.path)]) == 0
+    assert capsys.readouterr().out == "done\n"
 
 
 def test_finish_attempt_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(

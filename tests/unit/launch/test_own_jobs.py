@@ -19,7 +19,10 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.launch import local
+from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.report.status import look, queue
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -110,6 +113,22 @@ def test_two_resumes_at_the_same_moment_submit_one_job(make: Make, slurm: FakeSl
     assert len(slurm.submitted) == 1 and run.info()["job_ids"] == ["100", "101"]
     assert f"process {first.pid} on " in said and "is resuming it" in said
     assert second.returncode != 0 and "has not ended: waiting, job 101 is pending" in err, out + err
+
+
+def test_a_run_that_submit_has_started_here_is_not_started_once_more_beside_it(
+    project: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start may be slow, and a hook between two attempts may take minutes, in which no rank shows that it is alive."""
+    started: list[RunDir] = []
+
+    def slow(run_dir: RunDir) -> int:
+        started.append(run_dir)
+        return main(["resume", str(run_dir.path)])
+
+    monkeypatch.setattr(local, "run_local", slow)
+    assert main(["+cluster=local", "+experiment=smoke", "submit"]) != 0
+    assert f"process {os.getpid()} on" in (error := capsys.readouterr().err) and "is already running" in error
+    assert len(started) == 1 and not is_claimed(started[0].path)
 
 
 def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
@@ -239,6 +258,31 @@ def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
     assert main(["resume", run.id]) == 0
     assert slurm.submitted == [] and run.info()["job_ids"] == ["70", "77"]
     assert "as job 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "began", "submits"), [("CANCELLED", False, True), ("FAILED", True, True), ("PENDING", False, False)]
+)
+def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_submitted_it_was_killed(
+    state: str,
+    began: bool,
+    submits: bool,
+    make: Make,
+    slurm: FakeSlurm,
+    capsys: Out,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SLURM still remembers that job by the same token, and nothing would run if it was taken for the new one."""
+    monkeypatch.setitem(submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(confirm_every_s=0.0))
+    run = make()
+    run.event(Event.SUBMITTING, token=f"{run.id}:s0")
+    if began:
+        failed(run, "90")
+    in_queue(slurm, f"90 {state} slurmtrain:{run.id}:s0")
+    assert main(["resume", run.id]) == 0
+    job_id = "101" if submits else "90"
+    assert f"as job {job_id}" in capsys.readouterr().out
+    assert run.info()["job_ids"] == [job_id] and len(slurm.submitted) == submits
 
 
 # Claims.

@@ -25,7 +25,7 @@ from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.requests import write_request
+from slurmtrain.runs.requests import take_request, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
@@ -459,6 +459,26 @@ def test_a_stop_that_would_reach_nobody_is_refused(
     error = capsys.readouterr().err
     assert "is still starting" in error and "shows steps" in error
     assert asked(fake_slurm) == [] and not run.request_file.exists()
+
+
+@pytest.mark.parametrize("words", [["preempt"], ["requeue"], ["requeue", "optim.lr=1e-4"]])
+@pytest.mark.parametrize("action", [RunAction.STOP, RunAction.CANCEL, RunAction.PRUNE])
+def test_a_run_that_is_told_to_end_and_still_saves_is_not_brought_back(
+    make: Make,
+    queue: Queue,
+    fake_slurm: FakeSlurm,
+    action: RunAction,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make(JOB)
+    last = attempt(run, job_id=JOB)
+    write_request(run, action)
+    queue({JOB: ("RUNNING", "None")})
+    assert main([words[0], run.id, *words[1:]]) == 1
+    assert f"told to end for good ({action})" in capsys.readouterr().err
+    assert take_request(run, last) == action
+    assert asked(fake_slurm) == [] and not run.next_change_file.exists()
 
 
 @pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])

@@ -246,6 +246,7 @@ def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
         ({"said": "stopped", "cause": "SIGUSR2", "seconds_left": 60.0}, Reason.TIME_LIMIT),
         ({"said": "stopped", "cause": "SIGTERM"}, Reason.ASKED),
         ({"said": "finished"}, Reason.FINISHED),
+        ({"said": "finished", "failure": "ValueError: no"}, Reason.CRASH),
         ({"failure": "ValueError: no"}, Reason.CRASH),
         ({"request": "cancel", "cause": "SIGTERM"}, Reason.CANCELLED),
         ({}, Reason.NODE_FAILURE),

@@ -21,13 +21,21 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import claim
 from slurmtrain.cli import main
-from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
+from slurmtrain.errors import (
+    ClusterError,
+    ConfigError,
+    EnvironmentMismatchError,
+    UnreadableRecordError,
+    UsageError,
+)
 from slurmtrain.report.status import look, queue
 from slurmtrain.runs import attempts, lookup, reached_step
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.attempt_context import rendezvous_directory
 from slurmtrain.slurm import trusted_conf
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records, user
 from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import inherit_group
@@ -431,6 +439,24 @@ def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_
     assert main(["cancel", str(theirs)]) == 2
     assert [run.id for run in lookup.all_runs(team)] == [own.id, theirs.name]
     assert lookup.find("last", team).path == own.path
+
+
+def test_ranks_started_by_hand_in_a_teams_folder_meet_where_only_their_user_can_write(
+    shared: Path, stranger: Stranger
+) -> None:
+    """Each of the team has a folder for that; one that somebody else has made ready would give them the ranks."""
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    step = Environment("slurm", job_id="17", step_id="0")
+    assert rendezvous_directory(step, team).is_dir()
+    stranger.does(lambda: rendezvous_directory(step, team), groups=[stranger.gid])
+    mine = team / f".meetings-{os.geteuid()}"
+    shutil.rmtree(mine)
+    stranger.does(mine.mkdir, groups=[stranger.gid])
+    with pytest.raises(EnvironmentMismatchError, match="not a folder that only you can write to"):
+        rendezvous_directory(step, team)
 
 
 def read_all(path: Path) -> None:

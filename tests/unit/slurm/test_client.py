@@ -309,9 +309,20 @@ def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
     assert ran[0][-4:] == ["show", "job", "-o", "12_3"]
 
 
-def test_an_unknown_job_is_none(fake_slurm: FakeSlurm) -> None:
-    client, _ = answers(returncode=1, stderr="slurm_load_jobs error: Invalid job id specified")
-    assert client.job("99") is None
+@pytest.mark.parametrize(
+    ("stdout", "stderr"), [("", "slurm_load_jobs error: Invalid job id specified\n"), ("Job 12_99 not found\n", "")]
+)
+def test_an_unknown_job_is_none(stdout: str, stderr: str, fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(stdout, 1, stderr)
+    assert client.look("12_99") is None
+
+
+@pytest.mark.parametrize("stdout", ["", "\n", "this login node is to be restarted at noon\n"])
+def test_an_answer_that_says_nothing_of_a_job_does_not_mean_that_it_is_gone(stdout: str, fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(stdout)
+    with pytest.raises(ClusterError, match="does not say what the job does"):
+        client.look("12")
+    assert client.job("12") is None
 
 
 @pytest.mark.parametrize(
