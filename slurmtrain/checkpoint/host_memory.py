@@ -1,8 +1,10 @@
-"""The memory of this host: how much is left, and how to make its first use faster."""
+"""The memory of this host: how much is left, how to make its first use faster, and how to lock it for copies from a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +13,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # processes that only ask how much memory is left load no torch
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 HUGE_PAGE_BYTES = 2 << 20
+
+# Page-locked memory of this process: its addresses, what nobody uses, and what must stay since a GPU may still copy to it.
+_locked: set[int] = set()
+_unused: list[Tensor] = []
+_written_to: list[Tensor] = []
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
@@ -23,8 +32,78 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin
     if tensor.device.type == "cpu" and size >= HUGE_PAGE_BYTES:
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
+        _advise(begin, size // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+
+
+def _advise(begin: int, size: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+
+
+def allocate_pages(size: int, *, for_gpu: bool) -> Tensor:
+    """Return at least `size` bytes of new memory that begins at a page and has whole pages.
+
+    torch's own page-locked memory is no place for gigabytes: it rounds their number up to a power of two, and keeps what
+    it is given back.
+
+    Args:
+        for_gpu: page-locked, so that copies from a GPU run beside the computation. Return it with `give_back`.
+    """
+    import torch
+
+    while for_gpu and _unused:
+        unused = _unused.pop()
+        if unused.nbytes >= size:
+            return unused
+        _page_unlock(unused)
+        del unused  # before there is more
+    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
+    ask_for_huge_pages(memory)
+    first = -memory.data_ptr() % mmap.PAGESIZE
+    pages = memory[first : first + size]
+    if for_gpu:
+        _page_lock(pages)
+    return pages
+
+
+def give_back(memory: Tensor, *, written_to: bool = False) -> None:
+    """Keep memory of `allocate_pages`, if it is page-locked, for the next who needs some.
+
+    To unlock it could wait for the whole GPU, which waits for ever where another rank is gone.
+
+    Args:
+        written_to: a GPU may still copy to it, so nobody else may use it.
+    """
+    if memory.data_ptr() in _locked:
+        (_written_to if written_to else _unused).append(memory)
+
+
+def _page_lock(memory: Tensor) -> None:
+    import torch
+
+    # Data workers are forks. Where one shares these pages, older kernels give this process others at the next write to them,
+    # and the GPU goes on with the old ones.
+    _advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTFORK)
+    runtime = torch.cuda.cudart()
+    refused = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(refused) == 0:
+        _locked.add(memory.data_ptr())
+        return
+    log.warning(
+        "%.2f GB of host memory cannot be page-locked (%s): training waits for each copy from the GPU",
+        memory.nbytes / 1e9,
+        runtime.cudaGetErrorString(refused),
+    )
+    with contextlib.suppress(RuntimeError):  # CUDA tells the error once more, to whoever starts a kernel next
+        torch.zeros(1, device="cuda")
+
+
+def _page_unlock(memory: Tensor) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    _advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DOFORK)
+    _locked.remove(memory.data_ptr())
 
 
 def available_memory() -> int | None:

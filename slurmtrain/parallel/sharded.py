@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -63,7 +64,7 @@ def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
         "tp": dims.tp,
     }
     names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
-    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    return _mesh(device, tuple(sizes[name] for name in names), names)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -78,7 +79,17 @@ def sequence_group(dims: ParallelDims, device: torch.device) -> dist.ProcessGrou
     It is the axis `cp`, which is a part of `dp_shard` in the mesh.
     """
     shape = (dims.world_size // (dims.cp * dims.tp), dims.cp, dims.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp")).get_group("cp")
+    return _mesh(device, shape, ("others", "cp", "tp")).get_group("cp")
+
+
+def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a new mesh, whose ranks wait for each other as long as all ranks do, and not for torch's default time."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    assert dist.group.WORLD is not None
+    everybody = dist.group.WORLD._get_backend(device)
+    for name in names if dist.get_backend() != "fake" else ():  # which has no time-out
+        _set_pg_timeout(everybody.options._timeout, mesh.get_group(name))
+    return mesh
 
 
 def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep: bool) -> None:

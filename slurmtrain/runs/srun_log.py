@@ -15,6 +15,8 @@ from slurmtrain.system import records
 
 SRUN_LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
 JOB_LOG_BYTES = 65536  # read from the end of a job's log
+RANK_LOG_BYTES = 65536  # read from the end of the log of a rank that was aborted
+LAST_WORDS_LENGTH = 200
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,24 @@ def node_of_killed_tasks(killed: str) -> str | None:
     match = re.match(r"(\S+): tasks? [\d,-]+: ", killed)
     node = match.group(1) if match else ""  # a "missing step on node 1" counts the nodes of the step
     return node if node and not set("[,") & set(node) else None
+
+
+def with_last_words(killed: str, attempt_dir: AttemptDir) -> str:
+    """Add to srun's words on tasks that have aborted why the first of them did, by its log.
+
+    A thread of torch's ends the process by SIGABRT when the GPU has failed, or a collective of NCCL has, mostly before
+    the rank itself hears of it. What it says then is all that is known.
+    """
+    match = re.search(r": tasks? (\d+)[\d,-]*: Aborted", killed)
+    if match is None:
+        return killed
+    try:
+        log = records.read_tail(attempt_dir.rank_log(int(match.group(1))), RANK_LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return killed
+    _, _, end = log.rpartition("terminate called after throwing an instance of")
+    said = re.search(r"^ *what\(\): +(?:\[PG [^]]*\] *)?(?:.* terminated with exception: )?(.+)", end, re.MULTILINE)
+    return f"{killed} ({said.group(1).strip()[:LAST_WORDS_LENGTH]})" if said else killed
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:

@@ -160,8 +160,13 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     rendezvous_dir = session.context.attempt_dir.path if session.context else None
     if rendezvous_dir is None and environment.source == "slurm" and environment.world_size > 1:
         rendezvous_dir = attempt_context.rendezvous_directory(environment, lookup.runs_root())
+
+    def watch(met: DistributedContext) -> None:
+        if watchdog:
+            session.watchdog = _watch(limits if watchdog is True else replace(limits, min_s=watchdog), met)
+
     try:
-        session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag)
+        session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)
         session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
         if session.context is not None:
             from slurmtrain.runtime.preflight.check import run_preflight
@@ -171,24 +176,29 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         leave(EXIT_REQUEUE)
     if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
-    if watchdog:
-        _watch(limits if watchdog is True else replace(limits, min_s=watchdog), session.distributed, session.agreement)
+    if session.watchdog is None:  # a rank that is alone
+        watch(session.distributed)
+    _follow(session.watchdog, session.agreement)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
 
 
-def _watch(limits: WatchdogConfig, distributed: DistributedContext, agreement: StopAgreement) -> None:
-    """Start to watch whether this rank calls `should_stop`."""
-    from slurmtrain.runtime.watchdog.progress import Position
+def _watch(limits: WatchdogConfig, met: DistributedContext) -> Watchdog:
+    """Start to watch this rank."""
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
 
     attempt_dir = session.context.attempt_dir if session.context is not None else None
     # The ranks of a program may end at different times, so one that is gone has not failed.
-    session.watchdog = Watchdog(limits, distributed, attempt_dir, leaves_with_rank_0=False)
-    session.watchdog.follow(
-        lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0)
-    )
+    return Watchdog(limits, met, attempt_dir, leaves_with_rank_0=False)
+
+
+def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
+    """Watch from now on whether this rank calls `should_stop`."""
+    from slurmtrain.runtime.watchdog.progress import Position
+
+    if watchdog is not None:
+        watchdog.follow(lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0))
 
 
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:

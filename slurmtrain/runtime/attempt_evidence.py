@@ -18,7 +18,7 @@ from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks
+from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks, with_last_words
 from slurmtrain.runtime.attempt_policy import blame_policy
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
@@ -138,7 +138,7 @@ def evidence_of(
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         hang=hang.sentence if hang is not None else None,
-        killed=killed,
+        killed=with_last_words(killed, attempt_dir) if killed is not None else None,
         request=request,
         facts=facts,
         told=attempt.facts_when_told,

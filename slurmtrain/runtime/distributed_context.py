@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,9 @@ from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
 from slurmtrain.system.signals import StopFlag
 
 DRIVER_S = 5.0  # for a driver to say why there is no GPU
+# A collective of NCCL that times out ends the process with SIGABRT, whatever it is about to say. Ranks that wait for each other
+# on the CPU, too, get an error of gloo's before that, and find out who did not come.
+AFTER_GLOO_S = 300
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,13 @@ class DistributedContext:
 
 
 def init_distributed(
-    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop_flag: StopFlag
+    cluster: ClusterConfig,
+    device: str,
+    environment: Environment,
+    directory: Path | None,
+    stop_flag: StopFlag,
+    *,
+    on_met: Callable[[DistributedContext], None] = lambda met: None,
 ) -> DistributedContext:
     """Find the device, meet the other ranks, and make the process groups.
 
@@ -89,6 +99,8 @@ def init_distributed(
 
     Args:
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
+        on_met: called when several ranks have met, with what they share so far: a store, and no group yet. NCCL has no
+            time-out for the start of a group, so whoever watches over the ranks has to begin now.
 
     Raises:
         EnvironmentMismatchError: a GPU was asked for that does not exist.
@@ -106,7 +118,9 @@ def init_distributed(
     timeout = timedelta(seconds=cluster.collective_timeout_s)
     if dist.is_initialized():
         _choose_interface(cluster.network_interface, None)
-        return _with_groups(environment, own, timeout, _address_of_store())
+        met = DistributedContext(environment, own, store_address=_address_of_store())
+        on_met(met)
+        return _with_groups(met, timeout)
     rendezvous = meet(
         environment,
         directory or Path("."),
@@ -115,6 +129,8 @@ def init_distributed(
         interface=cluster.network_interface,
         ports=cluster.ports,
     )
+    met = DistributedContext(environment, own, store_address=rendezvous.address, store=rendezvous.store)
+    on_met(met)
     if own.type == "cuda":
         _check_own_gpu(rendezvous.store, environment, own)
     _choose_interface(cluster.network_interface, rendezvous.interface)
@@ -125,20 +141,18 @@ def init_distributed(
         store=rendezvous.store,
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timeout,
+        timeout=timeout + timedelta(seconds=AFTER_GLOO_S if own.type == "cuda" else 0),
         device_id=own if own.type == "cuda" else None,
     )
-    return replace(_with_groups(environment, own, timeout, rendezvous.address), store=rendezvous.store)
+    return _with_groups(met, timeout)
 
 
-def _with_groups(
-    environment: Environment, device: torch.device, timeout: timedelta, store_address: tuple[str, int] | None
-) -> DistributedContext:
+def _with_groups(met: DistributedContext, timeout: timedelta) -> DistributedContext:
     """Make the groups beside torch's default process group."""
     assert dist.group.WORLD is not None
     control_group = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return DistributedContext(environment, device, dist.group.WORLD, control_group, checkpoint_group, store_address)
+    return replace(met, device_group=dist.group.WORLD, control_group=control_group, checkpoint_group=checkpoint_group)
 
 
 def _address_of_store() -> tuple[str, int] | None:

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # What gloo and NCCL say when another rank has gone.
 LOST_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+# What gloo says in a collective, and the store before there is a group.
+TIMED_OUT = ("Timed out waiting", "wait timeout after")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -57,8 +59,8 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return whether this is gloo's error for a collective to which some rank did not come in time."""
-    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
+    """Return whether this is the error for a collective, or the start of a group, to which some rank did not come in time."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in TIMED_OUT)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -112,10 +112,16 @@ def _run(
         timeline.begin("loading PyTorch")
         if given is not None and environment.rank == 0:
             stop_watcher = _begin(given, environment, config, stop_flag)
-        distributed, context = _join(config, environment, given, find_or_create, stop_flag, timeline)
+
+        def watch(met: DistributedContext) -> None:
+            nonlocal watchdog
+            if given is not None:  # else the ranks have yet to agree on the attempt
+                watchdog = _watch(config, met, given)
+
+        distributed, context = _join(config, environment, given, find_or_create, stop_flag, timeline, watch)
         if given is None and environment.rank == 0:
             stop_watcher = _begin(context, environment, config, stop_flag)
-        watchdog = _watch(config, distributed, context)
+        watchdog = watchdog or _watch(config, distributed, context)
         _check(config, distributed, context, timeline, stop_flag)
         start_gpu_sampler(context.attempt_dir, environment)
         code = _train(config, distributed, context, stop_flag, timeline, stop_watcher, watchdog)
@@ -170,8 +176,13 @@ def _join(
     find_or_create: Callable[[], RunDir],
     stop_flag: signals.StopFlag,
     timeline: Timeline,
+    on_met: Callable[[DistributedContext], None],
 ) -> tuple[DistributedContext, AttemptContext]:
-    """Meet the other ranks, and return what connects this rank with them, and its run and attempt."""
+    """Meet the other ranks, and return what connects this rank with them, and its run and attempt.
+
+    Args:
+        on_met: see `init_distributed`.
+    """
     from slurmtrain.runtime.distributed_context import init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
     from slurmtrain.training.seeds import use_deterministic_kernels
@@ -188,7 +199,9 @@ def _join(
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         rendezvous_dir = attempt_context.rendezvous_directory(environment, Path(config.job.runs_dir))
     directory = given.attempt_dir.path if given else rendezvous_dir
-    distributed = init_distributed(config.cluster, config.train.device, environment, directory, stop_flag)
+    distributed = init_distributed(
+        config.cluster, config.train.device, environment, directory, stop_flag, on_met=on_met
+    )
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given

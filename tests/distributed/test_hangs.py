@@ -16,10 +16,13 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.config.schema import Config, WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.failures import found_hang
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import main
+from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.leaving import timed_out
 from slurmtrain.runtime.watchdog.watchdog import Watchdog
@@ -331,6 +334,31 @@ def test_a_collective_whose_own_time_out_comes_first_names_the_rank_that_did_not
     first, second = gloo_ranks.start_joined(2, wait_for_a_stopped_rank, tmp_path).endings(90)
     assert (first.error, first.exit_code, second.exit_code) == (None, 1, -signal.SIGKILL)
     found = found_hang(AttemptDir(tmp_path))
+    assert found is not None
+    assert found.sentence.startswith(f"rank 1 on {found.node} was stopped (SIGSTOP), start")
+
+
+def be_stopped_while_the_groups_are_made(directory: Path) -> None:
+    """Ranks of an attempt; the second is stopped when all have met, and before it can be connected with the first."""
+
+    def stop(*_: object, store: dist.PrefixStore, **options: object) -> None:
+        store.underlying_store.wait(["restart-0/watchdog/beat/1"])  # the other one knows this process
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if os.environ["RANK"] == "1":
+        dist.init_process_group = stop
+    context = AttemptContext(RunDir(directory), 1, supervised=True)
+    context.attempt_dir.path.mkdir(parents=True, exist_ok=True)
+    config = Config(watchdog=WatchdogConfig(first_step_s=3))
+    main._run(lambda: (config, lambda: context.run_dir), context, strict=False)
+
+
+def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    """As it is with NCCL, which has no time-out for that."""
+    started = gloo_ranks.start(2, be_stopped_while_the_groups_are_made)
+    first, second = started.endings(90)
+    assert (first.exit_code, second.exit_code) == (1, -signal.SIGKILL)
+    found = found_hang(RunDir(started.directory).attempt(1))
     assert found is not None
     assert found.sentence.startswith(f"rank 1 on {found.node} was stopped (SIGSTOP), start")
 

@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError
+from slurmtrain.parallel.sharded import build_mesh, sequence_group
 from slurmtrain.runtime import rendezvous
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
@@ -55,6 +57,19 @@ def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
 
 def test_all_ranks_meet_in_three_groups(gloo_ranks: GlooRanks) -> None:
     assert gloo_ranks(3, sums) == [[6.0, 6.0, 6.0]] * 3
+
+
+def time_outs_of_layouts(distributed: DistributedContext) -> set[float]:
+    """In seconds, of all groups of a layout with replicas, and of one with sequences that ranks share."""
+    mesh = build_mesh(ParallelDims(dp_replicate=2, dp_shard=1), distributed.device)
+    groups = [*mesh.get_all_groups(), sequence_group(ParallelDims(dp_shard=1, cp=2), distributed.device)]
+    return {group._get_backend(distributed.device).options._timeout.total_seconds() for group in groups}
+
+
+def test_the_ranks_of_each_part_of_a_layout_wait_as_long_as_all_ranks_do(gloo_ranks: GlooRanks) -> None:
+    """And not for torch's half an hour, whatever the config says."""
+    time_out = float(cluster_config().collective_timeout_s)
+    assert gloo_ranks(2, time_outs_of_layouts) == [{time_out}] * 2
 
 
 def listening(port: int) -> list[str]:

@@ -1,6 +1,6 @@
 """A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is written.
 
-The buffer is allocated once and reused (page-locked if there is a GPU, so that copies from it run beside the
+The buffer is allocated once and reused (page-locked where this process uses a GPU, so that copies to it run beside the
 computation). Tensors in host memory are copied before `stage` returns. On a GPU, parameters and an optimiser's own
 state are copied in the background, with a hook that makes `optimizer.step()` wait; everything else (buffers, averaged
 models) before the next computation. Fingerprints show whether such a copy equals the tensor as it was at the call,
@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.host_memory import ask_for_huge_pages, available_memory
+from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
 from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.save.fingerprints import TURNS_ON_CPU, Key, fingerprint
-from slurmtrain.checkpoint.save.plan import PAGE_BYTES, SavePlan
+from slurmtrain.checkpoint.save.plan import SavePlan
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
@@ -77,6 +77,9 @@ class Image:
         if self._finished:
             return
         if self._event is not None:
+            torch.cuda.set_device(
+                self._event.device
+            )  # of this thread, which else makes a context on GPU 0 and keeps it
             self._event.synchronize()
         values = self._expected.tolist()
         for (name, copy), value in zip(self._copies, values, strict=False):
@@ -90,6 +93,13 @@ class Image:
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
         self._finished = True
+
+    def is_copied(self) -> bool:
+        """Return whether the GPU is done with all copies, as far as it can be asked."""
+        try:
+            return self._event is None or self._event.query()
+        except RuntimeError:  # a GPU that has failed
+            return False
 
     def wait(self) -> None:
         """Make a GPU's current stream wait until everything is copied."""
@@ -205,15 +215,14 @@ class Staging:
         return self._buffer.numpy().data[:size]
 
     def _allocate(self, size: int) -> None:
+        self._give_back()  # the old one first
+        self._buffer = allocate_pages(size, for_gpu=torch.cuda.is_initialized())
+
+    def _give_back(self) -> None:
         self._touched()
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # give the old one back first
-        # The buffer begins at a page and has whole pages, as writing past the page cache requires.
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-        if not memory.is_pinned():
-            ask_for_huge_pages(memory)
-        first = -memory.data_ptr() % PAGE_BYTES
-        self._buffer = memory[first : first + size]
+        give_back(self._buffer, written_to=self._current is not None and not self._current.is_copied())
+        self._current = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _touched(self) -> None:
         if self._touching is not None:
@@ -224,9 +233,8 @@ class Staging:
         """Free the buffer and the hooks, when nothing is written from the buffer any more."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._current = [], None
-        self._touched()
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._hooks = []
+        self._give_back()
 
     def wait(self) -> None:
         """Wait until the state may be changed."""

@@ -27,7 +27,7 @@ TAIL_BYTES = 200_000
 STATES = {
     "R": "running",
     "S": "sleeping",
-    "D": "waiting for a disk or file system (state D)",
+    "D": "waiting in the kernel for a disk, file system or driver (state D)",
     "T": "stopped (SIGSTOP)",
     "t": "stopped by a debugger",
     "Z": "ended",

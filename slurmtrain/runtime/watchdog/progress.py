@@ -67,7 +67,7 @@ class Progress:
         self._moved = 0
         self.moving = False
         self.idle_s = 0.0
-        self.limit_s = math.inf
+        self.limit_s = time_out(limits, self._allowance, None)  # others hear of it before the first look
 
     def look(self, now: float, position: Position, allowance: Allowance, moved: int = 0) -> None:
         """Note what is seen now.

@@ -172,7 +172,7 @@ def find_absent(
         dumps = {**dumps, **asked}
         return [_silent(rank, reports, expected_nodes, dumps.get(rank, ""), nodes) for rank in silent]
     if world_size == 1:
-        return [_live(report) for report in reports.values()]
+        return [_live(report, alone=True) for report in reports.values()]
     at_work = [rank for rank, report in reports.items() if not report.beat.waits]
     behind = _behind(reports)
     if len(at_work) < world_size:
@@ -224,7 +224,7 @@ def _silent(
         what, frame = "was stopped (SIGSTOP)", ""
     elif "D" in states:
         channel = next((each.channels[rank] for each in nodes if rank in each.channels), None)
-        what = f"waits for a disk or file system (state D{f', in {channel}' if channel else ''})"
+        what = f"waits in the kernel for a disk, file system or driver (state D{f', in {channel}' if channel else ''})"
     elif any(state in (evidence.GONE, "Z", "X") for state in states):
         what = "ended without a word"
     elif stack or states:
@@ -236,9 +236,9 @@ def _silent(
     return Absent(rank, node, pid, step, phase, what, frame, dump)
 
 
-def _live(report: HangReport) -> Absent:
+def _live(report: HangReport, *, alone: bool = False) -> Absent:
     beat = report.beat
-    what, where = "did not come to where the others wait", beat.where
+    what, where = "did not get on" if alone else "did not come to where the others wait", beat.where
     stuck = [worker for worker in report.workers if any(word in worker["stacks"] for word in _OF_WORKERS)]
     stopped = [worker for worker in report.workers if worker["state"] in "TtD"]
     if beat.phase == "data":
@@ -246,7 +246,7 @@ def _live(report: HangReport) -> Absent:
         if stopped or stuck or report.workers:
             worker = (stopped or stuck or list(report.workers))[0]
             where = f"its data worker {worker['pid']} " + describe_worker(worker)
-    elif beat.waits:
+    elif beat.waits and not alone:
         what = "waits for others, but not in what they wait in,"
     return Absent(beat.rank, beat.node, beat.pid, beat.step, beat.phase, what, where, report.stacks, report.workers)
 

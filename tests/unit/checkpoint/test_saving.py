@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+from slurmtrain.checkpoint import host_memory
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -453,6 +455,75 @@ def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
         with pytest.raises(CheckpointError, match=r"model\.weight was changed while it was copied") as caught:
             image.finish()
         assert "wait_staged()" in (caught.value.hint or "")
+
+
+class Driver:
+    """CUDA's runtime, as far as it locks memory."""
+
+    def __init__(self, refuses: int = 0):
+        self.locked: dict[int, int] = {}
+        self.refuses, self.asked = refuses, 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.asked += 1
+        if self.refuses:
+            return self.refuses
+        assert not any(begin < address + size and address < begin + length for begin, length in self.locked.items())
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.locked.pop(address, 0) else 1
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return "out of memory"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    for name, empty in (("_locked", set()), ("_unused", []), ("_written_to", [])):
+        monkeypatch.setattr(host_memory, name, empty)
+    return found
+
+
+MIB = 1 << 20
+
+
+def test_the_copy_of_the_state_locks_no_more_host_memory_than_it_needs_and_it_is_used_again(driver: Driver) -> None:
+    """torch's own page-locked memory has a power of two bytes, 1.9 times what a state needs that is just above one."""
+    first, second, third = Staging(), Staging(), Staging()
+    first.prepare(8 * MIB + 1)
+    (size,) = driver.locked.values()
+    assert size < 10 * MIB
+    first.release()
+    second.prepare(4 * MIB)
+    assert driver.asked == 1, "what the first has given back is enough"
+    second.prepare(20 * MIB)
+    (size,) = driver.locked.values()
+    assert 20 * MIB < size < 22 * MIB
+    third.prepare(MIB)
+    assert len(driver.locked) == 2, "both are in use"
+
+
+def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(driver: Driver) -> None:
+    first, second = Staging(), Staging()
+    image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
+    image.later([], [], torch.empty(0, dtype=torch.int64), SimpleNamespace(query=lambda: False))  # type: ignore[arg-type]
+    first.release()
+    second.prepare(1)
+    assert len(driver.locked) == 2
+
+
+def test_a_save_works_where_no_memory_can_be_locked(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.refuses = 2
+    staging = Staging()
+    staging.prepare(MIB)
+    staging.release()
+    staging.prepare(MIB)
+    assert "cannot be page-locked (out of memory)" in caplog.text and driver.asked == 2
 
 
 def test_restoring_during_a_save_harms_neither(training: Callable[..., Training], writing: Gate) -> None:

@@ -190,6 +190,41 @@ def test_finishing_an_attempt_tells_the_ledger_and_a_later_one_that_trains_prove
     assert second.attempt == 2
 
 
+# As torch 2.11 ends a process in which CUDA has failed, on a GPU (H200).
+ABORTED = """
+[rank3]:[E1127 18:46:06.8 ProcessGroupNCCL.cpp:2073] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread \
+terminated with exception: CUDA error: uncorrectable ECC error encountered
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: CUDA error: \
+uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call
+""".replace("\\\n", "")
+
+
+def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed by SIGABRT before it can leave a record."""
+    attempt = add_attempt(run, nodes=["n0", "n1"], job_id="7", started=time.time() - 1000)
+    folder = run.attempt(attempt.number)
+    folder.srun_log.write_text("srun: error: n1: task 3: Aborted (core dumped)\nsrun: error: n0: tasks 0-1: Killed\n")
+    folder.rank_log(3).write_text(ABORTED)
+    outcome = finish_attempt(run, attempt.number, 134, Config(), Running())
+    said = "n1: task 3: Aborted (core dumped) (CUDA error: uncorrectable ECC error encountered)"
+    assert (outcome.reason, outcome.why) == (Reason.CRASH, f"crashed: {said}")
+    (record,) = read_ledger(ledger_file("big"))
+    assert (record.node, record.event, record.proven) == ("n1", NodeEvent.HARDWARE, True)
+
+
+@pytest.mark.parametrize("log", [None, "step 3\n", "terminate called without an active exception\n"])
+def test_an_aborted_rank_that_does_not_say_why_is_said_to_have_aborted(run: RunDir, log: str | None) -> None:
+    attempt = add_attempt(run, nodes=["n1"], job_id="7")
+    run.attempt(attempt.number).srun_log.write_text("srun: error: n1: tasks 0-3: Aborted\n")
+    if log is not None:
+        run.attempt(attempt.number).rank_log(0).write_text(log)
+    assert finish_attempt(run, attempt.number, 134, Config(), Running()).why == "crashed: n1: tasks 0-3: Aborted"
+
+
 def test_where_the_ledger_cannot_be_written_the_run_goes_by_its_own_attempts(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

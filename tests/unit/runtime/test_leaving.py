@@ -6,12 +6,14 @@ import errno
 import logging
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import (
@@ -36,7 +38,7 @@ from slurmtrain.runtime import api, attempt_context, main
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs import train
-from slurmtrain.runtime.leaving import failure_of
+from slurmtrain.runtime.leaving import failure_of, timed_out
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.signals import StopFlag
@@ -77,6 +79,14 @@ def test_what_a_rank_records_of_the_error_that_ends_it(error: BaseException, fai
     assert failure_of(error, rank=2) == failure
     told_all = isinstance(error, PreflightError) and error.told_all
     assert failure_of(error, rank=0).because_of_peer == (failure.because_of_peer and not told_all)
+
+
+def test_an_error_that_says_that_a_rank_did_not_come_in_time_is_known_by_its_words() -> None:
+    with pytest.raises(RuntimeError) as waited:
+        dist.TCPStore("127.0.0.1", 0, None, True).wait(["a key that nobody sets"], timedelta(milliseconds=1))
+    assert timed_out(waited.value)
+    assert timed_out(RuntimeError("[/pytorch/third_party/gloo/gloo/context.cc:1] Timed out waiting 1800000ms for recv"))
+    assert not timed_out(RuntimeError(GLOO)) and not timed_out(TimeoutError("Timed out waiting"))
 
 
 @pytest.mark.parametrize("code", [0, 75])

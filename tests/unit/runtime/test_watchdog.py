@@ -222,7 +222,7 @@ def reports(*ranks: int, **values: Any) -> dict[int, HangReport]:
     [
         ("T", "was stopped (SIGSTOP)"),
         ("t", "was stopped by a debugger"),
-        ("D", "waits for a disk or file system (state D)"),
+        ("D", "waits in the kernel for a disk, file system or driver (state D)"),
         ("gone", "ended without a word"),
         ("S", "is in a call that holds Python's interpreter lock"),
         (None, "does not answer any more (stopped, or its node is gone)"),
@@ -262,6 +262,13 @@ def test_the_rank_that_does_not_wait_is_the_one_that_did_not_come() -> None:
     shown = page("s", [absent], known, 4)
     assert shown.index("## Rank 2 on n2") < shown.index("File spin") < shown.index("## Ranks that waited")
     assert "### Ranks 0, 1, 3" in shown
+
+
+@pytest.mark.parametrize("waits", [False, True])  # True: for its GPU
+def test_a_rank_that_is_alone_is_not_said_to_keep_others_waiting(waits: bool) -> None:
+    known = {0: HangReport(beat(0, waits=waits, where="synchronize (streams.py:230)"))}
+    said = "rank 0 on n0 did not get on in step 17, forward/backward: synchronize (streams.py:230)"
+    assert sentence_of(find_absent(known, 1, NODES, {}), known, 1) == said
 
 
 def test_a_rank_that_waits_for_a_stopped_data_worker_says_so() -> None:
@@ -412,7 +419,7 @@ def test_a_rank_that_waits_for_a_file_system_names_the_call_of_the_kernel() -> N
     known = reports(0)
     node = NodeHangReport({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
     (absent,) = find_absent(known, 2, NODES, {}, [node])
-    assert absent.what == "waits for a disk or file system (state D, in nfs_wait_bit_killable)"
+    assert absent.what == "waits in the kernel for a disk, file system or driver (state D, in nfs_wait_bit_killable)"
 
 
 def test_stacks_of_a_rank_that_has_got_on_since_are_not_those_of_its_hang(tmp_path: Path) -> None:
