@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class AcceleratorCheckpointer:
         self._accelerator = accelerator
         self._checkpointer = Checkpointer(directory, **options)
         self._random_state: dict[str, Any] | None = None
+        self._place = _Place(accelerator)
         self._warned = False
 
     def load_state(self) -> int:
@@ -115,12 +117,13 @@ class AcceleratorCheckpointer:
             yield from loader
             return
         knows_its_place = getattr(loader, "use_stateful_dataloader", False) and self._random_state is not None
-        left = iter(loader if knows_its_place else self._accelerator.skip_first_batches(loader, batches))
-        for number, batch in enumerate(left):
-            if number == 0 and self._random_state is not None:
-                RANDOM_STATE.load_state_dict(self._random_state)
-                self._random_state = None
-            yield batch
+        rest = loader if knows_its_place else self._accelerator.skip_first_batches(loader, batches)
+        with self._place.read_by(rest, instead_of=loader):
+            for number, batch in enumerate(iter(rest)):
+                if number == 0 and self._random_state is not None:
+                    RANDOM_STATE.load_state_dict(self._random_state)
+                    self._random_state = None
+                yield batch
 
     def _objects(self) -> dict[str, Any]:
         """Return what all ranks save together, by the names that accelerate gives their files."""
@@ -138,7 +141,7 @@ class AcceleratorCheckpointer:
         }
         if accelerator.scaler is not None:
             objects["scaler"] = accelerator.scaler
-        return {**objects, "accumulation": _Accumulation(accelerator)}
+        return {**objects, "accumulation": self._place}
 
     def _own_objects(self) -> dict[str, Any]:
         """Return what each rank saves for itself: the loaders that know how far they are."""
@@ -146,17 +149,45 @@ class AcceleratorCheckpointer:
         return {f"loader_{number}": each for number, each in loaders if getattr(each, "use_stateful_dataloader", False)}
 
 
-class _Accumulation:
-    """The number of micro batches whose gradients an Accelerator has accumulated."""
+class _Place:
+    """Where a training is: the micro batches whose gradients are accumulated, and the epoch that each loader is in.
+
+    A loader shuffles by the number of its epoch, which it counts itself, unless the script calls its set_epoch.
+    """
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
+        self._readers: dict[int, Any] = {}  # by id of a loader: the one that yields the rest of its epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step}
+        epochs = [self._epoch_of(loader) for loader in self._accelerator._dataloaders]
+        return {"step": self._accelerator.step, "epochs": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        for loader, epoch in zip(
+            self._accelerator._dataloaders, state.get("epochs", ()), strict=False
+        ):  # none in old ones
+            loader.iteration = epoch
+
+    @contextmanager
+    def read_by(self, rest: Any, instead_of: Any) -> Iterator[None]:
+        """Note which loader yields the rest of the epoch of another one, which is an epoch further when that is done."""
+        self._readers[id(instead_of)] = rest
+        try:
+            yield
+        finally:
+            del self._readers[id(instead_of)]
+        if rest is not instead_of:
+            instead_of.iteration = rest.iteration
+
+    def _epoch_of(self, loader: Any) -> int:
+        """Return the number of the epoch of which a loader yields batches next."""
+        reader = self._readers.get(id(loader), loader)
+        in_its_last_batch = reader.end_of_dataloader and any(
+            each is reader for each in self._accelerator.gradient_state.dataloader_references
+        )
+        return int(reader.iteration) + int(in_its_last_batch)
 
 
 def _draws_another_order(loader: Any) -> bool:

@@ -21,6 +21,7 @@ import logging
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -427,6 +428,8 @@ class _Position:
         """
         fetcher, loaders = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader.flattened
         keeps_position = any(hasattr(loader, "load_state_dict") for loader in loaders)
+        if resumed:  # Lightning would say that it begins the epoch's batches again, which it does not here
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         if resumed and self.batches and self._order is not None:
             RandomState().load_state_dict(self._order["random"])
             for generator, state in zip(_generators(trainer), self._order["generators"], strict=False):
@@ -488,6 +491,10 @@ def _begin_batches(fetcher: Any, loaders: list[Any], skip: int) -> None:
         # Past DataLoader.__setattr__, which refuses it because an iterator that exists would not see it.
         later = _Later(getattr(loader, name), skip)
         object.__setattr__(loader, name, later)
+        if (
+            loader._iterator is not None
+        ):  # persistent workers: it serves all epochs, with the sampler that it began with
+            loader._iterator._index_sampler = later
         iter(fetcher)
         later.skip()
         return

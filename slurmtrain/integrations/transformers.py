@@ -38,6 +38,7 @@ from slurmtrain.runtime.own_checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)
 
+BEST_METRIC = "best_metric"  # in a checkpoint: Trainer's name for the metric of the best one so far
 SHOWN_AS = {"learning_rate": "lr", "eval_loss": "valid_loss"}  # names of Trainer's log, and of metrics.jsonl
 
 
@@ -246,11 +247,11 @@ class CheckpointedTrainer(Trainer):  # type: ignore[misc]
             return output
 
     def _make_checkpointer(self) -> Checkpointer:
-        limit, best = self.args.save_total_limit, self.args.load_best_model_at_end
+        limit, best = self.args.save_total_limit, self.args.metric_for_best_model is not None
         keep = Keep(
             last=max(2, limit) if limit else sys.maxsize,
             best=1 if best else 0,
-            metric=self._metric_name(),
+            metric=BEST_METRIC,
             mode="max" if self.args.greater_is_better else "min",
         )
         directory = self._checkpoint_dir
@@ -328,15 +329,19 @@ class CheckpointedTrainer(Trainer):  # type: ignore[misc]
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(self._checkpointer.directory / f"checkpoint_{step:07d}")
+        states: dict[str, list[Any]] = {}
         for each in (*self.callback_handler.callbacks, self.control):
             if isinstance(each, ExportableState):
-                self.state.stateful_callbacks[type(each).__name__] = each.state()
+                states.setdefault(type(each).__name__, []).append(each.state())
+        self.state.stateful_callbacks = {name: all_ if len(all_) > 1 else all_[0] for name, all_ in states.items()}
         # Ranks differ in how long an evaluation took and in who they are; rank 0's state counts.
         text = json.dumps(dataclasses.asdict(self.state), sort_keys=True)
         self._state_text.text = session.initialised()[0].broadcast_text(text)
         name = self._metric_name()
         found = [entry[name] for entry in self.state.log_history if entry["step"] == step and name in entry]
         metrics = {name: found[-1]} if found else {}
+        if self.state.best_global_step == step and self.state.best_metric is not None:
+            metrics[BEST_METRIC] = self.state.best_metric  # each is better than those before it, so that it stays
         self._checkpointer.save(step, metrics=metrics, trainer=self._state_text, **self._objects())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -356,6 +361,21 @@ class CheckpointedTrainer(Trainer):  # type: ignore[misc]
             raise _OtherCheckpointError
         self._random_state = RANDOM_STATE.state_dict()
 
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        if self._folder is None or self.args.restore_callback_states_from_checkpoint:
+            return
+        # It is the same training, so that what callbacks have counted goes on (EarlyStoppingCallback). Trainer, if it is told
+        # to, makes new callbacks of what was saved; these keep what the script gave them.
+        saved = {
+            name: list(each) if isinstance(each, list) else [each]
+            for name, each in self.state.stateful_callbacks.items()
+        }
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState) and (states := saved.get(type(callback).__name__)):
+                for name, value in states.pop(0).get("attributes", {}).items():
+                    setattr(callback, name, value)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or checkpoint != self._folder:
             super()._load_rng_state(checkpoint)
@@ -368,4 +388,8 @@ class CheckpointedTrainer(Trainer):  # type: ignore[misc]
             super()._load_best_model()
             return
         self._checkpointer.wait()
-        self._checkpointer.restore(path=best, as_start=True, model=self.model_wrapped)
+        step = self.state.best_global_step
+        # With `at_most` it is no beginning, and is not reported as one.
+        self._checkpointer.restore(path=best, at_most=step, as_start=True, model=self.model_wrapped)
+        if session.initialised()[0].environment.rank == 0:
+            log.info("the model is the best one, of step %s: %s %s", step, self._metric_name(), self.state.best_metric)

@@ -81,9 +81,28 @@ class Attempts:
     def resumed(self) -> list[str]:
         return [message for message in self.messages if message.startswith("resuming")]
 
-    def trainer(self, folder: Path, *, stop_at: int | None = None, ours: bool = True, **arguments: Any) -> Any:
-        """A new Trainer, as a script makes it when it starts; rank 1 is told to stop in step `stop_at`."""
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+    def trainer(
+        self,
+        folder: Path,
+        *,
+        stop_at: int | None = None,
+        ours: bool = True,
+        patience: int | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """A new Trainer, as a script makes it when it starts; rank 1 is told to stop in step `stop_at`.
+
+        With `patience` it stops early: all its evaluations are equally good, of which the first is the best.
+        """
+        from transformers import (
+            EarlyStoppingCallback,
+            LlamaConfig,
+            LlamaForCausalLM,
+            Trainer,
+            TrainerCallback,
+            TrainingArguments,
+            set_seed,
+        )
 
         from slurmtrain.integrations.transformers import CheckpointedTrainer, SlurmtrainCallback
 
@@ -114,7 +133,12 @@ class Attempts:
             args=TrainingArguments(**{**given, **arguments}),
             train_dataset=Texts(),
             eval_dataset=Texts(),
-            callbacks=[Stop()] if ours else [Stop(), SlurmtrainCallback()],
+            callbacks=[
+                Stop(),
+                *([] if ours else [SlurmtrainCallback()]),
+                *([] if patience is None else [EarlyStoppingCallback(patience)]),
+            ],
+            compute_metrics=None if patience is None else lambda _: {"accuracy": 1.0},
         )
 
 
@@ -172,15 +196,18 @@ def trainers(world: DistributedContext, folder: Path) -> dict[str, Any]:
 
     # The best of the evaluated ones comes back at the end, through a stop, too.
     best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
-    best |= {"save_total_limit": 2, "greater_is_better": True}  # that of the first evaluation, which is long over
+    best |= {"save_total_limit": 2, "metric_for_best_model": "accuracy", "patience": 3}
     trainer = attempts.trainer(folder / "best", **best)
     trainer.train()
-    found["best"] = trainer.state.best_global_step, trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    found["best"] = trainer.state.best_global_step, trainer.evaluate()["eval_loss"] == losses[2]
+    found["stopped early"] = trainer.state.global_step
     code_of(attempts.trainer(folder / "stopped best", stop_at=7, **best).train)
     stopped = attempts.trainer(folder / "stopped best", **best)
     stopped.train()
     found["best after a stop"] = (
         stopped.state.best_global_step,
+        stopped.state.global_step,
         same(tensors_of(trainer.model, trainer.optimizer), tensors_of(stopped.model, stopped.optimizer)),
     )
 
@@ -253,9 +280,11 @@ def test_a_checkpointed_trainer_takes_the_next_older_checkpoint_where_one_is_dam
 
 def test_a_checkpointed_trainer_ends_with_its_best_model(trained: list[dict[str, Any]]) -> None:
     for found in trained:
-        step, is_best = found["best"]
-        assert 0 < step < STEPS and is_best
-        assert found["best after a stop"] == (step, True)
+        assert found["best"] == (2, True), (
+            "of equally good ones it is the first, which save_total_limit does not remove"
+        )
+        assert found["stopped early"] == 8
+        assert found["best after a stop"] == (2, 8, True), "its patience lasts as long as without the stop"
 
 
 def test_the_callback_lets_trainer_save_at_a_stop_and_a_torn_checkpoint_is_passed_over(
@@ -300,7 +329,6 @@ def accelerated(world: DistributedContext, folder: Path) -> dict[str, Any]:
         checkpointer = AcceleratorCheckpointer(accelerator, folder / name)
         done = checkpointer.load_state()
         for epoch in range(done // len(loader), 3):
-            loader.set_epoch(epoch)
             for (batch,) in checkpointer.skip_first_batches(loader, done - epoch * len(loader)):
                 attempts.stop_if(done + 1 == stop_at)
                 with accelerator.accumulate(model):

@@ -91,7 +91,9 @@ class Script:
         trainer = self.trainer(stop_at=stop_at, callback=callback, **arguments)
         samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)))
         each = 8 // self.world.environment.world_size
-        loader = torch.utils.data.DataLoader(samples, batch_size=each, shuffle=True, num_workers=workers)
+        loader = torch.utils.data.DataLoader(
+            samples, batch_size=each, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
         model = module(self.pytorch)
         try:
             trainer.fit(

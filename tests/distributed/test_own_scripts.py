@@ -182,6 +182,8 @@ if os.environ["SLURMTRAIN_ATTEMPT"] == "1":
     checkpointer.save(3, model=model).result()
     checkpointer.save_local(5, model=model).result()
     os._exit(9)
+slurmtrain.should_stop()
+checkpointer.restore(path=checkpointer.directory / "checkpoint_0000003", model=model)  # it goes back; it does not begin there
 """
 
 

@@ -19,6 +19,7 @@ def test_a_loader_that_knows_its_place_is_not_told_to_skip() -> None:
     accelerate = pytest.importorskip("slurmtrain.integrations.accelerate", reason="the extra `accelerate` is missing")
     checkpointer = object.__new__(accelerate.AcceleratorCheckpointer)
     checkpointer._random_state = RANDOM_STATE.state_dict()
+    checkpointer._place = accelerate._Place(None)
     next_draw = random.random()
     assert list(checkpointer.skip_first_batches(Stateful([3, 4, 5]), 3)) == [3, 4, 5]
     assert random.random() == next_draw, "the random state is the restored one after the first batch"
