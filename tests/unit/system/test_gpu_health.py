@@ -36,6 +36,7 @@ def test_only_what_is_broken_is_said_and_counts_as_hardware(answer: str, said: s
     [
         ("echo '0, 4, No, No'", "GPU 0 has 4 uncorrectable ECC errors"),
         ("echo '0, 4, No, No'; exit 9", None),
+        ("[[ $1 != *remapped* ]] || exit 2; echo '0, 4'", "GPU 0 has 4 uncorrectable ECC errors"),  # an older one
         ("exec sleep 30", None),
         (None, None),
     ],
