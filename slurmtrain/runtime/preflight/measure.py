@@ -53,7 +53,8 @@ def measure(
     sizes = sizes or (ON_GPU if distributed.device.type == "cuda" else ON_CPU)
     own = measured_by(distributed, sizes)
     if distributed.device.type == "cuda":
-        torch.cuda.empty_cache()  # the training has other sizes
+        torch.cuda.empty_cache()  # the training has other sizes, and its own peak of memory
+        torch.cuda.reset_peak_memory_stats(distributed.device)
     rates = [own]
     if exchange is not None:
         exchange.send("rates", own.encode())
