@@ -167,7 +167,8 @@ def _print_plan(plan: Plan, calibration: Calibration | None) -> None:
     batch, cluster = plan.config.train.global_batch_size, plan.config.cluster
     count, size = plan.dims.micro_batches(config.train), plan.dims.micro_batch_size(config.train)
     micro = f"{count} micro batch{'es' if count > 1 else ''} of {size} on each rank"
-    what = plan.hardware.gpu or ((cluster.gpu_type or "GPU") if cluster.gpus_per_node else "CPU rank")
+    cpus = "CPU rank" if cluster.tasks_per_node == 1 else "CPU ranks"
+    what = plan.hardware.gpu or ((cluster.gpu_type or "GPU") if cluster.gpus_per_node else cpus)
     rows = [
         ("layout", f"{nodes_text(_nodes(plan))} x {cluster.tasks_per_node} {what}: {plan.dims}"),
         ("model", f"{_large(shape.num_parameters())} parameters, computed in {plan.hardware.dtype}"),
@@ -236,11 +237,11 @@ def _checkpoint_sentence(saving: Saving) -> str:
 def _interval_sentence(plan: Plan) -> str:
     saving, best = plan.saving, plan.interval_s
     count = 0 if plan.step is None else max(1, round(best / plan.step.expected_s))
-    steps = f" = {count} step{'s' if count > 1 else ''}" if count else ""
+    steps = f" = {count:,} step{'s' if count > 1 else ''}" if count else ""
     why = "Daly 2006" if best == saving.daly_s else "as long as one takes to write"
-    text = f"{roughly(best)}{steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
+    text = f"{_interval(best)}{steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
     if saving.interval_s is not None:
-        text += f"; the config saves every {roughly(saving.interval_s)}"
+        text += f"; the config saves every {_interval(saving.interval_s)}"
     return text
 
 
@@ -257,11 +258,12 @@ def _cost_sentence(plan: Plan, shape: DecoderShape) -> str:
     if hours is None:
         return "failures come faster than restarts: nothing is left for training"
     assert plan.step is not None
-    days = hours / plan.step.ranks * 3600
+    seconds = hours / plan.step.ranks * 3600
     best = CHINCHILLA * shape.num_parameters()
+    unit = "GPU" if plan.config.cluster.gpus_per_node else "rank"
     return (
-        f"{_large(plan.tokens)} tokens take {_hours(hours)} GPU hours, {roughly(days)}. About {CHINCHILLA} tokens a parameter, "
-        f"{_large(best)}, use computation best (arXiv:2203.15556)"
+        f"{_large(plan.tokens)} tokens take {_hours(hours)} {unit} hours, {_interval(seconds)}. About {CHINCHILLA} tokens "
+        f"a parameter, {_large(best)}, use computation best (arXiv:2203.15556)"
     )
 
 
@@ -405,8 +407,15 @@ def _print_search(plan: Plan, found: list[Candidate]) -> None:
 
 
 def _gb(count: float) -> str:
-    """Format bytes in units of 10^9, as file systems and networks count."""
-    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e12:.3g} TB"
+    """Format bytes in units of 10^9, as file systems and networks count, and their multiples and parts."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def _interval(seconds: float) -> str:
+    return roughly(seconds) if seconds >= 90 else _seconds(seconds)
 
 
 def _seconds(seconds: float) -> str:

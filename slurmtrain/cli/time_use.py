@@ -104,7 +104,9 @@ def _number(value: float) -> str:
 
 
 def hours_of(hours: float) -> str:
-    """Format hours for a table: 0.02, 3.4, 120."""
+    """Format hours for a table: 0.003, 0.02, 3.4, 120."""
+    if 0 < hours < 0.01:
+        return f"{hours:.1g}" if hours >= 0.001 else "<0.001"
     return f"{hours:.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
 
 

@@ -71,6 +71,18 @@ def test_a_plan_fits_into_a_narrow_terminal(
     assert sorted(narrow.replace("-", "").split()) == sorted(whole.replace("-", "").split())
 
 
+def test_a_small_plan_on_cpus_is_told_in_small_units(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(["+experiment=smoke", "cluster.tasks_per_node=2", "cluster.peak_tflops=0.1"], capsys)
+    for words in (
+        "1 node x 2 CPU ranks: 2 ranks",
+        "\ncheckpoint     395 kB (12 bytes",
+        " rank hours, ",
+        "   132 kB   ",
+    ):
+        assert words in text, words
+    assert "GPU hours" not in text
+
+
 def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
