@@ -72,6 +72,8 @@ def complaints(found: GpuTotals) -> list[str]:
     if found.xids:
         shown = [f"{xid} on {one_line(node)} GPU {gpu}" for node, gpu, xid in found.xids[:XIDS_SHOWN]]
         said.append(f"Xid {', '.join(shown)}")
+    if found.lost_s > 0:
+        said.append(f"no answer from GPUs for {roughly(found.lost_s)}")
     return said
 
 
