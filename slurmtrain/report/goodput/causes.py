@@ -142,7 +142,8 @@ class Goodput:
 
         The time in which the run had ended, until a person resumed it, is left out, and so is what nobody knows.
         """
-        seconds = {cause: value for cause, value in self.seconds.items() if cause is not Cause.STOPPED}
+        seconds: dict[Cause, float] = dict(self.seconds)
+        seconds.pop(Cause.STOPPED, None)
         return _productive_of(seconds) if self.held_s > 0 else None
 
     def _held(self) -> Mapping[Cause, float]:
