@@ -39,11 +39,15 @@ def _asked(fields: Sequence[str], patience_s: float) -> tuple[int | None, str]:
 
 
 def parse_health(answer: str) -> str | None:
-    """Read the answer of nvidia-smi, a line each GPU with the values of FIELDS, into what `broken_gpus` says."""
+    """Read the answer of nvidia-smi, a line each GPU with the values of FIELDS, into what `broken_gpus` says.
+
+    Errors are counted since the driver was loaded, by whichever job had the GPU. Where none of its memory waits to be
+    replaced, they do no harm any more, and no program fails for them; preflight lets such a GPU pass, too.
+    """
     found = []
     for line in answer.splitlines():
         index, errors, pending, failed = [*(word.strip() for word in line.split(",")), "", "", "", ""][:4]
-        if errors.isdigit() and int(errors):
+        if errors.isdigit() and int(errors) and failed != "Yes" and pending != "No":
             found.append(f"GPU {index} has {errors} uncorrectable ECC error{'s' if int(errors) > 1 else ''}")
         elif failed == "Yes":
             found.append(f"GPU {index} has uncorrectable memory that cannot be remapped")
