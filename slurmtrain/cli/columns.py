@@ -128,6 +128,26 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("\n".join(table_lines(header, rows, terminal_width())))
 
 
+def sentence_lines(sentence: str, indent: int, width: int | None) -> list[str]:
+    """Return a sentence as lines of a terminal, of which the later ones are indented; one line if `width` is None."""
+    if width is None:
+        return [sentence]
+    together = sentence.replace(" %", "\xa0%")  # which textwrap leaves on one line
+    lines = textwrap.wrap(
+        together,
+        max(width, indent + LEAST_ROOM),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def print_sentence(sentence: str, indent: int) -> None:
+    """Print a sentence, as wide as the terminal; in a file or pipe it is one line."""
+    print("\n".join(sentence_lines(sentence, indent, terminal_width())))
+
+
 def terminal_width() -> int | None:
     """Return the width in letters; None in a file or pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -95,8 +95,10 @@ def goodput_object(found: Goodput) -> dict[str, Any]:
     seconds       wall-clock seconds by cause: queue, stopped, startup, productive, redone, checkpoint, evaluation, hung, lost,
                   idle_end, between and unknown; a cause without any is left out. They add up to wall_s
     gpu_seconds   GPUs x seconds by cause, of those in which GPUs were held; {} on CPUs
-    goodput       productive seconds / seconds in which nodes were held, without those of unknown cause; null if none are known
-    effective     the same with the time in the queue; without that in which the run had ended until it was resumed
+    goodput       productive part of gpu_seconds, without those of unknown cause; on CPUs of the seconds in which nodes were
+                  held; null if none are known
+    effective     productive seconds / seconds in which nodes were held or SLURM had not started the job, without those of
+                  unknown cause
     startup_s     seconds of the start-ups, by stage
     lost_s, lost_gpu_seconds  seconds, and GPUs x seconds, lost, by why an attempt ended, or "rolled back"
     interruptions number of attempts that ended before the run had finished, by why

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.elastic import at_most
@@ -165,8 +165,10 @@ def _count(text: str) -> int:
 def _print_plan(plan: Plan, calibration: Calibration | None) -> None:
     config, shape = plan.config, DecoderShape.of(plan.config.model)
     batch, cluster = plan.config.train.global_batch_size, plan.config.cluster
-    micro = f"{plan.dims.micro_batches(config.train)} x {plan.dims.micro_batch_size(config.train)} on a rank"
-    what = plan.hardware.gpu or ((cluster.gpu_type or "GPU") if cluster.gpus_per_node else "CPU rank")
+    count, size = plan.dims.micro_batches(config.train), plan.dims.micro_batch_size(config.train)
+    micro = f"{count} micro batch{'es' if count > 1 else ''} of {size} on each rank"
+    cpus = "CPU rank" if cluster.tasks_per_node == 1 else "CPU ranks"
+    what = plan.hardware.gpu or ((cluster.gpu_type or "GPU") if cluster.gpus_per_node else cpus)
     rows = [
         ("layout", f"{nodes_text(_nodes(plan))} x {cluster.tasks_per_node} {what}: {plan.dims}"),
         ("model", f"{_large(shape.num_parameters())} parameters, computed in {plan.hardware.dtype}"),
@@ -185,7 +187,7 @@ def _print_plan(plan: Plan, calibration: Calibration | None) -> None:
     rows.append(("learning rate", _rate_sentence(config, calibration)))
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        print(f"{name:<{width}}  {text}")
+        print_sentence(f"{name:<{width}}  {text}", width + 2)
     if plan.step is not None and plan.step.traffic:
         print()
         _print_traffic(plan.step)
@@ -194,7 +196,7 @@ def _print_plan(plan: Plan, calibration: Calibration | None) -> None:
         _print_more_nodes(plan)
     print()
     for note in _notes(plan, calibration):
-        print(f"note: {note}")
+        print_sentence(f"note: {note}", len("note: "))
 
 
 def _memory_sentence(plan: Plan) -> str:
@@ -234,11 +236,12 @@ def _checkpoint_sentence(saving: Saving) -> str:
 
 def _interval_sentence(plan: Plan) -> str:
     saving, best = plan.saving, plan.interval_s
-    steps = f" = {max(1, round(best / plan.step.expected_s))} steps" if plan.step is not None else ""
+    count = 0 if plan.step is None else max(1, round(best / plan.step.expected_s))
+    steps = f" = {count:,} step{'s' if count > 1 else ''}" if count else ""
     why = "Daly 2006" if best == saving.daly_s else "as long as one takes to write"
-    text = f"{roughly(best)}{steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
+    text = f"{_interval(best)}{steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
     if saving.interval_s is not None:
-        text += f"; the config saves every {roughly(saving.interval_s)}"
+        text += f"; the config saves every {_interval(saving.interval_s)}"
     return text
 
 
@@ -255,11 +258,12 @@ def _cost_sentence(plan: Plan, shape: DecoderShape) -> str:
     if hours is None:
         return "failures come faster than restarts: nothing is left for training"
     assert plan.step is not None
-    days = hours / plan.step.ranks * 3600
+    seconds = hours / plan.step.ranks * 3600
     best = CHINCHILLA * shape.num_parameters()
+    unit = "GPU" if plan.config.cluster.gpus_per_node else "rank"
     return (
-        f"{_large(plan.tokens)} tokens take {_hours(hours)} GPU hours, {roughly(days)}. About {CHINCHILLA} tokens a parameter, "
-        f"{_large(best)}, use computation best (arXiv:2203.15556)"
+        f"{_large(plan.tokens)} tokens take {_hours(hours)} {unit} hours, {_interval(seconds)}. About {CHINCHILLA} tokens "
+        f"a parameter, {_large(best)}, use computation best (arXiv:2203.15556)"
     )
 
 
@@ -289,14 +293,14 @@ def _print_traffic(step: StepTime) -> None:
             each.axis,
             str(each.ranks),
             str(each.nodes),
-            each.kind,
             _gb(each.bytes_sent),
             _seconds(step.traffic_s[each.axis]),
             _seconds(step.seconds.get(each.axis, 0.0)),
+            each.kind,
         ]
         for each in step.traffic
     ]
-    print_table(["axis", "ranks", "on nodes", "communication", "sent by a rank", "takes", "shows"], rows)
+    print_table(["axis", "ranks", "nodes", "sent by a rank", "time", "exposed", "communication"], rows)
 
 
 def _print_more_nodes(plan: Plan) -> None:
@@ -315,7 +319,7 @@ def _print_more_nodes(plan: Plan) -> None:
                 ]
             )
         print_table(["nodes", "step", "tokens/s", "efficiency", f"against {_nodes(plan)}", "costs more"], rows)
-    print(more_nodes_sentence(plan))
+    print_sentence(more_nodes_sentence(plan), 0)
 
 
 def _nodes(plan: Plan) -> int:
@@ -398,14 +402,20 @@ def _print_search(plan: Plan, found: list[Candidate]) -> None:
     fits = "fits" if len(found) == 1 else "fit; the fastest by arithmetic first"
     print(f"{count} of {'1 rank' if plan.dims.world_size == 1 else f'{plan.dims.world_size} ranks'} {fits}")
     print_table(["step", "tokens/s", "mfu", "GB", "bubble", "communication", "overrides"], rows)
-    print(
-        f"{min(SHOWN, len(found))} of {len(found)}; --json has all. What is within a few percent is worth measuring: scale"
-    )
+    shown = f"{min(SHOWN, len(found))} of {len(found)}; --json has all"
+    print_sentence(f"{shown}. What is within a few percent is worth measuring: scale", 0)
 
 
 def _gb(count: float) -> str:
-    """Format bytes in units of 10^9, as file systems and networks count."""
-    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e12:.3g} TB"
+    """Format bytes in units of 10^9, as file systems and networks count, and their multiples and parts."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def _interval(seconds: float) -> str:
+    return roughly(seconds) if seconds >= 90 else _seconds(seconds)
 
 
 def _seconds(seconds: float) -> str:

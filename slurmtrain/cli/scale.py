@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.columns import counts, print_table, summary
+from slurmtrain.cli.columns import counts, print_sentence, print_table, summary
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.plan import doubling_object, nodes_text
 from slurmtrain.cli.submit import compose_and_validate
@@ -211,7 +211,7 @@ def print_test(test: ScalingTest) -> None:
         )
     first = test.measurements[0].nodes
     print_table(["nodes", "ranks", "batch", "step", "efficiency", f"against {first}", "planned", "costs more"], rows)
-    print(sentence(test))
+    print_sentence(sentence(test), 0)
     if test.why_no_plan is not None:
         print(f"note: there is no plan to compare with: {test.why_no_plan}")
     if test.missing:

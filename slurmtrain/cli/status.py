@@ -14,10 +14,12 @@ from slurmtrain.cli.columns import (
     counts,
     doubts,
     one_line,
+    print_sentence,
     print_table,
     progress_cells,
     progress_sentence,
     remark,
+    sentence_lines,
     summary,
     table_lines,
     terminal_width,
@@ -169,7 +171,7 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     """Return what there is to say of one run, without its attempts."""
     info, progress = run_dir.info(), progress_sentence(now, time.time())
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
-    return [
+    sentences = [
         f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
         f"  {printable(now.explanation)}",
         *([f"  {progress}"] if progress else []),
@@ -183,7 +185,11 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         *([f"  next attempt: with {one_line(' '.join(change))}"] if (change := _next_change(run_dir, now)) else []),
         *([f"  stacks: {one_line(str(page))}"] if (page := _hang_page(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
-        f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
+    ]
+    width = terminal_width()
+    return [
+        *(line for sentence in sentences for line in sentence_lines(sentence, 4, width)),
+        f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",  # whole, to be copied
         f"  {one_line(str(run_dir.path))}",
     ]
 
@@ -243,7 +249,8 @@ def _left_out(run_dir: RunDir, now: RunState) -> str:
 def say_doubts(found: Iterable[RunState]) -> None:
     """Print why SLURM could not be asked, each reason once."""
     for doubt in doubts(found):
-        print(f"\nSLURM cannot be asked: {printable(doubt)}")
+        print()
+        print_sentence(f"SLURM cannot be asked: {printable(doubt)}", 2)
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slurmtrain.cli.columns import one_line
-from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.progress import roughly
 from slurmtrain.runs.gpu_use import GpuTotals
 
@@ -37,7 +37,7 @@ def in_a_line(found: Goodput) -> str:
         held = roughly(found.held_s) + (f" on {_number(found.gpu_count)} {_gpus(found)}" if found.gpu_seconds else "")
         hours = f" ({hours_of(found.gpu_hours)} GPU h)" if found.gpu_seconds else ""
         share = f"{percent(found.share)} of" if known else "not known of"
-        if known and shares_of(found).get(Cause.UNKNOWN, 0.0) >= LEAST_SHOWN:
+        if known and found.shares.get(Cause.UNKNOWN, 0.0) >= LEAST_SHOWN:
             share += " what is known of"
         parts.append(f"{share} {held}{hours}{_rest(found)}")
     waited = [
@@ -67,30 +67,24 @@ def gpus_in_a_line(found: GpuTotals) -> str:
 
 def complaints(found: GpuTotals) -> list[str]:
     """Return what GPUs have complained about, in phrases."""
-    said = [f"{found.ecc_errors} uncorrectable ECC errors"] if found.ecc_errors else []
+    errors = "error" if found.ecc_errors == 1 else "errors"
+    said = [f"{found.ecc_errors} uncorrectable ECC {errors}"] if found.ecc_errors else []
     if found.xids:
         shown = [f"{xid} on {one_line(node)} GPU {gpu}" for node, gpu, xid in found.xids[:XIDS_SHOWN]]
         said.append(f"Xid {', '.join(shown)}")
+    if found.lost_s > 0:
+        said.append(f"no answer from GPUs for {roughly(found.lost_s)}")
     return said
 
 
 def _rest(found: Goodput) -> str:
-    shares = shares_of(found)
+    shares = found.shares
     said = [
         f"{NAMES[cause]} {percent(shares[cause])}"
         for cause in NAMES
         if cause is not Cause.PRODUCTIVE and shares.get(cause, 0.0) >= LEAST_SHOWN
     ]
     return f": {', '.join(said)}" if said else ""
-
-
-def shares_of(found: Goodput) -> dict[Cause, float]:
-    """Return the shares of the held time by cause: of the GPU hours if there are any, else of the hours."""
-    amounts = found.gpu_seconds or {
-        cause: value for cause, value in found.seconds.items() if cause not in HOLDS_NO_GPUS
-    }
-    total = sum(amounts.values())
-    return {cause: value / total for cause, value in amounts.items()} if total > 0 else {}
 
 
 def why_lost(found: Goodput, at_most: int | None = None) -> str:
@@ -112,7 +106,9 @@ def _number(value: float) -> str:
 
 
 def hours_of(hours: float) -> str:
-    """Format hours for a table: 0.02, 3.4, 120."""
+    """Format hours for a table: 0.003, 0.02, 3.4, 120."""
+    if 0 < hours < 0.01:
+        return f"{hours:.1g}" if hours >= 0.001 else "<0.001"
     return f"{hours:.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
@@ -120,4 +116,4 @@ def percent(share: float | None) -> str:
     """Format a share: 0 to 100 %, with a decimal where that is small; "" if it is not known."""
     if share is None:
         return ""
-    return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
+    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"

@@ -11,7 +11,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import runs_or_refuse
-from slurmtrain.cli.time_use import complaints, hours_of, percent, shares_of, why_lost
+from slurmtrain.cli.time_use import complaints, hours_of, percent, why_lost
 from slurmtrain.errors import UsageError
 from slurmtrain.report.goodput.causes import Cause
 from slurmtrain.report.usage import Grouping, Row, Usage, usage_of
@@ -133,7 +133,7 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
 
 
 def _share(row: Row, causes: tuple[Cause, ...]) -> float | None:
-    shares = shares_of(row.goodput)
+    shares = row.goodput.shares
     found = [shares[cause] for cause in causes if cause in shares]
     return sum(found) if found else None
 

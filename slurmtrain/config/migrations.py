@@ -150,6 +150,34 @@ def without_unused(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def with_unused(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields that were added later and are missing, with the value that means that they are not used.
+
+    The inverse of `without_unused`, in place, for those who compare configs field by field. Returns the values.
+    """
+    for field, unused in ADDED.items():
+        *path, last = field.split(".")
+        node: Any = values
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[last] = _filled(node[last], unused) if last in node else _plain(unused)
+    return values
+
+
+def _filled(value: Any, unused: Any) -> Any:
+    if not isinstance(value, dict) or not isinstance(unused, dict):
+        return value
+    return {**_plain(unused), **{name: _filled(each, unused.get(name)) for name, each in value.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy as YAML has it, without enumerations."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return str(value) if isinstance(value, str) else list(value) if isinstance(value, list) else value
+
+
 def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterator[str]:
     """Yield the fields that the schema does not have. Keys of open dicts are not checked."""
     fields = {field.name: field for field in dataclasses.fields(schema)}

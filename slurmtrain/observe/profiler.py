@@ -36,6 +36,7 @@ class StepProfiler:
         self._request, self._warmup = request, warmup
         self._profile: Any = None
         self._wanted = True
+        self._remembers = False  # allocations are recorded
 
     def start(self) -> None:
         """Begin, before the first of the steps."""
@@ -56,6 +57,7 @@ class StepProfiler:
                 )
                 self._profile.start()
             if self._on_gpu:
+                self._remembers = True
                 self._memory(max_entries=MEMORY_EVENTS)
         except Exception as error:
             self._failed(error)
@@ -74,9 +76,10 @@ class StepProfiler:
         profile, self._profile = self._profile, None
         if profile is not None:
             try:
-                if self._on_gpu and not self._wanted:
-                    self._memory(enabled=None)
+                if not self._wanted:
+                    self._forget()
                 profile.stop()
+                self._forget()  # where it ended before it recorded a step, nothing was written
             except Exception as error:
                 self._failed(error)
 
@@ -121,8 +124,14 @@ class StepProfiler:
             torch.cuda.memory._dump_snapshot(str(raw))
             raw.replace(path)
         finally:
-            self._memory(enabled=None)
+            self._forget()
             raw.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """Stop recording allocations, and free what is recorded."""
+        if self._remembers:
+            self._remembers = False
+            self._memory(enabled=None)
 
     def _memory(self, **options: Any) -> None:
         import torch
@@ -133,11 +142,11 @@ class StepProfiler:
         """Say what went wrong, and profile no more."""
         profile, self._profile, self._wanted = self._profile, None, False
         log.warning("no profile of rank %d: %s: %s", self._rank, type(error).__name__, error)
-        try:
-            if profile is not None:
-                profile.stop()
-        except Exception as another:
-            log.debug("the profiler could not be stopped: %s", another)
+        for end in (self._forget, *([profile.stop] if profile is not None else [])):
+            try:
+                end()
+            except Exception as another:
+                log.debug("the profiler could not be stopped: %s", another)
         try:
             text = f"{type(error).__name__}: {error}\n"
             replace_file(self._folder / f"rank-{self._rank}.failed", text.encode(), durable=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.planner.peaks import Peak, peak_of
 
-PCIE_4, PCIE_5 = 32.0, 64.0  # 10^9 bytes per second, one direction, of 16 lanes
+PCIE_3, PCIE_4, PCIE_5 = 16.0, 32.0, 64.0  # 10^9 bytes per second, one direction, of 16 lanes
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ GPUS = (
     Gpu("H100", 80, 450, 50),
     Gpu("H800", 80, 200, 50),
     Gpu("H20", 96, 450, 50),
+    Gpu("A100 PCIe", 40, PCIE_4),
     Gpu("A100", 40, 300, 25),
+    Gpu("A800 PCIe", 80, PCIE_4),
     Gpu("A800", 80, 200, 25),
     Gpu("A30", 24, PCIE_4),
     Gpu("A40", 48, PCIE_4),
@@ -64,8 +66,9 @@ GPUS = (
     Gpu("RTX A6000", 48, PCIE_4),
     Gpu("RTX 4090", 24, PCIE_4),
     Gpu("RTX 3090", 24, PCIE_4),
+    Gpu("V100 PCIe", 16, PCIE_3),
     Gpu("V100", 16, 150),
-    Gpu("T4", 16, 16),
+    Gpu("T4", 16, PCIE_3),
     Gpu("MI355X", 288, 538, 50),
     Gpu("MI350X", 288, 538, 50),
     Gpu("MI325X", 256, 448, 50),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.config.migrations import with_unused
 from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
@@ -297,7 +298,7 @@ def _config(run_dir: RunDir) -> Any:
         values = run_dir.config_values()
     except UnreadableRecordError as error:
         raise ConfigError(error.message, hint=error.hint) from None
-    return with_names_of_today(values) if isinstance(values, Mapping) else values
+    return with_unused(with_names_of_today(values)) if isinstance(values, Mapping) else values
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -126,10 +126,12 @@ class Nvml:
 def own_gpus(count: int, variables: Mapping[str, str]) -> list[int]:
     """Return which of the `count` GPUs that NVML shows belong to this job.
 
-    Where SLURM hides the others by cgroups, NVML shows only those of the job. Where it does not, SLURM_JOB_GPUS has
-    their numbers on this node.
+    Where SLURM hides the others by cgroups, NVML shows only those of the job. Where it does not, SLURM_STEP_GPUS has their
+    numbers on this node; SLURM_JOB_GPUS comes from the batch script, with the numbers on the job's first node, also where
+    those on another one differ (seen with SLURM 22.05). Without SLURM, CUDA_VISIBLE_DEVICES says which GPUs a program takes.
     """
-    given = variables.get("SLURM_JOB_GPUS") or variables.get("SLURM_STEP_GPUS") or ""
+    names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
+    given = next((variables[name] for name in names if variables.get(name)), "")
     numbers = [int(word) for word in given.split(",") if word.isdecimal()]
     inside = sorted({number for number in numbers if number < count})
     return inside if 0 < len(numbers) < count and len(inside) == len(set(numbers)) else list(range(count))

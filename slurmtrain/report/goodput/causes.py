@@ -122,12 +122,19 @@ class Goodput:
         return math.fsum(self.lost_gpu_seconds.values()) / 3600
 
     @property
+    def shares(self) -> dict[Cause, float]:
+        """The shares of the held time by cause: of the GPU time if GPUs were held, so that a large run counts for more."""
+        amounts = self._held()
+        total = math.fsum(amounts.values())
+        return {cause: value / total for cause, value in amounts.items()} if total > 0 else {}
+
+    @property
     def share(self) -> float | None:
-        """The goodput: productive seconds / seconds in which nodes were held.
+        """The goodput: the productive part of the time in which nodes were held, of their GPU time if they have GPUs.
 
         Time of which nobody knows what it went into is left out of both. None if nothing is known but the start-up.
         """
-        return self._productive_of(self.held_s)
+        return _productive_of(self._held())
 
     @property
     def effective_share(self) -> float | None:
@@ -135,12 +142,13 @@ class Goodput:
 
         The time in which the run had ended, until a person resumed it, is left out, and so is what nobody knows.
         """
-        return self._productive_of(self.wall_s - self.seconds.get(Cause.STOPPED, 0.0))
+        seconds: dict[Cause, float] = dict(self.seconds)
+        seconds.pop(Cause.STOPPED, None)
+        return _productive_of(seconds) if self.held_s > 0 else None
 
-    def _productive_of(self, seconds: float) -> float | None:
-        productive, unknown = self.seconds.get(Cause.PRODUCTIVE, 0.0), self.seconds.get(Cause.UNKNOWN, 0.0)
-        known = seconds - unknown
-        return productive / known if known > 0 and self.held_s > 0 and (productive or not unknown) else None
+    def _held(self) -> Mapping[Cause, float]:
+        """Return the time in which nodes were held, by cause."""
+        return self.gpu_seconds or {cause: value for cause, value in self.seconds.items() if cause not in HOLDS_NO_GPUS}
 
     def since(self, moment: float) -> Goodput:
         """Return the part from `moment`, in unix seconds, on.
@@ -156,6 +164,13 @@ class Goodput:
             sums.add(piece)
         begin, end = (cut[0].start, cut[-1].end) if cut else (0.0, 0.0)
         return replace(self, **sums.fields(), segments=cut, pieces=pieces, begin=begin, end=end)
+
+
+def _productive_of(amounts: Mapping[Cause, float]) -> float | None:
+    """Return the productive part of amounts of time by cause."""
+    productive, unknown = amounts.get(Cause.PRODUCTIVE, 0.0), amounts.get(Cause.UNKNOWN, 0.0)
+    known = math.fsum(amounts.values()) - unknown
+    return productive / known if known > 0 and (productive or not unknown) else None
 
 
 class Sums:

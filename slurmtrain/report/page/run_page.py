@@ -358,13 +358,13 @@ def _goodput(goodput: Goodput | None) -> Section:
 
 
 def _cause_grid(goodput: Goodput) -> Grid:
-    gpus = goodput.gpu_hours > 0
+    gpus, shares = goodput.gpu_hours > 0, goodput.shares
     rows = []
     for cause in Cause:
         seconds = goodput.seconds.get(cause, 0.0)
         if seconds > 0:
             held = "-" if cause in HOLDS_NO_GPUS else units.hours(goodput.gpu_seconds.get(cause, 0.0))
-            share = "-" if cause in HOLDS_NO_GPUS or not goodput.held_s else units.percent(seconds / goodput.held_s)
+            share = units.percent(shares[cause]) if cause in shares else "-"
             rows.append((sentences.CAUSES[cause], units.duration(seconds), share, *([held] if gpus else [])))
     header = ("cause", "time", "share of the allocated time", *(["GPU hours"] if gpus else []))
     return grid("Time by cause", header, rows)

@@ -302,7 +302,7 @@ def _about_time(facts: RunFacts) -> list[str]:
     if goodput is None or not goodput.held_s > 0:
         return found
     for cause, advice in _ADVICE.items():
-        part = goodput.seconds.get(cause, 0.0) / goodput.held_s
+        part = goodput.shares.get(cause, 0.0)
         if part > WORTH_SAYING:
             found.append(f"{units.percent(part)} of the allocated time went into {CAUSES[cause]}: {advice}")
     return found

@@ -13,7 +13,7 @@ from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.observe.metrics import is_detail
 from slurmtrain.report import plot
 from slurmtrain.report.collect import Cell, Point, Table, metrics_of
-from slurmtrain.report.goodput.causes import Cause
+from slurmtrain.report.goodput.causes import Goodput, over_all
 from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import Chart, Coordinate, Curve, Parallel, Scatter, Thread, Tick
@@ -137,31 +137,13 @@ def varied_words(point: Point) -> str:
     return ", ".join(found[:6]) or "nothing varies"
 
 
-@dataclass(frozen=True)
-class TimeOfAll:
-    """Seconds in which the points held nodes, GPU hours, productive seconds, and attempts that were interrupted."""
-
-    held_s: float = 0.0
-    gpu_hours: float = 0.0
-    known_s: float = 0.0
-    productive_s: float = 0.0
-    interruptions: int = 0
-
-
-def _time_of(facts: SweepFacts) -> TimeOfAll:
-    held = gpu_hours = known = productive = 0.0
-    interruptions = 0
+def _time_of(facts: SweepFacts) -> Goodput:
+    """Return the sum over all points."""
+    found = []
     for run_dir, alive in _runs(facts):
-        try:
-            goodput = goodput_of(run_dir, alive=alive, now=facts.now)
-        except UnreadableRecordError:
-            continue
-        held += goodput.held_s
-        gpu_hours += goodput.gpu_hours
-        known += goodput.held_s - goodput.seconds.get(Cause.UNKNOWN, 0.0)
-        productive += goodput.seconds.get(Cause.PRODUCTIVE, 0.0)
-        interruptions += sum(goodput.interruptions.values())
-    return TimeOfAll(held, gpu_hours, known, productive, interruptions)
+        with contextlib.suppress(UnreadableRecordError):
+            found.append(goodput_of(run_dir, alive=alive, now=facts.now))
+    return over_all(found)
 
 
 def _runs(facts: SweepFacts) -> list[tuple[RunDir, bool | None]]:
@@ -174,13 +156,14 @@ def _runs(facts: SweepFacts) -> list[tuple[RunDir, bool | None]]:
     return list(found.values())
 
 
-def _what_it_took(time: TimeOfAll) -> str:
+def _what_it_took(time: Goodput) -> str:
     if not time.held_s > 0:
         return ""
     gpus = f" ({units.hours(3600 * time.gpu_hours)} GPU hours)" if time.gpu_hours > 0 else ""
-    share = f", of which {units.percent(time.productive_s / time.known_s)} were productive" if time.known_s > 0 else ""
-    verb = "was" if time.interruptions == 1 else "were"
-    ends = f" {units.plural(time.interruptions, 'attempt')} {verb} interrupted." if time.interruptions else ""
+    share = f", of which {units.percent(time.share)} were productive" if time.share is not None else ""
+    interruptions = sum(time.interruptions.values())
+    verb = "was" if interruptions == 1 else "were"
+    ends = f" {units.plural(interruptions, 'attempt')} {verb} interrupted." if interruptions else ""
     return f"Its points held nodes for {units.duration(time.held_s)} in all{gpus}{share}.{ends}"
 
 
@@ -231,7 +214,7 @@ def _number(value: object) -> float | None:
     return found if abs(found) < LARGEST else None
 
 
-def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], time: TimeOfAll) -> Iterable[Tile]:
+def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], time: Goodput) -> Iterable[Tile]:
     done = words.get(RunStatus.FINISHED, 0)
     yield Tile("points finished", f"{done:,}", f"of {len(facts.points):,}")
     goal = facts.table.goal
@@ -248,8 +231,8 @@ def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], tim
         yield Tile("GPU hours", units.hours(3600 * time.gpu_hours))
     elif time.held_s > 0:
         yield Tile("allocated time", units.duration(time.held_s))
-    if time.known_s > 0:
-        yield Tile("goodput", units.percent(time.productive_s / time.known_s), "of the allocated time")
+    if time.share is not None:
+        yield Tile("goodput", units.percent(time.share), "of the allocated time")
 
 
 def _goal_cells(table: Table) -> list[Cell]:

@@ -52,7 +52,8 @@ def measure(
     environment, cluster = distributed.environment, config.cluster
     own = measured_by(distributed, ON_GPU if distributed.device.type == "cuda" else ON_CPU)
     if distributed.device.type == "cuda":
-        torch.cuda.empty_cache()  # the training has other sizes
+        torch.cuda.empty_cache()  # the training has other sizes, and its own peak of memory
+        torch.cuda.reset_peak_memory_stats(distributed.device)
     rates = [own]
     if exchange is not None:
         exchange.send("rates", own.encode())

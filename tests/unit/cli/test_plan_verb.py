@@ -22,6 +22,11 @@ EIGHT_B = [
     *("data.seq_len=8192", "train.global_batch_size=1024", "train.micro_batch_size=1"),
 ]
 
+HYBRID = [
+    *("+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "train.global_batch_size=512", "data.seq_len=4096"),
+    *("parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
+]
+
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main([*words, "plan"]) == 0
@@ -43,7 +48,7 @@ def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.Capture
     for words in (
         "16 nodes x 8 H100: 128 ranks = 128 data-parallel groups (128 shards)",
         "8.03 billion parameters, computed in bfloat16",
-        "1024 sequences of 8,192 tokens = 8.39 million tokens; 8 x 1 on a rank",
+        "1024 sequences of 8,192 tokens = 8.39 million tokens; 8 micro batches of 1 on each rank",
         " GB of 79.0 on a rank (parameters 0.2, gradients 0.2, optimiser 0.5",
         "The weights alone in 16 bit: 16.1 GB",
         "is best (Daly 2006), for a failure every 9 d 15 h",
@@ -54,6 +59,29 @@ def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.Capture
         "note: cluster.network_gb_per_s=400 assumed",
     ):
         assert words in text, words
+
+
+def test_a_plan_fits_into_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = said(HYBRID, capsys)
+    monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
+    narrow = said(HYBRID, capsys)
+    assert max(map(len, whole.splitlines())) > 120
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert sorted(narrow.replace("-", "").split()) == sorted(whole.replace("-", "").split())
+
+
+def test_a_small_plan_on_cpus_is_told_in_small_units(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(["+experiment=smoke", "cluster.tasks_per_node=2", "cluster.peak_tflops=0.1"], capsys)
+    for words in (
+        "1 node x 2 CPU ranks: 2 ranks",
+        "\ncheckpoint     395 kB (12 bytes",
+        " rank hours, ",
+        "   132 kB   ",
+    ):
+        assert words in text, words
+    assert "GPU hours" not in text
 
 
 def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand(

@@ -16,6 +16,7 @@ from slurmtrain.config.profile_steps import ProfileRequest, first_and_last, pars
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.observe.profiling import Profiling
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.profiles import ProgramSwitch
@@ -220,3 +221,20 @@ def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
     switch.look()
     profiling.begin(10)
     assert not profiling.active and str(run.profiles) in told[0]["sentence"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_allocations_are_recorded_no_longer_than_the_profile_takes(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **options: told.append(options))
+    if fails:
+        monkeypatch.setattr("torch.profiler.profile.step", Mock(side_effect=RuntimeError("CUPTI_ERROR_UNKNOWN")))
+    profiler = StepProfiler(tmp_path, 0, ProfileRequest(2, (0,)), warmup=1, on_gpu=True)
+    profiler.start()
+    if fails:
+        profiler.step()
+    profiler.stop(write=True)  # else in its warm-up, so that no step is recorded
+    assert [each.get("enabled", "all") for each in told] == ["all", None]
+    assert (tmp_path / "rank-0.failed").exists() == fails

@@ -18,6 +18,8 @@ from slurmtrain.planner.peaks import BF16, FP16
         ("NVIDIA GH200 480GB", "GH200"),
         ("a100_80gb", "A100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("nvidia_a100_80gb_pcie", "A100 PCIe"),  # which has no NVLink
+        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
         ("b200", "B200"),
         ("l40s", "L40S"),
         ("l4", "L4"),

@@ -264,6 +264,14 @@ def test_the_sum_over_runs_is_that_of_each(tmp_path: Path) -> None:
     assert both.interruptions["crash"] == 4
 
 
+def test_the_goodput_of_runs_of_different_size_is_that_of_their_gpu_hours() -> None:
+    large = Goodput(seconds={Cause.PRODUCTIVE: 3600.0}, gpu_seconds={Cause.PRODUCTIVE: 512 * 3600.0})
+    small = Goodput(seconds={Cause.STARTUP: 3600.0}, gpu_seconds={Cause.STARTUP: 3600.0})
+    both = over_all([large, small])
+    assert both.share == pytest.approx(512 / 513)
+    assert both.shares == pytest.approx({Cause.PRODUCTIVE: 512 / 513, Cause.STARTUP: 1 / 513})
+
+
 def test_torn_and_foreign_records_cost_only_what_they_say(tmp_path: Path) -> None:
     run = interrupted_run(tmp_path / "train" / "run")
     with run.events_file.open("a") as file:

@@ -194,7 +194,15 @@ def test_answers_of_sacct_are_read_and_other_lines_left_out() -> None:
 def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir, capsys: Out) -> None:
     busy = GpuUse(0, "H100", sampled_s=1000, idle_s=100, utilization_s=80_000, power_ws=500_000)
     broken = GpuUse(
-        1, "H100", sampled_s=1000, idle_s=900, utilization_s=2000, power_ws=100_000, ecc_errors=2, xids=(79,)
+        1,
+        "H100",
+        sampled_s=1000,
+        idle_s=900,
+        utilization_s=2000,
+        power_ws=100_000,
+        ecc_errors=2,
+        xids=(79,),
+        lost_s=600,
     )
     write_gpu_use(run.attempt(1), 0, NodeGpus("n1", (busy, broken)))
     (run.attempt(2).path / "gpus-0.json").write_text('{"node": 1, "gpus": [{"index": "x"}]}')
@@ -211,6 +219,7 @@ def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir, capsys: O
     assert "Xid" not in lines["n2"]
     assert main(["status", run.id]) == 0
     said = "  GPUs: busy 41 % of the time, idle 50 %, 300 W each; 2 uncorrectable ECC errors; Xid 79 on n1 GPU 1"
+    said += "; no answer from GPUs for 10 min"
     assert said in capsys.readouterr().out.splitlines()
 
 

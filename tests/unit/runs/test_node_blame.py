@@ -252,7 +252,7 @@ def test_a_threshold_of_0_keeps_no_ledger(run: RunDir) -> None:
 def test_a_rank_that_fails_beside_a_broken_gpu_says_so(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho '0, 0, No, No'; echo '3, 2, No, No'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho '0, 0, No, No'; echo '3, 2, Yes, No'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURMD_NODENAME", "n3")

@@ -173,6 +173,18 @@ def test_only_the_gpus_of_the_job_are_sampled(given: str, own: list[int]) -> Non
     assert list(Nvml(FakeNvml(4), {"SLURM_JOB_GPUS": given}).names()) == own
 
 
+def test_the_numbers_of_gpus_are_those_of_this_node_and_not_of_the_first_one() -> None:
+    # What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
+    second = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
+    assert own_gpus(4, second) == [1, 2]
+    assert own_gpus(2, second) == [0, 1]  # cgroups hide the others, and NVML counts from 0
+
+
+def test_without_slurm_the_gpus_are_those_that_a_program_sees() -> None:
+    assert own_gpus(8, {"CUDA_VISIBLE_DEVICES": "2,5"}) == [2, 5]
+    assert own_gpus(2, {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"}) == [0, 1]
+
+
 def test_only_the_first_rank_of_a_node_with_gpus_looks(
     attempt_dir: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from slurmtrain.choices import FindingKind
+from slurmtrain.config.schema import Config
+from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 from slurmtrain.runtime.preflight.measure import ranks_of_nodes
 from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, rounds, slow, summary
@@ -129,3 +134,15 @@ def test_partners_agree_on_when_they_meet(tasks: tuple[int, ...]) -> None:
                 assert schedules[partner][round_] == (rank, here)
     met = [partner for partner, _ in schedules[0] if partner is not None]
     assert len(met) == len(set(met))
+
+
+def test_the_memory_that_a_measurement_takes_is_not_in_the_peak_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(measure, "measured_by", lambda *_: RankRates(0, "n0", 700.0))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: done.append("freed"))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", done.append)
+    gpu: Any = SimpleNamespace(environment=None, device=torch.device("cuda", 0))
+    measure.measure(Config(), gpu, None)
+    assert done == ["freed", torch.device("cuda", 0)]

@@ -19,8 +19,10 @@ from slurmtrain.system.gpu_health import broken_gpus, parse_health
         ("", None),
         ("0, 0, No, No\n3, 2, Yes, No\n", "GPU 3 has 2 uncorrectable ECC errors"),
         ("0, 0, Yes, No\n", "GPU 0 has uncorrectable memory that waits to be remapped"),
+        ("0, 2, No, No\n", None),  # long ago, perhaps, and harmless since
+        ("0, 2, [N/A], [N/A]\n", "GPU 0 has 2 uncorrectable ECC errors"),
         (
-            "0, 0, No, Yes\n1, 1, No, No\n",
+            "0, 0, No, Yes\n1, 1, Yes, No\n",
             "GPU 0 has uncorrectable memory that cannot be remapped; GPU 1 has 1 uncorre",
         ),
     ],
@@ -34,8 +36,9 @@ def test_only_what_is_broken_is_said_and_counts_as_hardware(answer: str, said: s
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("echo '0, 4, No, No'", "GPU 0 has 4 uncorrectable ECC errors"),
-        ("echo '0, 4, No, No'; exit 9", None),
+        ("echo '0, 4, Yes, No'", "GPU 0 has 4 uncorrectable ECC errors"),
+        ("echo '0, 4, Yes, No'; exit 9", None),
+        ("[[ $1 != *remapped* ]] || exit 2; echo '0, 4'", "GPU 0 has 4 uncorrectable ECC errors"),  # an older one
         ("exec sleep 30", None),
         (None, None),
     ],
