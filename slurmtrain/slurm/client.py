@@ -311,13 +311,17 @@ class SlurmClient:
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def lacks_nodes(self, partition: str | None) -> bool:
-        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
+        """Return whether a node of the partition (None: of any) is out of use now, or this cannot be asked.
+
+        It is drained, down or reserved, is powered down just now or boots, or is not listed, as one in a cloud.
+        """
         where = [f"--partition={partition}"] if partition else []
-        answer = self.glance(["sinfo", "--noheader", "--format=%a %T", *where])
-        if answer is None:
-            return True
-        there = [line.split() for line in answer.splitlines() if line.strip()]
-        return any(words[0] != "up" or words[-1].rstrip("~#!%@^+-") not in AT_WORK for words in there)
+        answer = self.glance(["sinfo", "--noheader", "--all", "--format=%a %T", *where])
+        there = [line.split() for line in (answer or "").splitlines() if line.strip()]
+        # SLURM can start jobs on nodes that are powered down (~), and on those that are planned for a job (-) or shared by
+        # topology (+). It leaves out those that power down (!, %) or boot (#, @, ^) until they are done (slurmctld's
+        # power_save.c, avail_node_bitmap).
+        return not there or any(words[0] != "up" or words[-1].rstrip("~+-") not in AT_WORK for words in there)
 
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])

@@ -249,12 +249,18 @@ def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fa
         ("up idle*\n", True),  # it does not answer
         ("down idle\n", True),
         ("up reserved\n", True),
+        ("up idle\nup idle%\n", True),  # powers down, and is left out until it has
+        ("up idle\nup mixed#\n", True),
+        ("up idle!\n", True),
+        ("up idle^\n", True),
+        ("up idle~\nup mixed-\n", False),
+        ("", True),  # all of its nodes are in a cloud, and off
         (None, True),
     ],
 )
 def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, fake_slurm: FakeSlurm) -> None:
     fake_slurm.command("sinfo", "exit 0")
-    assert scripted({"--partition=low": shown} if shown else {}, []).lacks_nodes("low") is lacks
+    assert scripted({} if shown is None else {"--partition=low": shown}, []).lacks_nodes("low") is lacks
 
 
 def test_nodes_of_a_hidden_partition_have_a_state_too(fake_slurm: FakeSlurm) -> None:
