@@ -521,6 +521,20 @@ def test_a_number_of_jobs_of_a_qos_for_each_user_or_each_account_holds_instead_o
     ]
 
 
+def test_a_limit_on_what_this_cluster_does_not_count_refuses_no_job() -> None:
+    """QOS belong to all clusters of a database, and slurmctld looks only at what its AccountingStorageTRES names."""
+    qos = tuple(
+        replace(each, limits=Limits(tres={"gres/gpu": 1, "gres/gpu:a100": 1, "node": 9})) for each in ALPHA.qos or ()
+    )
+    limited = replace(ALPHA, qos=qos)
+    assert [each.fatal for each in findings(limited, nodes=1, qos="normal")] == [True, True]
+    for counted in ("cpu,mem,energy,node,billing,fs/disk,vmem,pages", "cpu,mem,node,gres/shard"):
+        elsewhere = replace(limited, config={**limited.config, "AccountingStorageTRES": counted})
+        assert findings(elsewhere, nodes=1, qos="normal") == []
+    untyped = replace(limited, config={**limited.config, "AccountingStorageTRES": "cpu,mem,node,gres/gpu"})
+    assert "4 GPUs, and" in fatal(untyped, nodes=1, qos="normal").message
+
+
 def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:
     kept = replace(ALPHA, config={**ALPHA.config, "AccountingStorageEnforce": "none"})
     assert findings(kept, account="chemistry", qos="high", nodes=3, time_limit_min=2000) == []
