@@ -340,6 +340,9 @@ def test_switches_and_segments_are_for_networks_that_slurm_knows() -> None:
     assert "is for topology/block, and this cluster has topology/tree" in tree.message
     assert not flat.fatal and not tree.fatal
     assert "SLURM 22.05 has no segments" in fatal(with_topology("topology/tree", "22.05.8"), segment=1).message
+    # Since 25.05, topology.yaml may have topologies of which TopologyPlugin says nothing.
+    assert findings(with_topology("topology/flat", "25.05.9"), segment=1) == []
+    assert order_of_ranks(with_topology("topology/flat", "25.05.9").config) is None
 
 
 @pytest.mark.parametrize(
