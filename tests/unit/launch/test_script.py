@@ -523,6 +523,19 @@ def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
 # What the script does, with stand-ins for srun, scontrol and `finish-attempt`.
 
 
+# As srun 22.05 does it in a job with GPUs. Of tasks on a node it would start all of the job's, with a warning.
+REFUSED_BY_SRUN = """case " $* " in
+  *" --gres=none "*) if [ -n "$SLURM_GPUS_PER_NODE" ]; then
+    echo "srun: error: Unable to create step for job 77: Invalid Trackable RESource (TRES) specification" >&2; exit 1; fi ;;
+esac
+case " $* " in
+  *" --ntasks="*) ;;
+  *" --ntasks-per-node=1 "*) if [ -n "$SLURM_NTASKS$SLURM_NPROCS" ]; then
+    echo "srun: Warning: can't honor --ntasks-per-node set to 1" >&2; exit 1; fi ;;
+esac
+"""
+
+
 def run_script(
     script: str, tmp_path: Path, *, srun: str, verbs: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -537,13 +550,14 @@ def start_script(
     """The script as a batch shell would run it. All but scontrol and `resubmit`, which note their arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
     fake.directory.mkdir(exist_ok=True)
-    fake.command("srun", srun.replace("$0", "srun"))
+    fake.command("srun", REFUSED_BY_SRUN + srun.replace("$0", "srun"))
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
     job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
     noted = f'echo "${{@:4}}" >>"$here/../again-calls"; echo {job} >"$here/../again-element"'
     fake.command("slurmtrain-python", f'if [ "$3" = resubmit ]; then {noted}; {again or ":"}; fi\n{verbs or "exit 0"}')
     fake.command("squeue", squeue or "exit 1")
-    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
+    of_job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_GPUS_PER_NODE": "a100:4"}
+    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "HOME": str(tmp_path), **of_job, **env}
     return subprocess.Popen(
         ["bash", "-c", script], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
@@ -891,8 +905,8 @@ def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_n
     run_dir: Path, tmp_path: Path
 ) -> None:
     script = script_for(run_dir, config=COPYING)
-    assert "timeout --kill-after=60 1800 srun --overlap --nodes" in script  # 30 minutes
-    assert 'srun --overlap --no-kill --nodes="$1"' in golden_text("stage")  # which can go on with fewer nodes
+    assert 'timeout --kill-after=60 1800 "${slurmtrain_beside[@]}" --nodes' in script  # 30 minutes
+    assert '"${slurmtrain_beside[@]}" --no-kill --nodes="$1"' in golden_text("stage")  # which can go on with fewer nodes
     judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
     _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
     assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
@@ -1036,7 +1050,7 @@ def test_copies_leave_nodes_that_were_left_out_of_a_restart_in_place_and_dead_no
     folder = tmp_path / "shm" / f"slurmtrain-{os.getuid()}" / "run-0123"
     folder.mkdir(parents=True)
     srun = (
-        'case "$*" in *"watch "*) exit ;; --overlap*bash*) echo "$2" >>"$here/../seen"; exec "${@:8}" ;; esac; '
+        'case "$*" in *"watch "*) exit ;; --overlap*bash*) echo "$5" >>"$here/../seen"; exec "${@:8}" ;; esac; '
         f"exit $(({words.count('in-place')} + 1 - SLURMTRAIN_ATTEMPT))"
     )
     given = ["cluster=a100x4", "cluster.nodes=4", "cluster.spare_nodes=1", f"checkpoint.local={tmp_path}/shm"]
