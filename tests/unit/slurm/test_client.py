@@ -268,6 +268,24 @@ def test_nodes_of_a_hidden_partition_have_a_state_too(fake_slurm: FakeSlurm) -> 
     assert SlurmClient().node_states("n[1-2]") == {"n1": "mixed", "n2": "down*"}
 
 
+def test_jobs_in_a_hidden_partition_are_found(fake_slurm: FakeSlurm) -> None:
+    """Squeue shows them with --all alone, also to the person whose jobs they are (seen with 22.05)."""
+    fake_slurm.command(
+        "squeue",
+        """case " $* " in
+  *" --all "*%A\\|%F_%K*) echo "17|17_N/A|RUNNING|N/A|None|slurmtrain:t" ;;
+  *" --all "*%F\\|%T*) echo "17|RUNNING|slurmtrain:t" ;;
+  *" --all "*%F\\|%E*) echo "18|afterok:17(unfulfilled)" ;;
+  *" --all "*%A*) echo 17 ;;
+esac""",
+    )
+    fake_slurm.command("scontrol", "")
+    client = SlurmClient()
+    assert client.queue(["17"])["17"].state == "RUNNING"
+    assert client.find_by_comment("slurmtrain:t") == client.live_jobs() == ["17"]
+    assert client.free_dependents("17") == ["18"]
+
+
 # Asking.
 
 
