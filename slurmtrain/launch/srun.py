@@ -59,6 +59,14 @@ def explained_srun(
             "cluster.srun_wait_s: srun kills ranks that are still alive this many seconds after the first one exited",
         ),
     ]
+    if cluster.gpus_per_node and cluster.tasks_per_node > 1 and "distribution" not in cluster.sbatch:
+        lines.append(
+            Line(
+                "--distribution=block:block",
+                "ranks fill one socket of a node after the other, as GPUs are numbered; by SLURM's default they alternate "
+                "between sockets, which puts half of them far from their GPUs",
+            )
+        )
     if paths.pack > 1 or standby:
         lines.append(Line("--overlap", "runs beside other steps of this job, on the same CPUs and GPUs"))
     if standby:

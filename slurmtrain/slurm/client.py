@@ -34,6 +34,8 @@ Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProce
 SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
 # Has the commands print times as unix seconds: a local time of the hour that a clock change repeats may be either.
 UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
+# Without --all, squeue leaves out jobs of hidden partitions, also to the person whose jobs they are.
+SQUEUE = ("squeue", "--noheader", "--all")
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
@@ -157,7 +159,7 @@ class SlurmClient:
             return {}
         # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
         whose = "--me" if user is None else f"--user={user}"
-        answer = self._call(["squeue", "--noheader", whose, "--array", "--format=%A|%F_%K|%T|%S|%r|%k", "--states=all"])
+        answer = self._call([*SQUEUE, whose, "--array", "--format=%A|%F_%K|%T|%S|%r|%k", "--states=all"])
         found: dict[str, QueuedJob] = {}
         for line in answer.splitlines():
             raw, element, state, start, last = [*line.strip().split("|", 4), "", "", "", ""][:5]
@@ -191,7 +193,7 @@ class SlurmClient:
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        return self._call(["squeue", "--noheader", "--me", "--format=%A"], before=SHIELD).split()
+        return self._call([*SQUEUE, "--me", "--format=%A"], before=SHIELD).split()
 
     def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
@@ -222,7 +224,7 @@ class SlurmClient:
             ClusterError: squeue is missing, or the controller does not answer.
         """
         of_all = ["--states=all"] if ended else []
-        answer = self._call(["squeue", "--noheader", "--me", *of_all, "--format=%F|%T|%k"])
+        answer = self._call([*SQUEUE, "--me", *of_all, "--format=%F|%T|%k"])
         found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
@@ -288,7 +290,7 @@ class SlurmClient:
 
     def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
         # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
-        answer = self._call(["squeue", "--noheader", "--me", f"--states={JobState.PENDING}", "--format=%F|%E"])
+        answer = self._call([*SQUEUE, "--me", f"--states={JobState.PENDING}", "--format=%F|%E"])
         changed: dict[str, str] = {}
         for line in answer.splitlines():
             waiting, _, dependency = line.strip().partition("|")
@@ -317,13 +319,17 @@ class SlurmClient:
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def lacks_nodes(self, partition: str | None) -> bool:
-        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
+        """Return whether a node of the partition (None: of any) is out of use now, or this cannot be asked.
+
+        It is drained, down or reserved, is powered down just now or boots, or is not listed, as one in a cloud.
+        """
         where = [f"--partition={partition}"] if partition else []
-        answer = self.glance(["sinfo", "--noheader", "--format=%a %T", *where])
-        if answer is None:
-            return True
-        there = [line.split() for line in answer.splitlines() if line.strip()]
-        return any(words[0] != "up" or words[-1].rstrip("~#!%@^+-") not in AT_WORK for words in there)
+        answer = self.glance(["sinfo", "--noheader", "--all", "--format=%a %T", *where])
+        there = [line.split() for line in (answer or "").splitlines() if line.strip()]
+        # SLURM can start jobs on nodes that are powered down (~), and on those that are planned for a job (-) or shared by
+        # topology (+). It leaves out those that power down (!, %) or boot (#, @, ^) until they are done (slurmctld's
+        # power_save.c, avail_node_bitmap).
+        return not there or any(words[0] != "up" or words[-1].rstrip("~+-") not in AT_WORK for words in there)
 
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])

@@ -7,7 +7,7 @@ partition's QOS, the job's QOS, the user's association. The flag OverPartQOS put
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
 from slurmtrain.slurm.parse_facts import COUNTS
@@ -88,7 +88,27 @@ def bounds_of(facts: ClusterFacts, partition: Partition, account: str | None, qo
     found += _of_accounts(association, factor, counts) if association is not None else []
     if any("relative" in each.flags for _, each in both):  # its amounts are shares, in percent
         found = [replace(each, limits=Limits(wall_min=each.limits.wall_min)) for each in found]
-    return found
+    return [replace(each, limits=_of_counted(facts, each.limits)) for each in found]
+
+
+def _of_counted(facts: ClusterFacts, limits: Limits) -> Limits:
+    """Return the limits on what this cluster counts (AccountingStorageTRES): slurmctld knows no other resource.
+
+    Limits of QOS hold for all clusters of a database, and another one may count GPUs where this one does not.
+    """
+    counted = {word.strip().lower() for word in facts.config.get("AccountingStorageTRES", "").split(",")} - {""}
+    if not counted:
+        return limits
+    amounts: dict[str, Mapping[str, int]] = {
+        each.name: {
+            name: amount
+            for name, amount in getattr(limits, each.name).items()
+            if name in counted or name.partition("/")[0] in counted
+        }
+        for each in fields(limits)
+        if each.name not in ("wall_min", "counts")
+    }
+    return replace(limits, **amounts)
 
 
 def flags_of(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> frozenset[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slurmtrain.slurm.versions import TOPOLOGIES_IN_YAML, parse_version
+
 # By plugin: what groups nodes, one and several, the word of TopologyParam by which nodes are ordered by that, and the first
 # release with it (SLURM's CHANGELOG, and the source of both plugins).
 GROUPS = {
@@ -26,11 +28,20 @@ def kind_of_topology(config: Mapping[str, str]) -> str | None:
     return kind if kind not in ("", "none", "default", "flat", "(null)") else None
 
 
+def knows_no_topology(config: Mapping[str, str]) -> bool:
+    """Return whether SLURM certainly knows no topology of the cluster, by what `scontrol show config` says."""
+    version = parse_version(config.get("SLURM_VERSION", ""))
+    elsewhere = version is not None and TOPOLOGIES_IN_YAML.applies_to(version)
+    return kind_of_topology(config) is None and not elsewhere
+
+
 def order_of_ranks(config: Mapping[str, str]) -> str | None:
     """Say in which order ranks are numbered over the nodes of a job; None if SLURM's configuration does not say."""
     if "TopologyPlugin" not in config:
         return None
     kind = kind_of_topology(config)
+    if kind is None and not knows_no_topology(config):
+        return None
     if kind is None:
         return "ranks are numbered along the names of nodes: SLURM knows no topology of this cluster"
     if kind not in GROUPS:

@@ -93,6 +93,11 @@ SEGMENTS = Difference(
     "sbatch takes --segment, for topology/block",
     "22.05.8 not; 24.11.7; 24.05 by its CHANGELOG",
 )
+TOPOLOGIES_IN_YAML = Difference(
+    (25, 5),
+    "topology.yaml gives partitions topologies of their own, and goes before TopologyPlugin, which then says nothing",
+    "not run here; 25.05 and 25.11 by their manual page and source (interfaces/topology.c)",
+)
 EXPEDITED_REQUEUE = Difference(
     (25, 11),
     "--requeue=expedite (with SlurmctldParameters=enable_expedited_requeue) starts a job again at once and before all others "

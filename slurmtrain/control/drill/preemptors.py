@@ -36,7 +36,7 @@ def preemptors(
     if by == "preempt/partition_prio":
         return _by_partition(facts, first_partition(partition))
     if by == "preempt/qos":
-        return _by_qos(facts, first_partition(partition), account, qos)
+        return _by_qos(facts, partition, account, qos)
     return f"nothing is known of PreemptType={by}"
 
 
@@ -58,7 +58,8 @@ def _by_partition(facts: ClusterFacts, name: str | None) -> list[Preemptor] | st
     return [Preemptor((f"--partition={each.name}",), f"partition {each.name}") for each in lowest_first]
 
 
-def _by_qos(facts: ClusterFacts, name: str | None, account: str | None, qos: str | None) -> list[Preemptor] | str:
+def _by_qos(facts: ClusterFacts, names: str | None, account: str | None, qos: str | None) -> list[Preemptor] | str:
+    name = first_partition(names)
     partition = facts.partition(name)
     if partition is None:
         return f"SLURM does not show partition {name}" if name else "there is no default partition"
@@ -75,11 +76,13 @@ def _by_qos(facts: ClusterFacts, name: str | None, account: str | None, qos: str
     if not above:
         return f"no QOS preempts QOS {own.name}"
     associations = [association] if association is not None else facts.associations or ()
-    mine = {name for each in associations for name in each.qos}
-    allowed = [name for name in above if name in mine]
+    mine = {its for each in associations for its in each.qos}
+    allowed = [each for each in above if each in mine]
     if not allowed:
         return f"you may use none of the QOS that preempt {own.name}: {', '.join(above)}"
-    return [Preemptor((f"--qos={name}",), f"QOS {name}") for name in allowed]
+    # In the default partition, it might not even be able to have the node of our job.
+    where = (f"--partition={names}",) if names else ()
+    return [Preemptor((*where, f"--qos={each}"), f"QOS {each}") for each in allowed]
 
 
 def _not_preempted(found: Preemption) -> str | None:

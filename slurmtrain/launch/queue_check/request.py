@@ -13,7 +13,7 @@ from slurmtrain.launch.queue_check.finding import Finding
 from slurmtrain.launch.queue_check.limits import check_limits, check_node_count, check_partition_memory, check_time
 from slurmtrain.launch.queue_check.nodes import check_nodes, shares_cpus
 from slurmtrain.slurm.facts import ClusterFacts, Partition
-from slurmtrain.slurm.topology import kind_of_topology
+from slurmtrain.slurm.topology import kind_of_topology, knows_no_topology
 from slurmtrain.slurm.versions import SEGMENTS, release
 
 _NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
@@ -141,6 +141,8 @@ def _check_placement(facts: ClusterFacts, cluster: ClusterConfig) -> list[Findin
         )
         return [Finding("cluster.segment", message, "cluster.segment=null")]
     kind = kind_of_topology(facts.config)
+    if kind is None and not knows_no_topology(facts.config):
+        return []
     found = []
     for field, value, needs in (("segment", cluster.segment, "block"), ("switches", cluster.switches, "tree")):
         if value is not None and kind != needs:

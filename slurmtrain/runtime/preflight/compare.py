@@ -223,20 +223,23 @@ def _gpu(node: str, gpu: GpuFacts, own: Collection[int], expected: Expected) -> 
     def finding(kind: FindingKind, value: str, right: str, *, fatal: bool) -> Finding:
         return Finding(kind, (node,), f"GPU {gpu.index} {value}", right, fatal, Fault.NODE)
 
-    # Errors in rows that were replaced since do no harm.
-    mended = gpu.remap_pending is False and not gpu.needs
-    if gpu.ecc_errors and not gpu.remap_failed:
-        value = f"has {gpu.ecc_errors} uncorrectable ECC errors"
-        yield finding(FindingKind.GPU_BROKEN, value, "none since its reset", fatal=not mended)
-    elif gpu.remap_failed:
+    # Since Ampere the driver takes memory with errors out of use, also before a reset replaces it, and new programs may begin.
+    # It says itself if they may not (NVIDIA GPU Memory Error Management). Of older GPUs only the count is known.
+    is_mended = gpu.remap_pending is not None or gpu.needs is not None
+    if gpu.remap_failed:
         yield finding(FindingKind.GPU_BROKEN, "has memory that cannot be remapped", "spare rows", fatal=True)
     elif gpu.needs:
-        yield finding(FindingKind.GPU_BROKEN, f"needs {gpu.needs} after an error (Xid)", "nothing", fatal=True)
+        value = f"needs {gpu.needs} after an error (Xid)"
+        yield finding(FindingKind.GPU_BROKEN, value, "nothing", fatal=not gpu.needs_later)
+    elif gpu.ecc_errors:
+        value = f"has {gpu.ecc_errors} uncorrectable ECC errors"
+        yield finding(FindingKind.GPU_BROKEN, value, "none since its reset", fatal=not is_mended)
     elif gpu.remap_pending:
         yield finding(FindingKind.GPU_BROKEN, "has memory that waits to be remapped", "none", fatal=False)
     if gpu.slowed_by:
         yield finding(FindingKind.GPU_SLOWED, f"is slowed by {', '.join(gpu.slowed_by)}", "its full clock", fatal=False)
-    others = [pid for pid in gpu.processes or () if pid not in own]
+    # A slice (MIG) is the job's own, and the memory in use is that of all slices, which may be those of other jobs.
+    others = [pid for pid in gpu.processes or () if pid not in own and not gpu.sliced]
     # In a container's own space of process ids a rank is not known by its own; what a rank takes before it trains is little.
     if others and expected.alone and gpu.used_gb is not None and gpu.used_gb > BUSY_GB:
         share = gpu.used_gb / gpu.memory_gb if gpu.memory_gb else 0.0
@@ -457,10 +460,9 @@ def _cpus(facts: GatheredFacts, expected: Expected) -> Iterator[Finding]:
         if own is not None and own >= 0 and each.numa_nodes and own not in each.numa_nodes:
             far[each.node, own, each.numa_nodes].append(each.rank)
     for (node, own, nodes), ranks in far.items():
-        value = f"may run on NUMA node {', '.join(map(str, nodes))} only"
-        yield Finding(
-            FindingKind.NUMA, (node,), value, f"node {own}, that of its GPU", False, Fault.CONFIG, tuple(ranks)
-        )
+        value = f"may run on the socket of NUMA node {', '.join(map(str, nodes))} only"
+        right = f"that of node {own}, where its GPU is"
+        yield Finding(FindingKind.NUMA, (node,), value, right, False, Fault.CONFIG, tuple(ranks))
 
 
 def _sharing_cpus(facts: GatheredFacts) -> Iterator[Finding]:

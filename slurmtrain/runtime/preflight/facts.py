@@ -29,7 +29,8 @@ class GpuFacts:
         processes: ids of the processes that compute on it.
         ecc_errors: uncorrectable errors since the driver was loaded.
         remap_pending, remap_failed: memory with errors waits to be replaced by spare rows, or cannot be.
-        needs: what NVML recommends to recover it, such as "a reset"; empty if nothing.
+        needs: what the driver recommends to recover it, such as "a reset"; empty if nothing.
+        needs_later: programs may begin on it before that.
         slowed_by: what holds its clock down now, such as "heat".
         sliced: it is divided into slices (MIG), which NVML does not count as GPUs.
     """
@@ -43,6 +44,7 @@ class GpuFacts:
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     needs: str | None = None
+    needs_later: bool = False
     slowed_by: tuple[str, ...] | None = None
     sliced: bool | None = None
 
@@ -149,7 +151,7 @@ class RankFacts:
         gpus_seen: GPUs that are visible to it; None where torch is built for CPUs.
         cpus: CPUs on which it may run, as the kernel lists them: "0-3,8".
         cpus_of_machine: how many the machine has.
-        numa_nodes: NUMA nodes of these CPUs.
+        numa_nodes: NUMA nodes of the sockets of these CPUs.
         gpu_numa_node: that of its GPU.
         packages: digest of the versions of the packages that it imports.
         differs: versions of the packages that differ from those of its node's first rank; () in the place of one that is

@@ -37,7 +37,8 @@ ADVICE = {
     FindingKind.DISK_FULL: "make room there: `runs prune`, `checkpoints RUN prune`, `df -h` and `df -i` on {node}",
     FindingKind.MEMORY: "other processes take it on {node}; cluster.exclusive=true keeps other jobs away",
     FindingKind.CPUS: "cluster.cpus_per_task asks for them, and srun binds ranks to them: see --cpu-bind of cluster.srun_args",
-    FindingKind.NUMA: "cluster.srun_args=[--cpu-bind=...] or --gpu-bind puts a rank beside its GPU",
+    FindingKind.NUMA: "`nvidia-smi topo -m` on {node} shows the CPUs near each GPU; --cpu-bind in cluster.srun_args binds "
+    "ranks to them. Not --gpu-bind, with which NCCL could not use the links between GPUs",
     FindingKind.VARIABLES: "unset it in your shell, in cluster.env and in cluster.setup",
     FindingKind.INTERFACE: "cluster.network_interface=NAME names the network that all nodes share",
     FindingKind.NETWORK_SPEED: "cluster.network_interface=NAME names a faster one; has {node} lost its link speed?",

@@ -13,8 +13,19 @@ from slurmtrain.runtime.preflight.facts import GpuFacts
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that mean trouble; a GPU at its power cap, or idle, is sound.
 SLOWED_BY = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "a power brake"}
-# Values of nvmlDeviceGetGpuRecoveryAction (nvml.h), which the driver sets after an Xid that needs more than a new process.
-NEEDS = {1: "a reset", 2: "a reboot of its node", 3: "its traffic to be drained", 4: "to be drained and reset"}
+# Values of nvmlDeviceGpuRecoveryAction_t (nvml.h), which the driver (565 and later) sets after an Xid that needs more than a
+# new process. With those of LATER a program may start again before: part of the memory is out of use, or it is not this GPU
+# (`man nvidia-smi`, GPU Recovery Action).
+NEEDS = {
+    1: "a reset",
+    2: "a reboot of its node",
+    3: "its traffic to be drained",
+    4: "to be drained and reset",
+    5: "its IMEX domain to be recovered",
+    6: "a reset of its PCIe bus",
+    7: "a reboot of the system",
+}
+LATER = (4, 5)
 
 
 # What NVML says (nvml.h) where it cannot be asked, which tells nothing of the GPUs: in some containers, and with other makes.
@@ -83,7 +94,7 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
     if reasons is None:
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
-    recovery = ask("nvmlDeviceGetGpuRecoveryAction")
+    recovery = _recovery_action(nvml, ask)
     name = ask("nvmlDeviceGetName")
     slices = ask("nvmlDeviceGetMigMode")
     return GpuFacts(
@@ -95,7 +106,17 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
         ecc_errors=None if errors is None else int(errors),
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
-        needs=None if recovery is None else NEEDS.get(int(recovery), ""),
+        needs=None if recovery is None else NEEDS.get(recovery, ""),
+        needs_later=recovery in LATER,
         slowed_by=None if reasons is None else tuple(word for bit, word in SLOWED_BY.items() if int(reasons) & bit),
         sliced=None if slices is None else bool(slices[0]),
     )
+
+
+def _recovery_action(nvml: Any, ask: Callable[..., Any]) -> int | None:
+    """Return what the driver recommends to recover a GPU, which is a field without a function; None if it does not say."""
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    values = ask("nvmlDeviceGetFieldValues", [field]) if field is not None else None
+    if not values or values[0].nvmlReturn != nvml.NVML_SUCCESS:
+        return None
+    return int(values[0].value.uiVal)

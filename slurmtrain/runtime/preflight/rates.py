@@ -19,6 +19,7 @@ from slurmtrain.runtime.preflight.findings import Fault, Finding
 
 MOST_ROUNDS = 8  # of pairs of nodes: each node is measured with so many others at most
 LEAST_LINKS = 2  # of a node, before it can be told from its links
+LEAST_NODES = 3  # that tell how fast a pair of places within a node is
 
 
 @dataclass(frozen=True)
@@ -209,20 +210,37 @@ def _slow_pairs(rates: Sequence[RankRates], stated: Stated) -> Iterator[Finding]
     yield from _below("within a node", usual, stated.link_gb_per_s, "cluster.gpu_link_gb_per_s", rates, stated)
     if len(links) < 2:
         return
-    late: dict[str, list[tuple[tuple[int, int], float]]] = defaultdict(list)
+    # GPUs that NVLink joins two by two, or that are at two sockets, differ by their places on every node alike.
+    places = _places(rates)
+    alike: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (one, other), rate in links.items():
+        alike[places[one], places[other]].append(rate)
+    late: dict[str, list[tuple[tuple[int, int], float, float, str]]] = defaultdict(list)
     for pair, rate in links.items():
-        if rate < stated.share * usual:
-            late[node_of[pair[0]]].append((pair, rate))
+        same = alike[places[pair[0]], places[pair[1]]]
+        known = len(same) >= LEAST_NODES
+        right = median(same) if known else usual
+        if rate < stated.share * right:
+            of = "of this pair on all nodes" if known else "of all pairs within nodes"
+            late[node_of[pair[0]]].append((pair, rate, right, of))
     for node, found in sorted(late.items()):
-        (one, other), least = min(found, key=lambda each: each[1])
+        (one, other), least, right, of = min(found, key=lambda each: each[1] / each[2])
         more = f", and {len(found) - 1} more of its pairs are slow" if len(found) > 1 else ""
         yield Finding(
             FindingKind.SLOW_LINK,
             (node,),
             f"{least:.3g} GB/s between ranks {one} and {other}{more}",
-            f"{usual:.3g} GB/s, the median of all pairs within nodes",
-            ranks=tuple(sorted({rank for pair, _ in found for rank in pair})),
+            f"{right:.3g} GB/s, the median {of}",
+            ranks=tuple(sorted({rank for pair, *_ in found for rank in pair})),
         )
+
+
+def _places(rates: Sequence[RankRates]) -> dict[int, int]:
+    """Return the place of each rank among those of its node."""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for each in rates:
+        ranks_of[each.node].append(each.rank)
+    return {rank: place for ranks in ranks_of.values() for place, rank in enumerate(sorted(ranks))}
 
 
 def _below(

@@ -214,17 +214,23 @@ def as_list(cpus: Collection[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def numa_nodes_of(cpus: Collection[int]) -> tuple[int, ...] | None:
-    """Return the NUMA nodes of these CPUs; None where the kernel does not tell."""
-    found = []
+def numa_nodes_of(cpus: Collection[int], root: Path = Path("/sys/devices/system")) -> tuple[int, ...] | None:
+    """Return the NUMA nodes of the sockets of these CPUs; None where the kernel does not tell.
+
+    A socket may be divided into several (NPS4, sub-NUMA clustering), and within it the way to a GPU is short.
+    """
+    nodes: dict[int, set[int]] = {}
+    socket_of: dict[int, str] = {}
     try:
-        folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-        for folder in folders:
-            if members(folder.joinpath("cpulist").read_text()) & set(cpus):
-                found.append(int(folder.name.removeprefix("node")))
+        for folder in (root / "node").glob("node[0-9]*"):
+            node, its = int(folder.name.removeprefix("node")), members((folder / "cpulist").read_text())
+            if its:  # others have memory only
+                nodes[node] = its
+                socket_of[node] = (root / f"cpu/cpu{min(its)}/topology/physical_package_id").read_text().strip()
     except (OSError, ValueError):
         return None
-    return tuple(sorted(found)) or None
+    sockets = {socket_of[node] for node, its in nodes.items() if its & set(cpus)}
+    return tuple(sorted(node for node in nodes if socket_of[node] in sockets)) or None
 
 
 def members(cpus: str) -> set[int]:

@@ -307,6 +307,10 @@ def test_a_qos_that_preempts_is_used_only_where_the_person_may() -> None:
     by_qos, qos = {"PreemptType": "preempt/qos"}, ["cheap||requeue", "fast|cheap|cluster", "boss|cheap,fast|cluster"]
     two = facts_of(by_qos, qos=qos, may_use="cheap,fast")
     assert preemptors(two, partition=None, qos="cheap") == [Preemptor(("--qos=fast",), "QOS fast")]
+    # In another partition than the default one it has to be where our job is, or it cannot have its node.
+    assert preemptors(two, partition="high,low", qos="cheap") == [
+        Preemptor(("--partition=high,low", "--qos=fast"), "QOS fast")
+    ]
     cheap = facts_of(by_qos, qos=qos, may_use="cheap")
     assert "you may use none of the QOS that preempt cheap: fast, boss" in preemptors(
         cheap, partition=None, qos="cheap"

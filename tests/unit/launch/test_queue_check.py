@@ -340,6 +340,9 @@ def test_switches_and_segments_are_for_networks_that_slurm_knows() -> None:
     assert "is for topology/block, and this cluster has topology/tree" in tree.message
     assert not flat.fatal and not tree.fatal
     assert "SLURM 22.05 has no segments" in fatal(with_topology("topology/tree", "22.05.8"), segment=1).message
+    # Since 25.05, topology.yaml may have topologies of which TopologyPlugin says nothing.
+    assert findings(with_topology("topology/flat", "25.05.9"), segment=1) == []
+    assert order_of_ranks(with_topology("topology/flat", "25.05.9").config) is None
 
 
 @pytest.mark.parametrize(
@@ -519,6 +522,20 @@ def test_a_number_of_jobs_of_a_qos_for_each_user_or_each_account_holds_instead_o
     assert [each.message for each in found(an_account=0)] == [
         f"QOS normal lets no job through: it allows 0 {what} of an account"
     ]
+
+
+def test_a_limit_on_what_this_cluster_does_not_count_refuses_no_job() -> None:
+    """QOS belong to all clusters of a database, and slurmctld looks only at what its AccountingStorageTRES names."""
+    qos = tuple(
+        replace(each, limits=Limits(tres={"gres/gpu": 1, "gres/gpu:a100": 1, "node": 9})) for each in ALPHA.qos or ()
+    )
+    limited = replace(ALPHA, qos=qos)
+    assert [each.fatal for each in findings(limited, nodes=1, qos="normal")] == [True, True]
+    for counted in ("cpu,mem,energy,node,billing,fs/disk,vmem,pages", "cpu,mem,node,gres/shard"):
+        elsewhere = replace(limited, config={**limited.config, "AccountingStorageTRES": counted})
+        assert findings(elsewhere, nodes=1, qos="normal") == []
+    untyped = replace(limited, config={**limited.config, "AccountingStorageTRES": "cpu,mem,node,gres/gpu"})
+    assert "4 GPUs, and" in fatal(untyped, nodes=1, qos="normal").message
 
 
 def test_limits_that_are_only_kept_on_record_refuse_no_job() -> None:

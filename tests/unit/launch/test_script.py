@@ -479,6 +479,20 @@ def test_srun_is_told_again_what_it_does_not_inherit() -> None:
     assert {"--cpus-per-task=7", "--kill-on-bad-exit=1", "--wait=33"} <= set(words)
 
 
+def test_ranks_fill_the_sockets_of_a_node_in_the_order_of_its_gpus_unless_the_person_decides() -> None:
+    """SLURM's default would bind rank 1 to the second socket, though GPU 1 is at the first."""
+    gpus = ClusterConfig(tasks_per_node=8, gpus_per_node=8)
+    assert "--distribution=block:block" in srun_words(gpus, PATHS)
+    for other in (
+        replace(gpus, gpus_per_node=0),
+        replace(gpus, tasks_per_node=1),
+        replace(gpus, sbatch={"distribution": "block:fcyclic"}),
+    ):
+        assert not [word for word in srun_words(other, PATHS) if "distribution" in word]
+    words = srun_words(replace(gpus, srun_args=["--distribution=cyclic"]), PATHS)
+    assert words.index("--distribution=block:block") < words.index("--distribution=cyclic")  # the last one counts
+
+
 def test_a_secret_is_inherited_and_never_written(
     project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +524,19 @@ def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
 # What the script does, with stand-ins for srun, scontrol and `finish-attempt`.
 
 
+# As srun 22.05 does it in a job with GPUs. Of tasks on a node it would start all of the job's, with a warning.
+REFUSED_BY_SRUN = """case " $* " in
+  *" --gres=none "*) if [ -n "$SLURM_GPUS_PER_NODE" ]; then
+    echo "srun: error: Unable to create step for job 77: Invalid Trackable RESource (TRES) specification" >&2; exit 1; fi ;;
+esac
+case " $* " in
+  *" --ntasks="*) ;;
+  *" --ntasks-per-node=1 "*) if [ -n "$SLURM_NTASKS$SLURM_NPROCS" ]; then
+    echo "srun: Warning: can't honor --ntasks-per-node set to 1" >&2; exit 1; fi ;;
+esac
+"""
+
+
 def run_script(
     script: str, tmp_path: Path, *, srun: str, verbs: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -524,13 +551,14 @@ def start_script(
     """The script as a batch shell would run it. All but scontrol and `resubmit`, which note their arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
     fake.directory.mkdir(exist_ok=True)
-    fake.command("srun", srun.replace("$0", "srun"))
+    fake.command("srun", REFUSED_BY_SRUN + srun.replace("$0", "srun"))
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
     job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
     noted = f'echo "${{@:4}}" >>"$here/../again-calls"; echo {job} >"$here/../again-element"'
     fake.command("slurmtrain-python", f'if [ "$3" = resubmit ]; then {noted}; {again or ":"}; fi\n{verbs or "exit 0"}')
     fake.command("squeue", squeue or "exit 1")
-    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
+    of_job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_GPUS_PER_NODE": "a100:4"}
+    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "HOME": str(tmp_path), **of_job, **env}
     return subprocess.Popen(
         ["bash", "-c", script], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
@@ -878,8 +906,10 @@ def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_n
     run_dir: Path, tmp_path: Path
 ) -> None:
     script = script_for(run_dir, config=COPYING)
-    assert "timeout --kill-after=60 1800 srun --overlap --nodes" in script  # 30 minutes
-    assert 'srun --overlap --no-kill --nodes="$1"' in golden_text("stage")  # which can go on with fewer nodes
+    assert 'timeout --kill-after=60 1800 "${slurmtrain_beside[@]}" --nodes' in script  # 30 minutes
+    assert '"${slurmtrain_beside[@]}" --no-kill --nodes="$1"' in golden_text(
+        "stage"
+    )  # which can go on with fewer nodes
     judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
     _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
     assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
@@ -1023,7 +1053,7 @@ def test_copies_leave_nodes_that_were_left_out_of_a_restart_in_place_and_dead_no
     folder = tmp_path / "shm" / f"slurmtrain-{os.getuid()}" / "run-0123"
     folder.mkdir(parents=True)
     srun = (
-        'case "$*" in *"watch "*) exit ;; --overlap*bash*) echo "$2" >>"$here/../seen"; exec "${@:8}" ;; esac; '
+        'case "$*" in *"watch "*) exit ;; --overlap*bash*) echo "$5" >>"$here/../seen"; exec "${@:8}" ;; esac; '
         f"exit $(({words.count('in-place')} + 1 - SLURMTRAIN_ATTEMPT))"
     )
     given = ["cluster=a100x4", "cluster.nodes=4", "cluster.spare_nodes=1", f"checkpoint.local={tmp_path}/shm"]

@@ -44,7 +44,7 @@ EXPECTED = Expected(
     world_size=NODES * RANKS_OF_NODE, gpus_per_node=4, cpus_per_task=8, mem_per_node_gb=500, shared=("/runs/r",)
 )
 SOUND_GPUS = tuple(
-    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "", ()) for index in range(EXPECTED.gpus_per_node)
+    GpuFacts(index, "H100", 85.0, 0.6, (), 0, False, False, "") for index in range(EXPECTED.gpus_per_node)
 )
 
 
@@ -170,7 +170,8 @@ def test_a_package_that_computes_nothing_ends_no_training(package: str, fatal: b
     assert (found.kind, found.nodes, found.fatal) == (FindingKind.PACKAGES, ("n3",), fatal)
 
 
-BROKEN_GPU = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], ecc_errors=2, remap_pending=True))
+# Of a model before Ampere, which remaps nothing, with a driver that does not say what it needs.
+BROKEN_GPU = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], ecc_errors=2, remap_pending=None, remap_failed=None, needs=None))
 # What is wrong on n3 -> kind, whether training must not begin, words of the sentence.
 ON_A_NODE: list[tuple[dict[str, Any], FindingKind, bool, str]] = [
     ({"gpus": SOUND_GPUS[:3]}, FindingKind.GPU_MISSING, True, "3 GPUs are visible; expected: 4"),
@@ -349,7 +350,12 @@ OF_A_RANK: list[tuple[dict[str, Any], FindingKind, bool, str]] = [
         "rank 13 on n3: torch 2.11.0; expected: torch 2.13.0, as the other ranks of that node",
     ),
     ({"cpus": "0-1"}, FindingKind.CPUS, False, "rank 13 on n3: it may run on 2 CPUs; expected: 8"),
-    ({"numa_nodes": (1,)}, FindingKind.NUMA, False, "rank 13 on n3: may run on NUMA node 1 only; expected: node 0"),
+    (
+        {"numa_nodes": (1,)},
+        FindingKind.NUMA,
+        False,
+        "rank 13 on n3: may run on the socket of NUMA node 1 only; expected: that of node 0, where its GPU is",
+    ),
     (
         {"variables": {"NCCL_ALGO": "Tree", "OMP_NUM_THREADS": "8"}},
         FindingKind.VARIABLES,
@@ -450,16 +456,33 @@ def test_gpus_that_slurm_shows_only_to_other_ranks_are_not_missing(
 
 
 def test_slices_of_a_gpu_are_not_counted_and_gpus_of_other_jobs_are_not_judged() -> None:
-    sliced = (replace(SOUND_GPUS[0], sliced=True),)
+    sliced = (replace(SOUND_GPUS[0], sliced=True, used_gb=70.0, processes=(1,)),)  # by other jobs, in slices of theirs
     assert compare(with_node({"gpus": sliced}, "n3"), EXPECTED) == []
     eight = tuple(replace(each, ecc_errors=3, used_gb=70.0, processes=(1,)) for each in (*SOUND_GPUS, *SOUND_GPUS))
     assert compare(with_node({"gpus": eight}, "n3"), EXPECTED) == []
 
 
-def test_errors_in_memory_that_was_replaced_since_are_a_warning() -> None:
-    mended = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], ecc_errors=2))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ecc_errors": 2},
+        {"ecc_errors": 2, "needs": None},
+        # Contained: the driver has taken that memory out of use, and programs may start again before the reset.
+        {"ecc_errors": 2, "remap_pending": True, "needs": None},
+        {"ecc_errors": 2, "remap_pending": True, "needs": "to be drained and reset", "needs_later": True},
+        {"ecc_errors": 2, "remap_pending": None, "remap_failed": None},  # no rows to remap, and nothing is needed
+    ],
+)
+def test_errors_in_memory_that_is_out_of_use_since_are_a_warning(change: dict[str, Any]) -> None:
+    mended = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], **change))
     found = only(compare(with_node({"gpus": mended}, "n3"), EXPECTED))
     assert (found.kind, found.fatal) == (FindingKind.GPU_BROKEN, False)
+
+
+def test_an_error_of_memory_after_which_a_gpu_needs_a_reset_ends_a_training() -> None:
+    gpus = (*SOUND_GPUS[:3], replace(SOUND_GPUS[3], ecc_errors=2, needs="a reset"))
+    found = only(compare(with_node({"gpus": gpus}, "n3"), EXPECTED))
+    assert (found.fatal, found.value) == (True, "GPU 3 needs a reset after an error (Xid)")
 
 
 def test_nodes_may_name_one_network_differently_and_have_networks_of_their_own() -> None:
@@ -573,17 +596,34 @@ def library(**answers: Any) -> Any:
         "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
         "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=9)],
-        "nvmlDeviceGetGpuRecoveryAction": 0,
+        "nvmlDeviceGetFieldValues": recovery_action(0),
         "nvmlDeviceGetMigMode": (0, 0),
         **answers,
     }
-    return SimpleNamespace(NVMLError=Error, **{name: answer(value) for name, value in known.items()})
+    constants = {"NVML_SUCCESS": 0, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230}
+    return SimpleNamespace(NVMLError=Error, **constants, **{name: answer(value) for name, value in known.items()})
+
+
+def recovery_action(number: int, code: int = 0) -> Any:
+    """What nvmlDeviceGetFieldValues returns for one field."""
+    return [SimpleNamespace(fieldId=230, nvmlReturn=code, value=SimpleNamespace(uiVal=number))]
 
 
 def test_nvml_is_read_into_facts() -> None:
     found = read_gpus({}, library())
     assert found is not None and len(found) == 2
-    assert found[0] == GpuFacts(0, "H100", 80.0, 1.0, (9,), 0, False, False, "", (), False)
+    assert found[0] == GpuFacts(0, "H100", 80.0, 1.0, (9,), 0, False, False, "", False, (), False)
+
+
+def test_a_driver_that_is_too_old_to_say_what_a_gpu_needs_says_nothing() -> None:
+    not_supported = recovery_action(0, code=3)
+    for answer in (not_supported, Error("Not Supported")):
+        found = read_gpus({}, library(nvmlDeviceGetFieldValues=answer))
+        assert found is not None and found[0].needs is None
+    older = library()
+    del older.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    found = read_gpus({}, older)
+    assert found is not None and found[0].needs is None
 
 
 @pytest.mark.parametrize(
@@ -591,7 +631,11 @@ def test_nvml_is_read_into_facts() -> None:
     [
         ({"nvmlDeviceGetTotalEccErrors": 7}, {"ecc_errors": 7}),
         ({"nvmlDeviceGetRemappedRows": (0, 3, 1, 1)}, {"remap_pending": True, "remap_failed": True}),
-        ({"nvmlDeviceGetGpuRecoveryAction": 1}, {"needs": "a reset"}),
+        ({"nvmlDeviceGetFieldValues": recovery_action(1)}, {"needs": "a reset", "needs_later": False}),
+        (
+            {"nvmlDeviceGetFieldValues": recovery_action(4)},
+            {"needs": "to be drained and reset", "needs_later": True},
+        ),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 0x48}, {"slowed_by": ("a hardware slowdown", "heat (hardware)")}),
         ({"nvmlDeviceGetTotalEccErrors": Error("Not Supported")}, {"ecc_errors": None}),
     ],
@@ -672,6 +716,24 @@ def test_variables_that_slow_training_down_or_name_no_network_are_found(
     variables: dict[str, str], found: list[str]
 ) -> None:
     assert list(readers.left_over(variables, gpus=True)) == found
+
+
+def test_a_rank_is_near_all_numa_nodes_of_its_socket(tmp_path: Path) -> None:
+    """Two sockets that are divided in two each, and a fifth node that has memory only."""
+    for node, cpus in enumerate(("0-3", "4-7", "8-11", "12-15", "")):
+        folder = tmp_path / f"node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    for cpu in range(16):
+        folder = tmp_path / f"cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{cpu // 8}\n")
+    assert readers.numa_nodes_of({5, 6}, tmp_path) == (0, 1)
+    assert readers.numa_nodes_of({12}, tmp_path) == (2, 3)
+    assert readers.numa_nodes_of({7, 8}, tmp_path) == (0, 1, 2, 3)
+    assert readers.numa_nodes_of({99}, tmp_path) is None
+    (tmp_path / "cpu/cpu4/topology/physical_package_id").unlink()
+    assert readers.numa_nodes_of({5}, tmp_path) is None
 
 
 def test_lists_of_cpus_are_read_and_written_as_the_kernel_does() -> None:

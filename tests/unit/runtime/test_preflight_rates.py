@@ -86,6 +86,33 @@ def test_two_gpus_of_a_node_without_a_fast_link_are_named() -> None:
     assert "20 GB/s between ranks 6 and 7; expected: 300 GB/s" in one.sentence
 
 
+def joined_two_by_two(nodes: int) -> list[RankRates]:
+    """GPUs 0 and 1, and 2 and 3, are joined by a bridge, and the others meet by way of the sockets."""
+    return [
+        RankRates(
+            rank,
+            f"n{rank // 4}",
+            pairs={
+                rank - rank % 4 + other: 200.0 if rank % 4 // 2 == other // 2 else 20.0
+                for other in range(4)
+                if other != rank % 4
+            },
+        )
+        for rank in range(4 * nodes)
+    ]
+
+
+def test_pairs_that_are_far_apart_on_every_node_are_not_slow() -> None:
+    found = joined_two_by_two(3)
+    assert slow(found, Stated()) == []
+    found[4] = replace(found[4], pairs={**(found[4].pairs or {}), 5: 20.0})  # a bridge that is lost
+    found[8] = replace(found[8], pairs={**(found[8].pairs or {}), 11: 5.0})
+    bridge, socket = slow(found, Stated())
+    assert (bridge.nodes, bridge.ranks, socket.nodes, socket.ranks) == (("n1",), (4, 5), ("n2",), (8, 11))
+    assert "20 GB/s between ranks 4 and 5; expected: 200 GB/s, the median of this pair on all nodes" in bridge.sentence
+    assert "5 GB/s between ranks 8 and 11; expected: 20 GB/s" in socket.sentence
+
+
 def test_rates_are_compared_with_what_the_clusters_file_states() -> None:
     assert slow(rates(), Stated(link_gb_per_s=400.0, network_gb_per_s=50.0)) == []
     between, within = slow(rates(), Stated(link_gb_per_s=900.0, network_gb_per_s=400.0))

@@ -249,17 +249,41 @@ def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fa
         ("up idle*\n", True),  # it does not answer
         ("down idle\n", True),
         ("up reserved\n", True),
+        ("up idle\nup idle%\n", True),  # powers down, and is left out until it has
+        ("up idle\nup mixed#\n", True),
+        ("up idle!\n", True),
+        ("up idle^\n", True),
+        ("up idle~\nup mixed-\n", False),
+        ("", True),  # all of its nodes are in a cloud, and off
         (None, True),
     ],
 )
 def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, fake_slurm: FakeSlurm) -> None:
     fake_slurm.command("sinfo", "exit 0")
-    assert scripted({"--partition=low": shown} if shown else {}, []).lacks_nodes("low") is lacks
+    assert scripted({} if shown is None else {"--partition=low": shown}, []).lacks_nodes("low") is lacks
 
 
 def test_nodes_of_a_hidden_partition_have_a_state_too(fake_slurm: FakeSlurm) -> None:
     fake_slurm.command("sinfo", """case " $* " in *" --all "*) echo "n1 mixed"; echo "n2 down*" ;; esac""")
     assert SlurmClient().node_states("n[1-2]") == {"n1": "mixed", "n2": "down*"}
+
+
+def test_jobs_in_a_hidden_partition_are_found(fake_slurm: FakeSlurm) -> None:
+    """Squeue shows them with --all alone, also to the person whose jobs they are (seen with 22.05)."""
+    fake_slurm.command(
+        "squeue",
+        """case " $* " in
+  *" --all "*%A\\|%F_%K*) echo "17|17_N/A|RUNNING|N/A|None|slurmtrain:t" ;;
+  *" --all "*%F\\|%T*) echo "17|RUNNING|slurmtrain:t" ;;
+  *" --all "*%F\\|%E*) echo "18|afterok:17(unfulfilled)" ;;
+  *" --all "*%A*) echo 17 ;;
+esac""",
+    )
+    fake_slurm.command("scontrol", "")
+    client = SlurmClient()
+    assert client.queue(["17"])["17"].state == "RUNNING"
+    assert client.find_by_comment("slurmtrain:t") == client.live_jobs() == ["17"]
+    assert client.free_dependents("17") == ["18"]
 
 
 # Asking.
