@@ -14,7 +14,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import chain
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.slurm.client import SlurmClient

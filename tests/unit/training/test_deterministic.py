@@ -46,5 +46,5 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def test_kernels_are_deterministic_when_the_ranks_meet_if_the_config_says_so(fresh: list[bool], wanted: bool) -> None:
     config = compose(["experiment=smoke", f"train.deterministic={wanted}"])
     with pytest.raises(JoinedError):
-        main._join(config, Environment("single"), None, lambda: RunDir(Path()), StopFlag(), Timeline())
+        main._join(config, Environment("single"), None, lambda: RunDir(Path()), StopFlag(), Timeline(), lambda *_: None)
     assert fresh == [wanted]
