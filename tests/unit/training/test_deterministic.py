@@ -28,7 +28,7 @@ class JoinedError(Exception):
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     found: list[bool] = []
 
-    def join(*_: Any) -> None:
+    def join(*_: Any, **__: Any) -> None:
         found.append(torch.are_deterministic_algorithms_enabled() and all(name in os.environ for name in VARIABLES))
         raise JoinedError
 
