@@ -277,9 +277,8 @@ def copy_tensors(
                 pass
         finally:
             stopped.set()  # leaving the pool waits for what is queued
-    if (
-        not_finite
-    ):  # parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so
+    # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
+    if not_finite:
         shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
         log.warning(
             "values that are not finite (NaN or infinite) are exported as they are, in %s%s",

@@ -16,6 +16,7 @@ LONGEST_RULE = 120  # in a file or pipe, where the longest sentence is one line
 LEAST_ROOM = 30  # least width of the last column beside the others
 INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
+# Columns that a narrow terminal leaves out, in this order.
 LEAST_WANTED = (
     "queue h",
     "checkpoints",
@@ -34,7 +35,7 @@ LEAST_WANTED = (
     "name",
     "run",
     "loss",
-)  # columns that a narrow terminal leaves out, in this order
+)
 
 
 def progress_cells(now: RunState) -> list[str]:

@@ -80,9 +80,8 @@ def run_local(run_dir: RunDir) -> int:
             _go_on_unseen()
         own_is_done = outcome.verdict is Verdict.DONE and config.job.kind == JobKind.COMMAND
         if (ended or own_is_done) and config.checkpoint.local is not None:
-            from slurmtrain.checkpoint.node_copies.folder import (
-                remove_run,
-            )  # with numpy, for which `submit` has no time
+            # It loads numpy, for which `submit` has no time.
+            from slurmtrain.checkpoint.node_copies.folder import remove_run
 
             remove_run(Path(config.checkpoint.local), run_dir.checkpoints, run_dir.id)
         if outcome.verdict is not Verdict.REQUEUE:

@@ -83,9 +83,8 @@ def check_loggers(config: Config, cwd: Path) -> None:
             cwd=cwd,
             env=environment,
         )
-        found: dict[str, str | None] = json.loads(
-            done.stdout.splitlines()[-1]
-        )  # their own code may have printed before
+        # Their own code may have printed before.
+        found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return
     for name, wrong in found.items():

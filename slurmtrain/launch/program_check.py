@@ -107,9 +107,8 @@ def _can_run(folder: Path, module: str) -> bool:
     It may be source or compiled, or a package with __main__.py.
     """
     path = folder.joinpath(*module.split("."))
-    return (path / "__main__.py").exists() or any(
-        path.parent.glob(f"{path.name}.*[yo]")
-    )  # .py, .so, .cpython-311-....so
+    # name.py, name.so, name.cpython-311-....so
+    return (path / "__main__.py").exists() or any(path.parent.glob(f"{path.name}.*[yo]"))
 
 
 def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Path) -> list[str]:

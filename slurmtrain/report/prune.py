@@ -30,13 +30,8 @@ from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import located
 from slurmtrain.system.trust import is_mine
 
-ENDED = (
-    RunStatus.FINISHED,
-    RunStatus.STOPPED,
-    RunStatus.PRUNED,
-    RunStatus.FAILED,
-    RunStatus.LOST,
-)  # nobody runs it any more
+# Nobody runs it any more.
+ENDED = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.PRUNED, RunStatus.FAILED, RunStatus.LOST)
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
 QUIET_S = 600.0
 REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into

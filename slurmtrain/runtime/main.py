@@ -278,9 +278,8 @@ def _train(
         with explain_out_of_memory(rank, device, lambda: trainer.step):
             outcome = trainer.fit()
     except BaseException:
-        if (
-            distributed.environment.rank == 0 and trainer.step
-        ):  # otherwise the last logged step would be all that is known
+        # Otherwise the last logged step would be all that is known.
+        if distributed.environment.rank == 0 and trainer.step:
             with contextlib.suppress(OSError, SlurmtrainError):  # a full disk must not hide what has happened
                 attempt_context.update_attempt(context, last_step=trainer.step)
         raise

@@ -112,14 +112,8 @@ class SlurmClient:
         Raises:
             ClusterError: SLURM cannot be asked.
         """
-        command = [
-            "sinfo",
-            "--noheader",
-            "--all",
-            "--Node",
-            f"--nodes={nodes}",
-            "--format=%N %T",
-        ]  # of hidden partitions, too
+        # --all: nodes of hidden partitions, too
+        command = ["sinfo", "--noheader", "--all", "--Node", f"--nodes={nodes}", "--format=%N %T"]
         lines = [line.split() for line in self._call(command, before=SHIELD).splitlines()]
         return {words[0]: words[1] for words in lines if len(words) > 1}
 

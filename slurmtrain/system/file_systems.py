@@ -60,9 +60,8 @@ def mount_of(folder: Path, mounts: str) -> Mount | None:
             continue
         point = words[1].encode().decode("unicode_escape", errors="replace") if "\\" in words[1] else words[1]
         inside = folder == Path(point) or Path(point) in folder.parents
-        if inside and (
-            best is None or len(point) >= len(best.point)
-        ):  # the later of two on one point covers the earlier
+        # The later of two on one point covers the earlier.
+        if inside and (best is None or len(point) >= len(best.point)):
             best = Mount(point, words[2], words[0])
     return best
 

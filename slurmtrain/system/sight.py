@@ -14,12 +14,10 @@ from enum import Enum, auto
 from pathlib import Path
 
 OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # each machine has its own
-BELOW_ROOT = tuple(
-    map(Path, ("/mnt", "/media", "/srv", "/home"))
-)  # where file systems are mounted, other ones on the nodes
-INSTALLED = tuple(
-    map(Path, ("/opt", "/usr", "/etc", "/var", "/run", "/dev", "/proc", "/sys"))
-)  # of each machine, in all depths
+# Where file systems are mounted, other ones on the nodes.
+BELOW_ROOT = tuple(map(Path, ("/mnt", "/media", "/srv", "/home")))
+# What each machine has for itself, in all depths.
+INSTALLED = tuple(map(Path, ("/opt", "/usr", "/etc", "/var", "/run", "/dev", "/proc", "/sys")))
 
 
 class Sight(Enum):
@@ -61,9 +59,8 @@ def look(path: Path, node_paths: Sequence[str] = ()) -> Seen:
         return Seen(Sight.THERE, place) if there else Seen(Sight.MISSING, place, str(path.relative_to(fixed)))
     missing = fixed.relative_to(place).parts[0]
     target = Path(os.path.realpath(place / missing))
-    if os.path.islink(place / missing) and not os.path.islink(
-        target
-    ):  # a link to where only the nodes may have something
+    # A link to where only the nodes may have something.
+    if os.path.islink(place / missing) and not os.path.islink(target):
         return look(target, node_paths)
     return Seen(sight_of_gap(place, empty=_is_empty(place)), place, missing)
 

@@ -31,9 +31,8 @@ def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
     step, health = state.step, state.counters.health
     if health.sound_step is None or not state.hooks.roll_back(state, health.sound_step):
         raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
-    if (
-        health.rollbacks >= train.max_rollbacks
-    ):  # only now, so that a resume with another config begins where it was sound
+    # Only now, so that a resume with another config begins where it was sound.
+    if health.rollbacks >= train.max_rollbacks:
         many = f"going back {health.rollbacks} times in a row has not helped"
         raise DivergedError(
             f"{why}; {many if health.rollbacks else 'it does not go back'} (train.max_rollbacks={train.max_rollbacks}); the "

@@ -227,9 +227,8 @@ def steps_done(run: RunDir, number: int) -> int:
     attempt = attempts.read_attempt(run, number) if number in run.attempt_numbers() else None
     if attempt is None or attempt.first_step is None or attempt.stepping is None:
         return 0
-    if (
-        not run.metrics_file.exists() or run.metrics_file.stat().st_mtime < attempt.stepping
-    ):  # what it has written since is none of its steps
+    # What it has written since is none of its steps.
+    if not run.metrics_file.exists() or run.metrics_file.stat().st_mtime < attempt.stepping:
         return 0
     return (reached_step.last_logged_step(run) or 0) - attempt.first_step
 

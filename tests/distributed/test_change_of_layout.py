@@ -80,9 +80,8 @@ def test_a_run_goes_on_through_all_layouts_as_on_one_process(gloo_ranks: GlooRan
             *gloo_ranks(ranks, on_one_layout, tmp_path / "run", overrides, attempt), strict=True
         )
         assert different == ([],) * ranks
-        assert (
-            len({embedding for embedding in embeddings if embedding}) == 1
-        )  # at both ends of a pipeline the same bits
+        # At both ends of a pipeline the same bits.
+        assert len({embedding for embedding in embeddings if embedding}) == 1
     fit(alone(), tmp_path / "one", MODEL)
     steps = STEPS_EACH * len(CHAIN)
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "one")

@@ -28,9 +28,8 @@ from slurmtrain.system import signals
 from slurmtrain.system.files import write_json
 from tests.support.gloo import GlooRanks, cluster_config
 
-Said = tuple[
-    list[str], tuple[str, ...] | None
-]  # findings that rank 0 has recorded, and the nodes that every rank's error blames
+# Findings that rank 0 has recorded, and the nodes that every rank's error blames.
+Said = tuple[list[str], tuple[str, ...] | None]
 
 
 class Ranks:

@@ -105,9 +105,8 @@ def fsdp_tp(model: Model, distributed: DistributedContext) -> nn.Module:
 def tp_replicas(model: Model, distributed: DistributedContext) -> nn.Module:
     """Tensor parallel pairs that do not know of each other: each has a mesh of its own, over the same names."""
     rank = distributed.environment.rank
-    pairs = [
-        DeviceMesh("cpu", [first, first + 1]) for first in range(0, distributed.environment.world_size, 2)
-    ]  # made by all ranks, in the same order
+    # Made by all ranks, in the same order.
+    pairs = [DeviceMesh("cpu", [first, first + 1]) for first in range(0, distributed.environment.world_size, 2)]
     return tensor_parallel(model, pairs[rank // 2])
 
 

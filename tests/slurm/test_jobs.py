@@ -475,9 +475,8 @@ def test_a_run_leaves_out_a_node_that_has_lost_its_run_directory(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bin").mkdir()
-    wrapper = (
-        tmp_path / "bin" / "mkdir"
-    )  # the nodes of a sandbox share all folders: there, on that node, none can be made
+    # The nodes of a sandbox share all folders: there, on that node, none can be made.
+    wrapper = tmp_path / "bin" / "mkdir"
     wrapper.write_text(
         f"""#!/bin/bash
 folder="${{!#}}"

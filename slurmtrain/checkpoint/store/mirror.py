@@ -349,9 +349,8 @@ class Mirror:
         part = BLOCK_BYTES * -(-max(1, size) // (BLOCK_BYTES * PARTS))
 
         def send() -> None:
-            if getattr(
-                self._fs, "local_file", False
-            ):  # an object store has no directories, and s3fs would make a bucket
+            # An object store has no directories, and s3fs would make a bucket.
+            if getattr(self._fs, "local_file", False):
                 self._fs.makedirs(f"{self._root}/{what}".rpartition("/")[0], exist_ok=True)
             sent = 0
             target = self._fs.open(f"{self._root}/{what}", "wb", block_size=part)

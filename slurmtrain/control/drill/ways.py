@@ -13,14 +13,8 @@ from slurmtrain.config.schema import Config, HooksConfig, ObserveConfig
 from slurmtrain.errors import UsageError, nearest
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
-SITE_WORDS = (
-    "cluster",
-    "requeue",
-    "job.runs_dir",
-    "job.name",
-    "job.singleton",
-    "hydra",
-)  # what a drill of the site takes
+# What a drill of the site takes.
+SITE_WORDS = ("cluster", "requeue", "job.runs_dir", "job.name", "job.singleton", "hydra")
 TINY = ("model=tiny", "model.dropout=0.1", "data=stdlib_tiny", "optim.warmup_steps=2")  # dropout draws random numbers
 STEPS, STOP_AT, SAVE_EVERY = 16, 8, 4
 TIME_LIMIT_MIN = 10  # of each job: what a killed shell leaves behind ends by itself
@@ -142,9 +136,8 @@ def scratch_config(config: Config, way: Way | None, folder: Path) -> Config:
     if requeue.mode == RequeueMode.CHAIN:
         requeue = dataclasses.replace(requeue, chain_length=CHAIN_LENGTH)
     mode = config.preflight.mode
-    preflight = (
-        PreflightMode.QUICK if mode == PreflightMode.FULL else mode
-    )  # a minute of measurements says nothing here
+    # A minute of measurements says nothing here.
+    preflight = PreflightMode.QUICK if mode == PreflightMode.FULL else mode
     # Its crashes speak against no node, and a ledger full of them would leave good nodes out.
     requeue = dataclasses.replace(requeue, blame_threshold=0)
     return dataclasses.replace(

@@ -316,9 +316,8 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: several make the same file, the last one stays
+        # A file system without locks: several make the same file, the last one stays.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -27,9 +27,8 @@ from slurmtrain.report.page.contents import Page
 from slurmtrain.report.page.render import policy, render
 
 ADDRESS = "127.0.0.1"
-HOSTS = frozenset(
-    {"127.0.0.1", "localhost", "[::1]"}
-)  # a tunnel (ssh -L) may end at another port of the reader's machine
+# A tunnel (ssh -L) may end at another port of the reader's machine.
+HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 REQUEST_S = 10.0  # a client that says nothing is hung up on after this long
 MOST_REQUESTS = 16  # at a time
 HANG_UP_S = 1.0  # until a connection that was hung up on has left its place

@@ -72,9 +72,8 @@ class ProgramStart:
             return ProcessEnd(-1, code, 0.0)
         ends = []
         for path in self.folder.glob("*.json"):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # a full disk, or killed while it wrote: the launcher's code tells
+            # A full disk, or killed while it wrote: the launcher's code tells.
+            with contextlib.suppress(OSError, ValueError):
                 ends.append(ProcessEnd(**json.loads(path.read_text())))
         shutil.rmtree(self.folder, ignore_errors=True)
         return end_of_node(code, ends, DIED_OF_A_STOP, told=told, finished_code=self.finished_code)

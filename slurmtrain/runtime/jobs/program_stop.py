@@ -187,9 +187,8 @@ def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> 
         facts: what SLURM said of the job then; None: nothing, or not yet.
     """
     own = told + grace_s if grace_s is not None else math.inf
-    if (
-        facts is None or facts.end_time is None or facts.state != JobState.RUNNING
-    ):  # a job that was cancelled has ended for SLURM
+    # A job that was cancelled has ended for SLURM.
+    if facts is None or facts.end_time is None or facts.state != JobState.RUNNING:
         return own
     margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.end_time - told), LONGEST_MARGIN_S)
     return min(own, facts.end_time - margin)

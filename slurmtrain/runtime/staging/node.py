@@ -29,9 +29,8 @@ from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON
 
 USE = "use"
 ROOM = 0.02  # share of a disk that stays free: others need it, too
-OF_A_JOB = re.compile(
-    r"(?P<cluster>.+)-(?P<job>\d+)-\d+"
-)  # the name of a job's folder, which the batch script gives it
+# The name of a job's folder, which the batch script gives it.
+OF_A_JOB = re.compile(r"(?P<cluster>.+)-(?P<job>\d+)-\d+")
 CLOCKS_S = 60.0  # so much may the clocks of two nodes differ
 
 

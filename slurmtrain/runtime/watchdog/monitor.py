@@ -147,9 +147,8 @@ def main(words: list[str]) -> None:
     attempt_dir = AttemptDir(Path(folder)) if folder else None
     heard, born = _Heard(int(pid)), process.born(int(pid))
     inputs: list[int] = [0]
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # its descriptor is readable when it has ended; from Linux 5.3 on
+    # Its descriptor is readable when it has ended; from Linux 5.3 on.
+    with contextlib.suppress(OSError, AttributeError):
         inputs.append(os.pidfd_open(int(pid)))
     while born is not None and process.born(int(pid)) == born:
         ready, _, _ = select.select(inputs, [], [], LOOK_EVERY_S)

@@ -296,9 +296,8 @@ def write_report(attempt_dir: AttemptDir, world_size: int, expected_nodes: Mappi
         ranks=[each.rank for each in absent],
         since=_got_on(reports),
     )
-    write_text(
-        attempt_dir.hang_page, page(sentence, absent, reports, world_size)
-    )  # last: the others leave when it is there
+    # Last: the others leave when it is there.
+    write_text(attempt_dir.hang_page, page(sentence, absent, reports, world_size))
     # All that they say is on the page.
     for path in (*attempt_dir.hang_reports().values(), *attempt_dir.hang_nodes(), *attempt_dir.stacks_files()):
         with contextlib.suppress(OSError):

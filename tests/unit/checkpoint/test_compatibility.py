@@ -54,9 +54,8 @@ def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_pat
     refused(tmp_path, Model("a"), ("config",), config=config("two"))
     allowed(tmp_path, Model("a"), "data", config=config("two"))
     refused(tmp_path, Model("a"), ("data",), config=config("two", "/elsewhere"))
-    allowed(
-        tmp_path, Model("a"), "config", config=config("two", "/elsewhere")
-    )  # which says that the data is other data
+    # Which says that the data is other data.
+    allowed(tmp_path, Model("a"), "config", config=config("two", "/elsewhere"))
 
 
 def test_the_step_of_another_run_is_not_carried_onto_other_data_unless_that_is_asked_for(tmp_path: Path) -> None:

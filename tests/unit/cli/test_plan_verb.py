@@ -94,9 +94,8 @@ def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_ha
     ends = 2 * 128256 * 4096 + 4096
     shard = (32 * layer + ends) // 8 * 4  # in float32; Adam keeps two of them
     gathered = (ends + 2 * layer) * 2 + layer * 2  # in bfloat16: two layers, and the gradients of one
-    of_a_token = (
-        2 * 4096 + 2 * 4096 + 2 * (4096 + 1024) + 4 * 14336
-    )  # elements that a layer keeps: stream, norms, heads, FFN
+    # Elements that a layer keeps: stream, norms, heads, FFN.
+    of_a_token = 2 * 4096 + 2 * 4096 + 2 * (4096 + 1024) + 4 * 14336
     activations = 8192 * (32 * of_a_token * 2 + (2 * 4096) * 2 + 128256 * (4 + 4 + 2))
     parts = [shard, shard, 2 * shard, gathered, activations]
     names = ("parameters", "gradients", "optimiser", "gathered", "activations")

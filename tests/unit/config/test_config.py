@@ -72,6 +72,7 @@ def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.Mo
 def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> None:
     names = ("peak_tflops", "gpu_link_gb_per_s", "network_gb_per_s", "storage_gb_per_s", "failures_per_1000_node_days")
     rates = [f"cluster.{name}=1" for name in names]
+    # The rates are left out unless they are used.
     values = yaml.safe_load(
         freeze(
             compose(
@@ -93,7 +94,7 @@ def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> Non
                 ]
             )
         )
-    )  # left out unless used
+    )
     assert list(values) == [field.name for field in dataclasses.fields(Config)]
     assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
 

@@ -72,9 +72,8 @@ def test_stopped_and_resumed_with_any_ranks_and_micro_batches_the_hash_and_each_
     total = sum(stretch[0] for stretch in plan)
     chain, seen = run(n, plan, batch)
     assert (chain, seen) == run(n, [(total, 1, 1, 0)], batch)
-    times = np.bincount(
-        seen, minlength=n
-    )  # as many as there were whole epochs, and once more in the one that has begun
+    # As many as there were whole epochs, and once more in the one that has begun.
+    times = np.bincount(seen, minlength=n)
     assert times.min() == total * batch // n and times.max() == -(-total * batch // n)
 
 

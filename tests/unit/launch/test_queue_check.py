@@ -166,9 +166,8 @@ def test_a_limit_of_the_partition_on_what_a_job_has_of_a_node_counts() -> None:
     assert "20 CPUs" in fatal(WITHOUT_ACCOUNTS, **request, cpus_per_task=5).message
     request |= {"cpus_per_task": 4}
     assert findings(WITHOUT_ACCOUNTS, **request) == []
-    found = fatal(
-        WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0}
-    )  # sbatch takes it, and it waits: MaxMemPerLimit
+    # sbatch takes it, and it waits: MaxMemPerLimit.
+    found = fatal(WITHOUT_ACCOUNTS, **{**request, "mem_per_node_gb": 0})
     assert "all memory of a node, 128000 MB, and partition debug gives it 64000" in found.message
     assert found.hint == "set at most cluster.mem_per_node_gb=62"
 
@@ -380,16 +379,14 @@ def test_an_account_that_is_not_the_persons_is_refused_with_those_that_are() -> 
 
 
 def test_a_partition_takes_only_its_accounts_and_its_qos() -> None:
-    (found,) = findings(
-        partition="urgent"
-    )  # whose default account is another; a warning, since it may be below physics
+    # The default account is another: a warning, since it may be below physics.
+    (found,) = findings(partition="urgent")
     assert not found.fatal
     assert "account biology" in found.message
     assert "it takes: physics" in found.hint
     assert findings(partition="urgent", account="physics") == []
-    assert (
-        "cluster.qos=debug" in fatal(qos="debug", time_limit_min=30).message
-    )  # the account may, the partition does not
+    # The account may, the partition does not.
+    assert "cluster.qos=debug" in fatal(qos="debug", time_limit_min=30).message
     assert "may not use it" in fatal(qos="secret").message
     assert "no such QOS" in fatal(qos="hihg").message
     assert "high" in fatal(qos="hihg").hint

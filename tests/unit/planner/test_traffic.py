@@ -85,9 +85,8 @@ def test_a_pipeline_sends_the_stream_forward_and_its_gradient_back() -> None:
     words = ["cluster=h100x8", "cluster.nodes=2", "parallel=fsdp_tp_pp", "parallel.tp=8", "parallel.pp=2"]
     found = traffic([*words, "train.global_batch_size=4", "train.micro_batch_size=1"])["pp"]
     assert (found.kind, found.nodes) == (SEND, 2)
-    assert found.bytes_sent == pytest.approx(
-        2 * 4 * 8192 * 4096 * 2 / 8
-    )  # each of 8 ranks sends its part of the sequence
+    # Each of 8 ranks sends its part of the sequence.
+    assert found.bytes_sent == pytest.approx(2 * 4 * 8192 * 4096 * 2 / 8)
 
 
 def test_context_parallelism_gathers_keys_and_values_and_scatters_their_gradients() -> None:

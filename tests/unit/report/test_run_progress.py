@@ -79,9 +79,8 @@ def test_a_run_that_does_not_run_or_has_not_logged_since_it_began_has_no_speed(m
 
 def test_what_is_not_known_stays_empty(make: Make) -> None:
     assert read_progress(make(), None, running_since=0.0) == Progress()
-    found = read_progress(
-        make(logged=TRAINED), None, running_since=0.0
-    )  # of before the number of steps was written down
+    # A log of before the number of steps was written down.
+    found = read_progress(make(logged=TRAINED), None, running_since=0.0)
     assert (found.step, found.tokens_per_s, found.eta_s) == (60, 12345.0, None)
 
 

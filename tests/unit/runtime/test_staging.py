@@ -215,9 +215,8 @@ def test_conda_itself_is_not_packed_with_its_base_environment(tmp_path: Path) ->
     for folder in ("pkgs/numpy", "envs/other/lib", "lib/pkgs"):
         (made.prefix / folder).mkdir(parents=True)
         (made.prefix / folder / "file").write_text("x")
-    (made.prefix / "lib" / "linked").symlink_to(
-        "../pkgs/numpy/file"
-    )  # as conda does it from one file system to another
+    # As conda does it from one file system to another.
+    (made.prefix / "lib" / "linked").symlink_to("../pkgs/numpy/file")
 
     def packed() -> set[str]:
         archive = archive_of(made, tmp_path / "archives")

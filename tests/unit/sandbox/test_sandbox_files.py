@@ -141,10 +141,8 @@ def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, mo
     ("path", "printed"),
     [
         ("/usr/bin:/bin", "export PATH=/opt/my slurm/bin:/usr/bin:/bin\n"),
-        (
-            "/front:/opt/my slurm/bin:/usr/bin:/bin",
-            "",
-        ),  # the person's order: a front for one of the commands stays before
+        # The person's order: a front for one of the commands stays before.
+        ("/front:/opt/my slurm/bin:/usr/bin:/bin", ""),
     ],
 )
 def test_a_task_finds_the_commands_of_its_own_slurm(path: str, printed: str) -> None:
