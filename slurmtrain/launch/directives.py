@@ -41,11 +41,6 @@ _OPTIONS_OF_VARIABLES = {
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 
-def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
-    """Return the #SBATCH lines, in the order in which a person reads them."""
-    return [line.text for line in explained_directives(config, paths)]
-
-
 def explained_directives(
     config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
 ) -> list[Line]:

@@ -6,7 +6,7 @@ import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
 
-from slurmtrain.launch.bundle import MANIFEST
+from slurmtrain.launch.bundle_format import MANIFEST
 from slurmtrain.system import records
 from slurmtrain.system.records import RECORD_BYTES
 

@@ -24,13 +24,6 @@ CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that t
 _OWN_ARGS = "cluster.container.args: your arguments, unchanged"
 
 
-def srun_words(
-    cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str] = (), *, standby: bool = False
-) -> list[str]:
-    """Return the srun line, with a word or a pair of words per element; see `explained_srun`."""
-    return [line.text for line in explained_srun(cluster, paths, variables, standby=standby)]
-
-
 def explained_srun(
     cluster: ClusterConfig,
     paths: JobPaths,

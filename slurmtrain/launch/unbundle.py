@@ -33,7 +33,7 @@ from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.launch.bundle import (
+from slurmtrain.launch.bundle_format import (
     CONFIG,
     ENVIRONMENT,
     FORMAT,

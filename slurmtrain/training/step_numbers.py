@@ -12,13 +12,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.ranks import TrainingRanks
 
 LAG = 2  # the numbers of a step are known in the second step after it
 PARTS = 3  # integers that a rank adds to the counts of a step; see `NumbersReader.own_part`

@@ -31,8 +31,9 @@ from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
+from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.rollback import roll_back
-from slurmtrain.training.state import Counters, StepResult, TrainingRanks, TrainingState
+from slurmtrain.training.state import Counters, StepResult, TrainingState
 from slurmtrain.training.step_numbers import NumbersReader
 from slurmtrain.training.stopping import StopCheck
 from slurmtrain.training.undo import RunningBuffers, Undo

@@ -24,9 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.directory import INDEX
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.format.tensor_index import FileTable, Index, check_coverage
+from slurmtrain.checkpoint.format.tensor_index import FileTable, Index
 from slurmtrain.checkpoint.messages import decode, encode
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.job import RankContribution

@@ -39,7 +39,8 @@ from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
-from slurmtrain.training.state import StepResult, TrainingRanks, TrainingState
+from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Trainer
 from tests.bench import throughput
 from tests.bench.overhead import SKIPPED, Spent, measure_in_blocks, numbers_of, say

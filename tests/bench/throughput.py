@@ -60,7 +60,7 @@ from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.optim import build_optimizer
-from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.trainer import Trainer
 from tests.bench.checkpoint_reference import DcpAsync
 

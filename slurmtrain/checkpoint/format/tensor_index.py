@@ -1,8 +1,8 @@
-"""The place of every piece of every tensor: boxes, the table of a rank's file, the check that nothing is missing.
+"""The place of every piece of every tensor: boxes, the table of a rank's file, and the index of all files.
 
 A tensor is saved as boxes (axis-aligned parts of its global shape), each written by one rank into one place of one
 file. A rank describes its file in a `FileTable`; rank 0 checks that the boxes of all tables tile every tensor exactly
-and writes them into one file, `index.bin`, from which a reader with any other layout finds its bytes.
+(`coverage`) and writes them into one file, `index.bin`, from which a reader with any other layout finds its bytes.
 
 Tables are numpy arrays, not objects: 4,096 ranks with 1,000 tensors each are four million boxes. Imports no torch, and
 knows nothing of storage.
@@ -17,7 +17,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -193,78 +193,8 @@ def table_of(
 
 # Coverage.
 
-PRIME = (1 << 31) - 1
 
-
-def check_coverage(schemas: Sequence[TensorSchema], packed: Iterable[bytes]) -> dict[str, TensorFacts]:
-    """Check that the boxes of all files together tile every tensor: every element once, none twice, none outside.
-
-    Boxes tile a tensor exactly if, for every measure, theirs add up to that of the whole. One random measure is enough:
-    a product over dimensions of F_d(end) - F_d(start), F random modulo a prime, is a polynomial in F which vanishes by
-    chance with probability of at most dimensions / 2**31 (Schwartz 1980, Zippel 1979). It takes linear time, whatever
-    the layout.
-
-    Args:
-        packed: `FileTable.pack()` of every rank; one is unpacked at a time.
-
-    Returns:
-        All tensors by name, without the ranks' own ones.
-
-    Raises:
-        CheckpointError: a tensor is not complete; the message names it.
-    """
-    facts, positions = _merge(schemas)
-    names = list(facts)
-    dimensions = max((len(fact.shape) for fact in facts.values()), default=0) or 1
-    shapes = np.ones((len(names), dimensions), dtype=np.int64)
-    for row, fact in enumerate(facts.values()):
-        shapes[row, : len(fact.shape)] = fact.shape
-    wanted = _measure(np.zeros_like(shapes), shapes)
-    found = np.zeros(len(names), dtype=np.int64)
-    elements = np.zeros(len(names), dtype=np.int64)
-    own = [
-        ([number for number, fact in enumerate(schema.values()) if fact.own and fact.nbytes > 0], _shapes(schema))
-        for schema in schemas
-    ]
-    for data in packed:
-        table = FileTable.unpack(data)
-        numbers = positions[table.schema][table.tensors]
-        shared = numbers >= 0
-        _check_own(table, ~shared, *own[table.schema])
-        numbers, boxes = numbers[shared], table.boxes[shared]
-        starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
-        outside = ((starts < 0) | (starts + sizes > shapes[numbers])).any(axis=1)
-        if outside.any():
-            raise CheckpointError(f"a piece of {names[numbers[outside][0]]} lies outside of the tensor")
-        np.add.at(elements, numbers, sizes.prod(axis=1))
-        np.add.at(found, numbers, _measure(starts, starts + sizes))
-        found %= PRIME
-    wrong = (found != wanted) | (elements != shapes.prod(axis=1))
-    if wrong.any():
-        first = int(np.flatnonzero(wrong)[0])
-        raise CheckpointError(
-            f"{elements[first]} of {shapes[first].prod()} elements of {names[first]} were written"
-            + (", some of them twice" if elements[first] >= shapes[first].prod() else "")
-            + (f" (and {int(wrong.sum()) - 1} more tensors)" if wrong.sum() > 1 else "")
-        )
-    return facts
-
-
-def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int], shapes: Ints) -> None:
-    """Raise CheckpointError unless these rows of a rank's table have each of its own tensors, whole and once.
-
-    Args:
-        wanted: numbers of the own tensors in the schema.
-        shapes: shapes of all tensors in the schema.
-    """
-    boxes, dimensions = table.boxes[rows], shapes.shape[1]
-    starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
-    whole = (starts == 0).all() and (sizes == shapes[table.tensors[rows]]).all()
-    if sorted(table.tensors[rows].tolist()) != wanted or not whole:
-        raise CheckpointError("a rank's own tensors are not whole")
-
-
-def _merge(schemas: Sequence[TensorSchema]) -> tuple[dict[str, TensorFacts], list[Ints]]:
+def merged_schemas(schemas: Sequence[TensorSchema]) -> tuple[dict[str, TensorFacts], list[Ints]]:
     """Return all shared tensors, and for every schema the number of each of its tensors among them (-1: a rank's own)."""
     facts: dict[str, TensorFacts] = {}
     for schema in schemas:
@@ -283,29 +213,10 @@ def _merge(schemas: Sequence[TensorSchema]) -> tuple[dict[str, TensorFacts], lis
     return facts, positions
 
 
-def _padded(values: Ints, dimensions: int, fill: int) -> Ints:
+def padded(values: Ints, dimensions: int, fill: int) -> Ints:
+    """Return `values` [n, any] with so many columns: further ones have the value `fill`, and those beyond are left out."""
     missing = dimensions - values.shape[1]
     return np.pad(values, ((0, 0), (0, missing)), constant_values=fill) if missing > 0 else values[:, :dimensions]
-
-
-def _measure(starts: Ints, ends: Ints) -> Ints:
-    """Return the product over dimensions of F_d(end) - F_d(start) modulo PRIME, int64 [n]."""
-    product = np.ones(len(starts), dtype=np.int64)
-    for dimension in range(starts.shape[1]):
-        factor = _random(ends[:, dimension], dimension) - _random(starts[:, dimension], dimension)
-        product = product * (factor % PRIME) % PRIME
-    return product
-
-
-def _random(index: Ints, dimension: int) -> Ints:
-    """Return a fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al. 2014)."""
-    z = index.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (dimension + 1)) & 0xFFFFFFFFFFFFFFFF)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) % np.uint64(PRIME)).astype(np.int64)
-
-
-# The index.
 
 
 @dataclass(frozen=True)
@@ -368,7 +279,7 @@ class Index:
                 tables[name] = data[begin : begin + table]
                 digests[name] = data[begin + table : begin + table + digest]
             _check_schemas(schemas, sum(sizes.values()))
-            shapes = [_shapes(schema) for schema in schemas]
+            shapes = [shapes_of(schema) for schema in schemas]
             itemsizes = [_itemsizes(schema) for schema in schemas]
             for name, packed in tables.items():
                 _check_table(packed, shapes, itemsizes, sizes[name])
@@ -380,7 +291,7 @@ class Index:
 
     @cached_property
     def facts(self) -> dict[str, TensorFacts]:
-        return _merge(self.schemas)[0]
+        return merged_schemas(self.schemas)[0]
 
     def own_facts(self, file: str) -> dict[str, TensorFacts]:
         """Return the own tensors of the rank that wrote `file`."""
@@ -449,7 +360,7 @@ def _check_schemas(schemas: Sequence[TensorSchema], size: int) -> None:
             _demand(fact.nbytes <= size, f"{key} is larger than the checkpoint")
 
 
-def _shapes(schema: TensorSchema) -> Ints:
+def shapes_of(schema: TensorSchema) -> Ints:
     """Return the shapes of the schema's tensors, int64 [tensors, dimensions], padded with 1."""
     dimensions = max((len(fact.shape) for fact in schema.values()), default=0) or 1
     shapes = np.ones((len(schema), dimensions), dtype=np.int64)
@@ -471,7 +382,7 @@ def _check_table(packed: bytes, shapes: Sequence[Ints], itemsizes: Sequence[Ints
     tensors, dimensions = shapes[table.schema].shape
     _demand(1 <= table.boxes.shape[2] <= dimensions, "a table has no dimensions")
     _demand(bool(((table.tensors >= 0) & (table.tensors < tensors)).all()), "a piece belongs to no tensor")
-    starts, sizes = _padded(table.boxes[:, 0], dimensions, 0), _padded(table.boxes[:, 1], dimensions, 1)
+    starts, sizes = padded(table.boxes[:, 0], dimensions, 0), padded(table.boxes[:, 1], dimensions, 1)
     room = shapes[table.schema][table.tensors]
     inside = (starts >= 0) & (sizes >= 1) & (sizes <= room) & (starts <= room - sizes)
     _demand(bool(inside.all()), "a piece lies outside of its tensor")

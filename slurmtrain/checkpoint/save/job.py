@@ -21,10 +21,11 @@ import torch
 from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.directory import INDEX, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.format.rank_files import file_name
-from slurmtrain.checkpoint.format.tensor_index import Index, Ints, check_coverage
+from slurmtrain.checkpoint.format.tensor_index import Index, Ints
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.fingerprints import (

@@ -63,8 +63,8 @@ from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
+from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.seeds import seed_everything
-from slurmtrain.training.state import TrainingRanks
 from slurmtrain.training.stopping import StopPlanner
 from slurmtrain.training.trainer import Trainer
 

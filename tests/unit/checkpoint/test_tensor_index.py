@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
+from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.tensor_index import (
     SPLIT_BYTES,
     Box,
@@ -21,7 +22,6 @@ from slurmtrain.checkpoint.format.tensor_index import (
     Index,
     TensorFacts,
     TensorSchema,
-    check_coverage,
     share,
     table_of,
 )

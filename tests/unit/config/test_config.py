@@ -21,7 +21,7 @@ from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
-from slurmtrain.launch.directives import sbatch_directives
+from slurmtrain.launch.directives import explained_directives
 from slurmtrain.launch.script_parts import JobPaths
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -287,8 +287,8 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
     cluster = dataclasses.replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         setattr(cluster, name, "x")
-    directives = sbatch_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
-    names = [directive.removeprefix("--").partition("=")[0] for directive in directives]
+    lines = explained_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
+    names = [line.text.removeprefix("--").partition("=")[0] for line in lines]
     assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
     for owner in set(SBATCH_OPTIONS.values()) - {
         "the run directory",
@@ -303,7 +303,8 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
 def test_options_that_slurmtrain_does_not_set_itself_are_left_to_sbatch(option: str) -> None:
     config = compose(["cluster=a100x4", f"+cluster.sbatch.{option}=x"])
     validate(config)
-    assert f"--{option}=x" in sbatch_directives(config, JobPaths([Path("/a/b")], "code", "python"))
+    lines = explained_directives(config, JobPaths([Path("/a/b")], "code", "python"))
+    assert f"--{option}=x" in [line.text for line in lines]
 
 
 def test_a_name_in_cluster_sbatch_holds_one_option_only() -> None:

@@ -21,7 +21,9 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch import unbundle
-from slurmtrain.launch.bundle import SECRET_FILE, SECRET_TEXT, Packed, pack, with_digest, without_files, write_bundle
+from slurmtrain.launch.bundle import Packed, pack, write_bundle
+from slurmtrain.launch.bundle_format import with_digest
+from slurmtrain.launch.bundle_secrets import SECRET_FILE, SECRET_TEXT, without_files
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.unbundle import opened, package_sentence
 from slurmtrain.runs.code_record import read_code_record

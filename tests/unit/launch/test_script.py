@@ -30,10 +30,10 @@ from slurmtrain.config.folders import config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, StageConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.directives import sbatch_directives
+from slurmtrain.launch.directives import explained_directives
 from slurmtrain.launch.script import explain_script, render_script, setup_lines
 from slurmtrain.launch.script_parts import JobPaths, Line
-from slurmtrain.launch.srun import srun_words
+from slurmtrain.launch.srun import explained_srun
 from slurmtrain.launch.submit import preparing, submit, submit_existing_script
 from slurmtrain.report.status.look import state
 from slurmtrain.resources import shipped
@@ -428,15 +428,19 @@ PRINTABLE = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f", e
 @given(value=PRINTABLE)
 def test_directives_survive_any_value(value: str) -> None:
     cluster = ClusterConfig(partition=value, account=value, constraint=value, sbatch={"comment": value})
-    words = [shlex.split(line) for line in sbatch_directives(Config(cluster=cluster), PATHS)]
+    words = [shlex.split(line.text) for line in explained_directives(Config(cluster=cluster), PATHS)]
     for name in ("partition", "account", "constraint", "comment"):
         assert [f"--{name}={value}"] in words
+
+
+def srun_words(cluster: ClusterConfig) -> list[str]:
+    return [line.text for line in explained_srun(cluster, PATHS)]
 
 
 @given(value=PRINTABLE)
 def test_srun_words_survive_any_value(value: str) -> None:
     container = ContainerConfig(kind=ContainerKind.PYXIS, image=value, mounts=[f"{value}:/x"], args=[f"--a={value}"])
-    words = shlex.split(" ".join(srun_words(ClusterConfig(container=container, srun_args=[f"--b={value}"]), PATHS)))
+    words = shlex.split(" ".join(srun_words(ClusterConfig(container=container, srun_args=[f"--b={value}"]))))
     assert f"--container-image={value}" in words
     assert f"--container-mounts=$run_dir:$run_dir,{value}:/x" in words
     assert f"--a={value}" in words and f"--b={value}" in words
@@ -471,11 +475,11 @@ def test_modules_come_first_then_own_lines_then_the_environment() -> None:
     ],
 )
 def test_the_ranks_use_the_python_of_the_environment_that_was_activated(cluster: ClusterConfig, python: str) -> None:
-    assert f' {python} -u -m slurmtrain train "$run_dir"' in srun_words(cluster, PATHS)[-1]
+    assert f' {python} -u -m slurmtrain train "$run_dir"' in srun_words(cluster)[-1]
 
 
 def test_srun_is_told_again_what_it_does_not_inherit() -> None:
-    words = srun_words(ClusterConfig(cpus_per_task=7, srun_wait_s=33), PATHS)
+    words = srun_words(ClusterConfig(cpus_per_task=7, srun_wait_s=33))
     assert {"--cpus-per-task=7", "--kill-on-bad-exit=1", "--wait=33"} <= set(words)
 
 
@@ -929,7 +933,7 @@ def test_a_rank_uses_the_copies_of_its_node_only_where_they_are_sound(tmp_path: 
     (tmp_path / "n0").mkdir()
     (tmp_path / "n0" / "use").write_text("export PYTHONPATH=/local SLURMTRAIN_PYTHON=/bin/echo\n")
     cluster = ClusterConfig(python="/bin/true", stage=StageConfig(code=True))
-    words = srun_words(cluster, PATHS)[-1]
+    words = srun_words(cluster)[-1]
 
     def rank(**variables: str) -> str:
         return subprocess.run(["bash", "-c", words], env=variables, capture_output=True, text=True, check=True).stdout
@@ -1247,7 +1251,7 @@ def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_pa
     fake_python = tmp_path / "python"
     fake_python.write_text(f'#!/bin/bash\nexec {sys.executable} -c "{show}" "$@"\n')
     fake_python.chmod(0o755)
-    words = srun_words(ClusterConfig(python=str(fake_python)), PATHS)[-1]
+    words = srun_words(ClusterConfig(python=str(fake_python)))[-1]
     done = subprocess.run(["bash", "-c", f"run_dir=/r; {words}"], capture_output=True, text=True, check=True)
     assert done.stdout == "[True, True] ['-u', '-m', 'slurmtrain', 'train', '/r']\n"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.training.health import Action, Health, deviation
-from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.step_numbers import LAG, NumbersReader, StepNumbers
 from slurmtrain.training.undo import RunningBuffers
 
