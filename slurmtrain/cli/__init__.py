@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -14,6 +15,7 @@ from slurmtrain.system import interrupts
 from slurmtrain.system.records import printable
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide, redact
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -32,11 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"slurmtrain: error: {error.filename}: {error.strerror}; whose is it?", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `status | head`
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(
+            f"slurmtrain: error: {where}{error.strerror}\n  hint: `df -h` and `quota -s` show the room that is left",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(words: list[str]) -> int:

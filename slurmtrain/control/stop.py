@@ -18,7 +18,7 @@ from slurmtrain.runs import choices, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.requests import ended_after, write_request
+from slurmtrain.runs.requests import ask_to_cancel, ended_after, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import is_claimed
@@ -56,8 +56,9 @@ def _cancel_everywhere(run_dir: RunDir) -> str:
     now = state(run_dir)
     if not now.alive:
         return f"run {run_dir.id} is not running: {now.explanation}"
-    write_request(run_dir, RunAction.CANCEL)  # first of all: a job that starts now finds it, and leaves
-    run_dir.event(Event.CANCEL_ASKED)
+    ask_to_cancel(run_dir)  # first of all: a job that starts now finds it, and leaves
+    with contextlib.suppress(OSError):
+        run_dir.event(Event.CANCEL_ASKED)
     left = _take_back(run_dir, all_of_them=True)
     if left:
         raise ClusterError(
@@ -95,7 +96,7 @@ def _cancel_one(run_dir: RunDir) -> str:
         client(run_dir).cancel(_job_id(now), *others)
         return f"run {run_dir.id} has ended: {now.status}; its job {now.job_id} is taken out of the queue"
     if others and not (now.alive and now.own_job and not now.packed):
-        with _asking(run_dir, RunAction.CANCEL):
+        with _cancelling(run_dir):
             client(run_dir).cancel(*others)
     if not now.alive and not others:
         return f"run {run_dir.id} is not running: {now.explanation}"
@@ -107,10 +108,11 @@ def _cancel_one(run_dir: RunDir) -> str:
         _cancel_in_pack(run_dir, now)
     else:
         job_id = _job_id(now)
-        with _asking(run_dir, RunAction.CANCEL):
+        with _cancelling(run_dir):
             # The last of a chain first: each would start when those before it are gone.
             client(run_dir).cancel(*reversed(now.following), job_id, *others)
-    run_dir.event(Event.CANCEL_ASKED)
+    with contextlib.suppress(OSError):  # it has been told
+        run_dir.event(Event.CANCEL_ASKED)
     return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
 
 
@@ -236,7 +238,8 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
     else:
         with _asking(run_dir, action):
             client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
-    run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
+    with contextlib.suppress(OSError):  # it has been told
+        run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
     said = (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
@@ -330,6 +333,20 @@ def _step_id(now: RunState) -> str:
 def _asking(run_dir: RunDir, action: RunAction) -> Iterator[None]:
     """Leave the request for `finish-attempt` to find, and remove it again if it could not be passed on."""
     write_request(run_dir, action)
+    with _taken_back(run_dir):
+        yield
+
+
+@contextlib.contextmanager
+def _cancelling(run_dir: RunDir) -> Iterator[None]:
+    """Do as `_asking` for a run whose jobs are cancelled in the block, which ends it without the request, too."""
+    ask_to_cancel(run_dir)
+    with _taken_back(run_dir):
+        yield
+
+
+@contextlib.contextmanager
+def _taken_back(run_dir: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException:

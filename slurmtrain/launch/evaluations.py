@@ -33,7 +33,6 @@ from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
@@ -134,8 +133,9 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
             left[each.id].append(now.job_id)
     alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
-        requests.write_request(evaluation, RunAction.CANCEL)
-        evaluation.event(Event.CANCEL_ASKED)
+        requests.ask_to_cancel(evaluation)
+        with contextlib.suppress(OSError):
+            evaluation.event(Event.CANCEL_ASKED)
     if alive:
         client.cancel(*(job_id for each in alive for job_id in left[each.id]))
     for evaluation in alive:  # one that waited has nobody who would

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.user import own_user
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,18 @@ def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
         return None
     is_later = last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
     return request.action if is_later else None
+
+
+def ask_to_cancel(run_dir: RunDir) -> None:
+    """Write the request to cancel a run whose job is ended by scancel next, which has to do where it cannot be written.
+
+    The disk may be full, and this very run may have filled it.
+    """
+    try:
+        write_request(run_dir, RunAction.CANCEL)
+    except OSError as error:
+        why = error.strerror or error
+        log.warning("the request to cancel run %s cannot be written: %s; SLURM is told all the same", run_dir.id, why)
 
 
 def write_request(run_dir: RunDir, action: RunAction) -> None:

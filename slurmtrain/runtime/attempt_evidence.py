@@ -16,13 +16,14 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence
 from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks, with_last_words
 from slurmtrain.runtime.attempt_policy import blame_policy
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeRecord
+from slurmtrain.system.signals import StopCause
 
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
@@ -95,6 +96,10 @@ def evidence_of(
         ended: when it ended, in unix seconds.
     """
     attempt_dir = run_dir.attempt(attempt.number)
+    if (
+        request is None and attempt.cause == StopCause.STOP_FILE
+    ):  # the disk was full when rank 0 was to write the request
+        request = RunAction.STOP
     killed = srun_log.killed_tasks
     failures = Failures.read(attempt_dir)
     first = failures.first()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -33,7 +34,6 @@ from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
@@ -305,7 +305,12 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     Arrays that are not submitted will not be, neither by a shell that is submitting nor by the same command, until
     `retry`.
     """
-    sweep.cancelled_file.touch()
+    try:
+        sweep.cancelled_file.touch()
+    except (
+        OSError
+    ) as error:  # what waits for the limit on jobs is still submitted then, and what SLURM has is cancelled
+        log.warning("%s cannot be made: %s", sweep.cancelled_file, error.strerror or error)
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed
             found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
@@ -315,8 +320,9 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
-        requests.write_request(sweep.run_dir(run_id), RunAction.CANCEL)
-        sweep.run_dir(run_id).event(Event.CANCEL_ASKED)
+        requests.ask_to_cancel(sweep.run_dir(run_id))
+        with contextlib.suppress(OSError):
+            sweep.run_dir(run_id).event(Event.CANCEL_ASKED)
     known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
     left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}
     jobs = sorted({job_id.partition("_")[0] for job_id in left.union(filter(None, alive.values()))})

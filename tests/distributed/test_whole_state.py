@@ -231,7 +231,7 @@ def save_what_cannot_be_saved(distributed: DistributedContext, root: Path) -> li
     pair = Pair(distributed, root, seed=1)
     wrong: list[Callable[[], Any]] = [
         lambda: pair.checkpointer.save(1, odd=Odd() if pair.rank == 1 else Curriculum()),
-        lambda: pair.checkpointer.save(2, odd={"x": torch.zeros(pair.rank + 1)}),
+        lambda: pair.checkpointer.save(2, odd=Sized(pair.rank + 1)),
         lambda: pair.checkpointer.save(3, one=pair.one, metrics={"valid_loss": object()}),  # type: ignore[dict-item]
     ]
     messages = []
@@ -250,6 +250,19 @@ def save_what_cannot_be_saved(distributed: DistributedContext, root: Path) -> li
 class Odd:
     def state_dict(self) -> dict[str, Any]:
         return {"function": print}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+class Sized:
+    """Holds a tensor of some size."""
+
+    def __init__(self, size: int):
+        self.x = torch.zeros(size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": self.x}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from slurmtrain.runs.requests import take_request, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
-from slurmtrain.system import records
+from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
@@ -264,6 +265,44 @@ def test_a_cancel_that_slurm_refused_leaves_no_request(
     assert not run.request_file.exists()
     queue({})
     assert state(run).status == "lost"
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "_write", fail)
+    monkeypatch.setattr(records, "append_line", fail)
+
+
+def test_a_run_that_has_filled_the_disk_can_be_cancelled(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+    fill_the_disk(monkeypatch)
+    assert main(["cancel", run.id]) == 0
+    assert asked(fake_slurm) == [f"scancel {JOB}"]
+    assert "is told to end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["preempt", "resume"])
+def test_what_needs_room_on_the_disk_says_so_in_a_sentence(
+    make: Make,
+    queue: Queue,
+    fake_slurm: FakeSlurm,
+    verb: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")} if verb == "preempt" else {})
+    fill_the_disk(monkeypatch)
+    assert main([verb, run.id]) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "hint: " in error and asked(fake_slurm) == []
 
 
 def test_a_suspended_run_is_shown_as_one_without_an_end_in_sight(

@@ -36,6 +36,7 @@ from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
 from slurmtrain.system import records
 from slurmtrain.system.files import write_json
+from slurmtrain.system.signals import StopCause
 from tests.support.runs import add_attempt
 
 
@@ -765,6 +766,13 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
     assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
     outcome = finish_attempt(run, 2, 143, Config(), SlurmSays(None))
     assert (outcome.reason, outcome.verdict) == (Reason.CANCELLED, Verdict.END)
+
+
+def test_the_file_stop_ends_a_run_although_the_disk_was_too_full_for_the_request(run: RunDir) -> None:
+    begin(run, job_id="7", said="stopped")
+    attempts.record_stop(run.attempt(1), cause=StopCause.STOP_FILE, cause_time=1.0, seconds_left=None, facts=None)
+    outcome = finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING")))
+    assert (outcome.verdict, outcome.why) == (Verdict.END, "stopped by the file `stop` in its directory")
 
 
 def test_a_cancel_that_comes_while_an_outcome_is_decided_is_not_used_up_by_it(
