@@ -15,6 +15,7 @@ import pty
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,9 +34,10 @@ from slurmtrain.launch.plain_log import PlainLog
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.reasons import Reason, Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runs.srun_log import record_killed_task
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.slurm.command_environment import belongs_to_a_job
-from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
+from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
 from slurmtrain.system import process as processes
 from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
@@ -136,6 +138,8 @@ class LocalAttempt:
                 self._signal(ranks, subject)
                 continue
             codes[subject] = value if value >= 0 else 128 - value
+            if value < 0 and killer is None:  # what the others say then is only that they have lost it
+                record_killed_task(self._attempt_dir, own_node_name() or socket.gethostname(), subject, -value)
             if value != 0 and killer is None:  # srun --kill-on-bad-exit
                 self._signal(ranks, signal.SIGTERM)
                 killer = threading.Timer(self._config.cluster.srun_wait_s, end_sessions, [[each.pid for each in ranks]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,20 @@ class SrunLog:
     def _named(self, words: str) -> str | None:
         match = re.search(words, self.text, re.MULTILINE)
         return match.group(1) if match else None
+
+
+KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # for which `killed_tasks` looks
+
+
+def record_killed_task(attempt_dir: AttemptDir, node: str, rank: int, number: int) -> None:
+    """Record which signal has ended a rank, in srun's words, where another launcher is in srun's place.
+
+    Args:
+        number: that of the signal; nothing is recorded of one by which ranks are told to stop.
+    """
+    if number in KILLS:
+        with contextlib.suppress(OSError), attempt_dir.srun_log.open("a") as file:  # a full disk
+            file.write(f"srun: error: {node}: task {rank}: {signal.strsignal(number)}\n")
 
 
 def node_of_killed_tasks(killed: str) -> str | None:

@@ -346,7 +346,7 @@ def be_stopped_while_the_groups_are_made(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if os.environ["RANK"] == "1":
-        dist.init_process_group = stop
+        dist.init_process_group = stop  # type: ignore[assignment]
     context = AttemptContext(RunDir(directory), 1, supervised=True)
     context.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     config = Config(watchdog=WatchdogConfig(first_step_s=3))

@@ -22,6 +22,8 @@ from slurmtrain.runtime.watchdog.heartbeats import Beat
 from slurmtrain.system.files import read_json, write_json, write_text
 
 SHOWN = 8  # ranks in a sentence
+WRITERS = "checkpoint-"  # how the names of threads begin that write checkpoints
+IDLE = "_worker"  # the function in which a thread of concurrent.futures waits for work
 STACK_LINES = 60
 _OF_WORKERS = ("pt_data_worker", "multiprocessing")
 
@@ -246,9 +248,24 @@ def _live(report: HangReport, *, alone: bool = False) -> Absent:
         if stopped or stuck or report.workers:
             worker = (stopped or stuck or list(report.workers))[0]
             where = f"its data worker {worker['pid']} " + describe_worker(worker)
+    elif beat.phase == "save" and beat.waits and (writing := _writing(report.stacks)):
+        what, where = "does not get on with writing a checkpoint", phases.where(writing)
     elif beat.waits and not alone:
         what = "waits for others, but not in what they wait in,"
     return Absent(beat.rank, beat.node, beat.pid, beat.step, beat.phase, what, where, report.stacks, report.workers)
+
+
+def _writing(stacks: str) -> tuple[phases.Frame, ...]:
+    """Return the stack of a thread that writes a checkpoint and does not wait for other ranks; empty if there is none.
+
+    Args:
+        stacks: those of the rank whose main thread waits for it, see `evidence.own_stacks`.
+    """
+    for part in stacks.split("\nThread "):
+        stack = phases.parse_dump(part) if part.startswith(WRITERS) else ()
+        if stack and stack[-1].function != IDLE and not phases.waits_for_others(stack):
+            return stack
+    return ()
 
 
 def describe_worker(worker: Mapping[str, Any]) -> str:

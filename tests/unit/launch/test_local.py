@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
 from slurmtrain.launch.local import LocalAttempt, _copy, waits_of_threads
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.failures import Failure, record_failure
+from slurmtrain.runtime.finish_attempt import finish_attempt
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
@@ -47,6 +51,30 @@ def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_no
     assert LocalAttempt(run, compose(["cluster=local", f"cluster.python={rank}"])).run() == 128 + 9
     for name in ("own", "same"):
         assert not process.lives(int((tmp_path / name).read_text())), name
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("kill -9 $$", "crashed: {host}: task 1: Killed"),
+        ("kill -6 $$", "crashed: {host}: task 1: Aborted (std::bad_alloc)"),
+        ("exit 1", "crashed: rank 0: RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_a_rank_that_a_signal_has_ended_is_named_and_not_the_one_that_has_lost_it(
+    tmp_path: Path, ends: str, said: str
+) -> None:
+    rank = tmp_path / "rank"
+    last_words = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
+    rank.write_text(f'#!/bin/bash\nif [ $RANK = 1 ]; then echo "{last_words}"; {ends}; fi\nsleep 60\n')
+    rank.chmod(0o700)
+    run = create_run_dir(tmp_path, "train")
+    write_json(run.info_file, {"workdir": "."})
+    words = ["cluster.tasks_per_node=2", "cluster.srun_wait_s=1", f"cluster.python={rank}"]
+    code = LocalAttempt(run, compose(["cluster=local", *words])).run()
+    lost = Failure(1, "RuntimeError: Connection reset by peer", because_of_peer=True)
+    record_failure(run.attempt(1), 0, lost)
+    assert finish_attempt(run, 1, code, Config(), None).why == said.format(host=socket.gethostname())
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -271,6 +271,36 @@ def test_a_rank_that_is_alone_is_not_said_to_keep_others_waiting(waits: bool) ->
     assert sentence_of(find_absent(known, 1, NODES, {}), known, 1) == said
 
 
+# The main thread waits until the save before is written, one that writes blocks has no work, and the writer ...
+SAVING = """\
+Thread MainThread (most recent call first):
+  File "/lib/python3.11/threading.py", line 327 in wait
+  File "/app/slurmtrain/checkpoint/save/background_thread.py", line 43 in wait_idle
+Thread checkpoint-blocks_0 (most recent call first):
+  File "/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
+Thread checkpoint-writer (most recent call first):
+"""
+FSYNC = """\
+  File "/app/slurmtrain/system/files.py", line 30 in fsync_directory
+  File "/app/slurmtrain/checkpoint/save/job.py", line 245 in write"""
+GATHER = """\
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 3000 in gather
+  File "/app/slurmtrain/checkpoint/ranks.py", line 127 in gather_on_rank_0"""
+
+
+def test_of_ranks_that_wait_for_a_save_that_does_not_end_the_one_whose_disk_hangs_is_named() -> None:
+    known = {
+        rank: HangReport(
+            beat(rank, phase="save", where="wait_idle (background_thread.py:43)"),
+            stacks=SAVING + (FSYNC if rank == 1 else GATHER),
+            collectives=collective(9 if rank != 1 else 8),
+        )
+        for rank in range(3)
+    }
+    said = "rank 1 on n1 does not get on with writing a checkpoint in step 17, save: fsync_directory (files.py:30)"
+    assert sentence_of(find_absent(known, 3, NODES, {}), known, 3) == f"{said}; 2 other ranks waited"
+
+
 def test_a_rank_that_waits_for_a_stopped_data_worker_says_so() -> None:
     known = reports(0, 1)
     worker = {"pid": 99, "state": "T", "wchan": None, "command": "python", "stacks": ""}
