@@ -69,6 +69,12 @@ _INSIDE = {
     "attention_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
 }
+# The decoder's linear layers, and Hugging Face's names of them.
+LINEAR_LAYERS = {
+    ours.rpartition(".")[2]: theirs.rpartition(".")[2]
+    for ours, theirs in (*_INSIDE.items(), ("output", _OUTSIDE["output"]))
+    if not ours.endswith("norm")
+}
 _OUTSIDE_BACK = {theirs: ours for ours, theirs in _OUTSIDE.items()}
 _INSIDE_BACK = {theirs: ours for ours, theirs in _INSIDE.items()}
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")

@@ -44,6 +44,8 @@ DERIVED: dict[str, tuple[str, ...]] = {
         *("launcher", "launcherargs", "forcemulti", "nosshcheck"),
     ),
 }
+# Options by which a launcher that is typed for each node joins those of the other nodes.
+OF_SEVERAL_NODES = ("nnodes", "nummachines", "hostfile", "numnodes")
 SHORT = {"-H": "hostfile", "-i": "include", "-e": "exclude"}  # of deepspeed
 OF_ONE_PROCESS = re.compile(r"\$(?:\{(RANK|LOCAL_RANK)\}|(RANK|LOCAL_RANK)\b)")
 
@@ -117,16 +119,48 @@ def launched_program(launcher: str, command: str) -> LaunchedProgram:
         ConfigError: it has options of the launcher that are derived, or no program can be found among its words.
     """
     words = shlex.split(command)
+    rest = _after_launcher(launcher, words)
     if PYTHON.match(os.path.basename(words[0])):
-        rest = words[1:]
-        if rest[:2] in (["-m", MODULES[launcher]], ["-m", "torch.distributed.launch"]):
-            return _of_launcher(launcher, words[0], None, rest[2:], command)
-        return LaunchedProgram(words[0], None, (), tuple(rest), True, _script_end(rest))
-    for head in HEADS[launcher]:
-        if (os.path.basename(words[0]), *words[1 : len(head)]) == head:
-            return _of_launcher(launcher, None, words[0], words[len(head) :], command)
+        if rest is not None:
+            return _of_launcher(launcher, words[0], None, rest, command)
+        return LaunchedProgram(words[0], None, (), tuple(words[1:]), True, _script_end(words[1:]))
+    if rest is not None:
+        return _of_launcher(launcher, None, words[0], rest, command)
     is_script = words[0].endswith(".py")
     return LaunchedProgram(None, None, (), tuple(words), is_script, 1 if is_script else 0)
+
+
+def _after_launcher(launcher: str, words: list[str]) -> list[str] | None:
+    """Return the words after those that start a launcher; None: the command does not begin with it."""
+    if PYTHON.match(os.path.basename(words[0])):
+        return words[3:] if words[1:3] in (["-m", MODULES[launcher]], ["-m", "torch.distributed.launch"]) else None
+    for head in HEADS[launcher]:
+        if (os.path.basename(words[0]), *words[1 : len(head)]) == head:
+            return words[len(head) :]
+    return None
+
+
+def _option(word: str) -> str:
+    """Return the name of an option without dashes and underscores."""
+    return SHORT.get(word) or word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
+
+
+def repeated_launcher(config: Config) -> str | None:
+    """Return a warning where each of several tasks would start a launcher, whose processes know nothing of the others'."""
+    job, cluster = config.job, config.cluster
+    tasks = cluster.tasks_per_node * cluster.node_range.most
+    if job.kind != JobKind.COMMAND or job.launcher != Launcher.NONE or tasks == 1:
+        return None
+    words = shlex.split(job.command or "")
+    for launcher in HEADS if words else ():
+        rest = _after_launcher(launcher, words)
+        if rest is None or any(word.startswith("-") and _option(word) in OF_SEVERAL_NODES for word in rest):
+            continue
+        return (
+            f"job.command: each of the {tasks} ranks starts {launcher} by itself, so that {tasks} trainings run beside each "
+            f"other and write the same files; job.launcher={launcher} starts one on each node, and all of them train together"
+        )
+    return None
 
 
 def _of_launcher(
@@ -134,8 +168,7 @@ def _of_launcher(
 ) -> LaunchedProgram:
     """Divide the words after a launcher's name: its own options, and the program."""
     for at, word in enumerate(rest):
-        name = SHORT.get(word) or word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
-        if word.startswith("-") and name in DERIVED[launcher]:
+        if word.startswith("-") and _option(word) in DERIVED[launcher]:
             raise ConfigError(
                 f"job.command: {word.partition('=')[0]} is derived with job.launcher={launcher}",
                 hint="leave it out: cluster.nodes, gpus_per_node and tasks_per_node decide; or run the command as it is: "

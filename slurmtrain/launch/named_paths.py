@@ -17,6 +17,7 @@ from typing import Any
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, MANIFEST, committed, step_of
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.families import HUGGING_FACE
+from slurmtrain.config.launched_program import repeated_launcher
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data.sources import config_check
 from slurmtrain.earlier_names import is_our_decoder
@@ -153,7 +154,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
         begun: the run has checkpoints of its own, so that what it began with is not read again.
 
     Returns:
-        What only the nodes can know, as a sentence for the person.
+        What only the nodes can know, and what was probably not meant, a sentence each for the person.
 
     Raises:
         ConfigError: something is missing, and the message names the first; or SLURM cannot write below the folder of
@@ -182,7 +183,12 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
         elif seen.sight == Sight.THERE and (problem := named.problem(named.path)):
             raise ConfigError(f"{named.field}: {named.path} {problem[0]}", hint=problem[1])
     _check_outputs(located)
-    return [*([_only_nodes_know(unknown)] if unknown else []), *_within_a_run(cwd)]
+    repeated = repeated_launcher(config)
+    return [
+        *([_only_nodes_know(unknown)] if unknown else []),
+        *_within_a_run(cwd),
+        *([repeated] if repeated else []),
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from slurmtrain.config.checks.values import at_least
-from slurmtrain.config.families import EMBEDDINGS, HUGGING_FACE, OUTPUTS, ties_embeddings
+from slurmtrain.config.families import EMBEDDINGS, HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, ties_embeddings
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config, LoraConfig
 from slurmtrain.earlier_names import is_our_decoder
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, nearest
 
 PARALLELISM = {"tp": "tensor parallelism", "pp": "pipeline parallelism"}
 
@@ -31,7 +31,7 @@ def check_lora(lora: LoraConfig, dims: ParallelDims) -> None:
 
 
 def check_adapted_layers(config: Config) -> None:
-    """Raise if adapters are asked for beside an embedding, or beside a layer that has the embedding's weights."""
+    """Raise if adapters are asked for beside an embedding, or a layer that has its weights, or that the decoder lacks."""
     if not config.lora.r:
         return
     for target in config.lora.target_modules:
@@ -41,6 +41,12 @@ def check_adapted_layers(config: Config) -> None:
             raise ConfigError(
                 f"lora.target_modules names {target!r}, which is an embedding: adapters are added to linear layers",
                 hint="leave it out; lora.target_modules=[] adds adapters to all linear layers but the last",
+            )
+        if is_our_decoder(config.model) and layer not in LINEAR_LAYERS:
+            ours = {theirs: name for name, theirs in LINEAR_LAYERS.items()}
+            raise ConfigError(
+                f"lora.target_modules names {target!r}, and the built-in decoder has no linear layer of that name",
+                hint=f"it calls this layer {ours[layer]!r}" if layer in ours else nearest(layer, LINEAR_LAYERS),
             )
         if layer in OUTPUTS and ties_embeddings(config.model):
             raise ConfigError(

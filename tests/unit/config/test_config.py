@@ -333,6 +333,9 @@ def test_names_that_are_good_folders_are_accepted(name: str) -> None:
     [
         (["lora.target_modules=[query,output]"], "names 'output', which has the same weights as the embedding"),
         (["model.tie_embeddings=false", "lora.target_modules=[query,output]"], None),
+        (["lora.target_modules=[query,blocks.1.feed_forward.down,attention.out]"], None),
+        (["lora.target_modules=[q_proj]"], "it calls this layer 'query'"),
+        (["lora.target_modules=[quary]"], "no linear layer of that name\\n  hint: did you mean query"),
         (["lora.target_modules=[embedding]"], "names 'embedding', which is an embedding"),
         (
             ["model=huggingface", "model.path=tied", "lora.target_modules=[lm_head]"],

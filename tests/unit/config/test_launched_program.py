@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmtrain.config.compose import compose
-from slurmtrain.config.launched_program import NodeShape, launched_program, node_shape, program_of
+from slurmtrain.config.launched_program import NodeShape, launched_program, node_shape, program_of, repeated_launcher
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
@@ -114,6 +114,25 @@ def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() 
     assert program_of(config_of(command="python -m a.b -x")) == "python -m a.b -x"
     assert program_of(config_of(command="torchrun --tee 3 train.py -x")) == "torchrun train.py -x"
     assert program_of(config_of(command="bash run.sh")) == "bash run.sh"
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "several"),
+    [
+        (["cluster.tasks_per_node=4"], "torchrun --nproc-per-node 4 train.py", "each of the 4 ranks starts torchrun"),
+        (["cluster.nodes=2"], "python -m torch.distributed.run --nproc-per-node 4 train.py", "each of the 2 ranks"),
+        (["cluster.tasks_per_node=4"], "/v/bin/accelerate launch train.py", "job.launcher=accelerate starts one"),
+        (["cluster.tasks_per_node=4"], "deepspeed train.py", "job.launcher=deepspeed starts one"),
+        ([], "torchrun --nproc-per-node 4 train.py", None),
+        (["cluster.nodes=2"], "torchrun --nnodes=2 --rdzv-endpoint=$MASTER_ADDR:29500 train.py", None),
+        (["cluster.tasks_per_node=4", "job.launcher=torchrun"], "torchrun train.py", None),
+        (["cluster.tasks_per_node=4"], "accelerate env", None),
+    ],
+)
+def test_a_launcher_that_every_rank_would_start_is_named(words: list[str], command: str, several: str | None) -> None:
+    one = ["cluster.nodes=1", "cluster.tasks_per_node=1", *words]
+    sentence = repeated_launcher(config_of(*one, command=command, launcher="none"))
+    assert sentence is None if several is None else several in (sentence or "")
 
 
 def test_a_launcher_is_for_programs_only() -> None:
