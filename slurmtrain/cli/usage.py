@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
@@ -110,7 +111,8 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table: a row for each of `found`, and the total below several."""
     shown = [*found.rows, *([found.total] if len(found.rows) != 1 else [])]
     held_gpus = bool(found.total.goodput.gpu_seconds)
-    columns = {name: [percent(_share(row, causes)) for row in shown] for name, causes in SHARES.items()}
+    shares = [row.goodput.shares for row in shown]
+    columns = {name: [percent(_sum(each, causes)) for each in shares] for name, causes in SHARES.items()}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     header = [str(by), *([] if by is Grouping.RUN else ["runs"]), "GPU h" if held_gpus else "hours", "goodput"]
     idle, accounted = found.total.gpus.sampled_s > 0, found.total.accounted_gpu_s is not None
@@ -132,8 +134,7 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _share(row: Row, causes: tuple[Cause, ...]) -> float | None:
-    shares = row.goodput.shares
+def _sum(shares: Mapping[Cause, float], causes: tuple[Cause, ...]) -> float | None:
     found = [shares[cause] for cause in causes if cause in shares]
     return sum(found) if found else None
 
