@@ -215,10 +215,12 @@ def _may_be_available(script: str, client: SlurmClient) -> bool:
     """Return whether SLURM may queue the job though `sbatch --test-only` has found no nodes for it.
 
     That looks at the nodes that are up now. Of a job that names fewer nodes than it needs, it looks at these alone, though
-    SLURM adds others when it starts the job (seen with 22.05 and --nodes=2 --nodelist=n0).
+    SLURM adds others when it starts the job (seen with 22.05 and --nodes=2 --nodelist=n0). Of several partitions, it tests
+    the nodes of each by the limits of the first one, such as MaxCPUsPerNode (seen with 22.05; until 25.11.7).
     """
     named = any(directive(script, name) is not None for name in ("nodelist", "nodefile"))
-    return named or client.lacks_nodes(directive(script, "partition"))
+    partition = directive(script, "partition")
+    return named or "," in (partition or "") or client.lacks_nodes(partition)
 
 
 class TransientError(ClusterError):

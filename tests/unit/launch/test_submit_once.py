@@ -247,3 +247,10 @@ def test_a_job_that_names_fewer_nodes_than_it_needs_is_left_to_sbatch(tmp_path: 
     script = tmp_path / "job.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --partition=low\n#SBATCH --nodes=2\n#SBATCH --nodelist=n0\n")
     check(script, Asked("Requested node configuration is not available"))
+
+
+def test_a_job_for_several_partitions_is_left_to_sbatch(tmp_path: Path) -> None:
+    """Which takes it for the second one, while --test-only goes by the limits of the first."""
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=tiny,low\n#SBATCH --nodes=2\n")
+    check(script, Asked("Requested node configuration is not available"))
