@@ -107,6 +107,11 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
     assert config.returncode == 0, config.stderr
     assert "_target_: my_models.Net" in config.stdout and "steps: 31" in config.stdout
     assert cli("submit", "--dry-run", "cluster=mine", "-cn", "mine", "-cd", "own").returncode == 0
+    refused = cli("--config-dir", "own", "--cfg", "job", "optim.lrr=1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        "slurmtrain: error: optim has no field 'lrr' (in 'optim.lrr=1')\n  hint: did you mean lr?\n"
+    )
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -390,6 +395,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["submit", "--config-path", "nowhere"], "--config-path nowhere: there is no such folder", ""),
         (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
         (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
+        (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
         (["--experimental-rerun", "x", "submit"], "--experimental-rerun is not supported", "resume RUN"),
         (["submit", "-cn", "nothing"], "nothing", ""),
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
