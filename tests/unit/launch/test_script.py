@@ -486,14 +486,14 @@ def test_srun_is_told_again_what_it_does_not_inherit() -> None:
 def test_ranks_fill_the_sockets_of_a_node_in_the_order_of_its_gpus_unless_the_person_decides() -> None:
     """SLURM's default would bind rank 1 to the second socket, though GPU 1 is at the first."""
     gpus = ClusterConfig(tasks_per_node=8, gpus_per_node=8)
-    assert "--distribution=block:block" in srun_words(gpus, PATHS)
+    assert "--distribution=block:block" in srun_words(gpus)
     for other in (
         replace(gpus, gpus_per_node=0),
         replace(gpus, tasks_per_node=1),
         replace(gpus, sbatch={"distribution": "block:fcyclic"}),
     ):
-        assert not [word for word in srun_words(other, PATHS) if "distribution" in word]
-    words = srun_words(replace(gpus, srun_args=["--distribution=cyclic"]), PATHS)
+        assert not [word for word in srun_words(other) if "distribution" in word]
+    words = srun_words(replace(gpus, srun_args=["--distribution=cyclic"]))
     assert words.index("--distribution=block:block") < words.index("--distribution=cyclic")  # the last one counts
 
 
