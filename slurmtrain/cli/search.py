@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.arguments import Arguments
@@ -40,26 +41,14 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
             hint="without the choices and -m it shows one point",
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), current_folder())
-    validate(base)
-    if base.eval.mode == EvalMode.JOB:
-        raise UsageError(
-            "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
-            hint="eval.mode=inline",
-        )
-    after = awaited_runs(base, options)
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
+    _check(base, sweeper)
+    after = awaited_runs(base, options)
     # Other sweepers, and a function for the search space, may choose what no override says.
     hidden = sweeper["_target_"] != TARGET or bool(sweeper.get("custom_search_space"))
     varies = hidden or any(may_change_request(key) for key in choices)
     look = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
     client = look.client if look is not None else None
-    if sweeper["_target_"] == TARGET:
-        check_settings(sweeper, base)
-    elif base.search.pruner != Pruner.NONE:
-        raise UsageError(
-            f"search.pruner={base.search.pruner} works only with Optuna, but hydra.sweeper is {sweeper['_target_']}",
-            hint="hydra/sweeper=optuna",
-        )
     identity = identity_text(base, sweeper, choices)
     opened = open_sweep(
         SweepPlan(base, search=identity),
@@ -78,14 +67,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         if sweeper["_target_"] == TARGET:
             trials = _with_optuna(composer, opened, base, words, list(choices), as_json="--json" in options)
         else:
-            try:
-                Search(composer, opened, list(choices)).sweep(words)
-            except RunFailedError as failure:
-                raise RunFailedError(
-                    failure.message,
-                    hint=f"sweep retry {opened.sweep.id} retries failed points; then repeat the command; "
-                    "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
-                ) from None
+            _with_another_sweeper(composer, opened, words, list(choices))
     if "--json" in options:
         points, jobs = opened.sweep.point_count(), [opened.sweep.job_id(each) for each in opened.sweep.array_numbers()]
         facts = {"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": points, "job_ids": jobs}
@@ -94,6 +76,43 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         print(f"sweep {opened.sweep.id} is done\n  {opened.sweep.path}")
         print(f"  sweep collect {opened.sweep.id}   sweep status {opened.sweep.id}   (or: last)")
     return 0
+
+
+def _check(base: Config, sweeper: Mapping[str, Any]) -> None:
+    """Check the config of the points, and whether this sweeper can search with it.
+
+    Raises:
+        UsageError, ConfigError: it cannot.
+    """
+    validate(base)
+    if base.eval.mode == EvalMode.JOB:
+        raise UsageError(
+            "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
+            hint="eval.mode=inline",
+        )
+    if sweeper["_target_"] == TARGET:
+        check_settings(sweeper, base)
+    elif base.search.pruner != Pruner.NONE:
+        raise UsageError(
+            f"search.pruner={base.search.pruner} works only with Optuna, but hydra.sweeper is {sweeper['_target_']}",
+            hint="hydra/sweeper=optuna",
+        )
+
+
+def _with_another_sweeper(composer: Composer, opened: OpenSweep, words: Sequence[str], searched: Sequence[str]) -> None:
+    """Let a sweeper of Hydra's that is not Optuna's choose the points.
+
+    Raises:
+        RunFailedError: a point has failed.
+    """
+    try:
+        Search(composer, opened, searched).sweep(words)
+    except RunFailedError as failure:
+        raise RunFailedError(
+            failure.message,
+            hint=f"sweep retry {opened.sweep.id} retries failed points; then repeat the command; "
+            "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
+        ) from None
 
 
 def _with_optuna(

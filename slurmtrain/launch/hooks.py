@@ -79,8 +79,8 @@ def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
         "RUN_DIR": run_dir.path,
         "ATTEMPT": attempt.number,
         "JOB_ID": attempt.job_id or own_job_id(),
-        "REASON": attempt.reason,  # see runs.outcome.Reason
-        "NEXT": attempt.verdict,  # see runs.outcome.Verdict
+        "REASON": attempt.reason,  # see runs.reasons.Reason
+        "NEXT": attempt.verdict,  # see runs.reasons.Verdict
         "SENTENCE": attempt.sentence,
         "STEP": attempt.last_step,
         "EXIT_CODE": attempt.exit_code,

@@ -17,7 +17,7 @@ from slurmtrain.models import Decoder
 from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
 
 load_dynamo_on_demand()
-from slurmtrain.runtime.jobs.train import fill
+from slurmtrain.runtime.jobs.build_model import fill
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with torch.device("meta"):
