@@ -357,5 +357,8 @@ def _end(run_dir: RunDir, number: int, why: str, reason: Reason | None = None) -
     attempt = attempts.read_attempt(run_dir, number)
     attempt.verdict, attempt.reason = Verdict.END, reason or attempt.reason
     attempt.say(f"{attempt.why or 'stopped'}; {why}")
-    attempts.write_attempt(run_dir, attempt)
-    run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)
+    try:
+        attempts.write_attempt(run_dir, attempt)
+        run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)
+    except OSError as error:  # a full disk: what was decided holds all the same, and the batch script must not undo it
+        log.warning("cannot record that run %s %s: %s", run_dir.id, why, error)

@@ -342,6 +342,17 @@ def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str
     assert (job.last.verdict, job.last.sentence) == ("end", "preempted; cancelled by `cancel RUN`")
 
 
+def test_a_cancelled_run_stays_cancelled_although_the_disk_is_too_full_to_record_that(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Requeued(slurm, make)
+    job.file("meanwhile", f'echo \'{{"action": "cancel"}}\' >{job.run.request_file}')
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(attempts, "write_attempt", lambda *given: (_ for _ in ()).throw(no_room))
+    assert job.go_on() == "cancelled: taken out of the queue again"
+    assert lines(slurm, "cancelled") == ["100"]
+
+
 def test_a_job_that_scancel_has_ended_meanwhile_is_not_requeued(make: Make, slurm: FakeSlurm) -> None:
     job = Requeued(slurm, make)
     job.file("state", "COMPLETING")
