@@ -256,7 +256,8 @@ def submit_again(
     if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
         attempt.verdict = Verdict.RESUBMIT
         attempt.say(attempt.why or "stopped", GoesOn.SUBMITTED)
-        attempts.write_attempt(run_dir, attempt)
+        with contextlib.suppress(OSError):  # a full disk: the new job is there all the same
+            attempts.write_attempt(run_dir, attempt)
     _pass_on_dependents(run_dir, job_id, new, client)
     return new
 
@@ -332,7 +333,8 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
         log.warning("jobs that wait for this run may never start: %s", error.message)
         return
     if moved:
-        run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)
+        with contextlib.suppress(OSError):
+            run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)
 
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
