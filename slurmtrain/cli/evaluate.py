@@ -68,8 +68,9 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
         )
     if submit:
         submit_evaluation(evaluation)
-        job_id = evaluation.info()["job_ids"][-1]
-        log.info("%s is job %s; status %s", evaluation.path.name, job_id, evaluation.path)
+        job_ids = evaluation.info()["job_ids"]  # a full disk may not let it be noted, which has been told
+        if job_ids:
+            log.info("%s is job %s; status %s", evaluation.path.name, job_ids[-1], evaluation.path)
         return 0
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer
         return run_local(evaluation)

@@ -257,7 +257,8 @@ def submit_again(
     if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
         attempt.verdict = Verdict.RESUBMIT
         attempt.say(attempt.why or "stopped", GoesOn.SUBMITTED)
-        attempts.write_attempt(run_dir, attempt)
+        with contextlib.suppress(OSError):  # a full disk: the new job is there all the same
+            attempts.write_attempt(run_dir, attempt)
     _pass_on_dependents(run_dir, job_id, new, client)
     return new
 
@@ -333,7 +334,8 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
         log.warning("jobs that wait for this run may never start: %s", error.message)
         return
     if moved:
-        run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)
+        with contextlib.suppress(OSError):
+            run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)
 
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
@@ -358,5 +360,8 @@ def _end(run_dir: RunDir, number: int, why: str, reason: Reason | None = None) -
     attempt = attempts.read_attempt(run_dir, number)
     attempt.verdict, attempt.reason = Verdict.END, reason or attempt.reason
     attempt.say(f"{attempt.why or 'stopped'}; {why}")
-    attempts.write_attempt(run_dir, attempt)
-    run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)
+    try:
+        attempts.write_attempt(run_dir, attempt)
+        run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)
+    except OSError as error:  # a full disk: what was decided holds all the same, and the batch script must not undo it
+        log.warning("cannot record that run %s %s: %s", run_dir.id, why, error)

@@ -164,10 +164,11 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, options, shared=shared)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
-        run_dir.add_job(element, slurm_conf=slurm_conf)
-        run_dir.event(Event.SUBMITTED, job_id=element)
-        if exclusion.blamed:
-            exclusion.record(run_dir, element)
+        with _told_if_not_noted(run_dir, element):
+            run_dir.add_job(element, slurm_conf=slurm_conf)
+            run_dir.event(Event.SUBMITTED, job_id=element)
+            if exclusion.blamed:
+                exclusion.record(run_dir, element)
     exclusion.tell()
     return job_id
 
@@ -226,15 +227,29 @@ def submit_existing_script(
         job_id = _hand_over(script, run_dir, slurm_conf, options=words)
     note(run_dir, job_id, **facts)
     if exclusion.blamed:
-        exclusion.record(run_dir, job_id)
+        with _told_if_not_noted(run_dir, job_id):
+            exclusion.record(run_dir, job_id)
     exclusion.tell()
     return job_id
 
 
 def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
     """Record that this job is the run's latest, and that no other run shares it."""
-    run_dir.add_job(job_id, packed=False)
-    run_dir.event(Event.SUBMITTED, job_id=job_id, **facts)
+    with _told_if_not_noted(run_dir, job_id):
+        run_dir.add_job(job_id, packed=False)
+        run_dir.event(Event.SUBMITTED, job_id=job_id, **facts)
+
+
+@contextlib.contextmanager
+def _told_if_not_noted(run_dir: RunDir, job_id: str) -> Iterator[None]:
+    """Go on with a warning if a job that SLURM has taken cannot be noted: an error would say that there is none."""
+    try:
+        yield
+    except OSError as error:  # a full disk
+        log.warning(
+            "job %s is submitted, but cannot be noted in %s: %s; `resume %s` looks for it, and `cancel %s` ends it",
+            *(job_id, run_dir.path, error.strerror or error, run_dir.id, run_dir.id),
+        )
 
 
 def check_slurm_is_here(slurm_conf: str | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, batch_claim, requests
@@ -16,14 +18,16 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
 
+log = logging.getLogger(__name__)
 
-def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
+
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> dict[int, Attempt]:
     """Complete the records of earlier attempts that nobody finished: their node is gone, or the batch shell died.
 
-    An attempt that may still be at work is left alone: it has a record of its own to write. Return the numbers of the
-    others.
+    An attempt that may still be at work is left alone: it has a record of its own to write. Return the records of the
+    others, by number, also those that cannot be written because the disk is full.
     """
-    closed = []
+    closed: dict[int, Attempt] = {}
     for number in reversed(run_dir.attempt_numbers()):
         attempt = attempts.read_attempt(run_dir, number)
         attempt_dir = run_dir.attempt(number)
@@ -37,8 +41,11 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
         ended = last_sign(attempt_dir)
         evidence = evidence_of(run_dir, tries, attempt, SrunLog.read(attempt_dir), 0, None, config, request, ended)
         attempt.last_sign = max(ended, attempt.last_logged or 0.0)
-        attempts.record_outcome(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
-        closed.append(number)
+        closed[number] = attempt
+        try:
+            attempts.record_outcome(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
+        except OSError as error:
+            log.warning("cannot complete the record of attempt %d: %s", number, error)
     return closed
 
 

@@ -11,6 +11,7 @@ The jobs of a chain ask `chain.ended_before` instead.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from slurmtrain.config.schema import Config
@@ -69,7 +70,7 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     if not numbers:
         return None
     closed = close_abandoned(run_dir, numbers[-1] + 1, config, client)
-    last = attempts.read_attempt(run_dir, numbers[-1])
+    last = closed.get(numbers[-1]) or attempts.read_attempt(run_dir, numbers[-1])
     if last.verdict in (Verdict.DONE, Verdict.END):
         if last.number not in closed or not (last.verdict == Verdict.DONE or _is_of_this_life(run_dir, last)):
             return None
@@ -80,8 +81,9 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
         return None
     last.verdict = Verdict.END
     last.say(last.why or "ended", spent)
-    attempts.write_attempt(run_dir, last)
-    run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
+    with contextlib.suppress(OSError):  # a full disk must not start it again
+        attempts.write_attempt(run_dir, last)
+        run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
     return Verdict.END
 
@@ -124,8 +126,9 @@ def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) 
         return None
     last.verdict = Verdict.END
     last.say(f"{last.why or 'stopped'}; {_SCANCELLED}")
-    attempts.write_attempt(run_dir, last)
-    run_dir.event(Event.NOT_STARTED_AGAIN, attempt=last.number, sentence=last.sentence)
+    with contextlib.suppress(OSError):
+        attempts.write_attempt(run_dir, last)
+        run_dir.event(Event.NOT_STARTED_AGAIN, attempt=last.number, sentence=last.sentence)
     return Verdict.END
 
 

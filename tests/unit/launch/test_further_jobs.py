@@ -123,6 +123,22 @@ def test_a_sbatch_that_worked_without_an_answer_is_found_out(make: Make, slurm: 
     assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
 
 
+def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted_and_is_found(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would have the batch script requeue this job beside the new one."""
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit")
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as full:
+        full.setattr(RunDir, "add_job", lambda *given, **more: (_ for _ in ()).throw(no_room))
+        assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
+    assert "job 101 is submitted, but cannot be noted" in caplog.text and len(slurm.submitted) == 1
+    assert attempts.read_attempt(run, 1).verdict == "resubmit"
+    in_queue(slurm, f"101|PENDING|slurmtrain:{run.id}:1")
+    assert resubmit.resume(run, SlurmClient()) == ["101"] and run.info()["job_ids"] == ["100", "101"]
+
+
 def test_a_sbatch_without_an_answer_is_not_repeated_after_one_empty_answer_of_squeue(
     make: Make, slurm: FakeSlurm
 ) -> None:
@@ -340,6 +356,17 @@ def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str
     assert ("requeue incomplete 100" in job.changes) == (when == "meanwhile")
     assert lines(slurm, "cancelled") == (["100"] if when == "meanwhile" else [])
     assert (job.last.verdict, job.last.sentence) == ("end", "preempted; cancelled by `cancel RUN`")
+
+
+def test_a_cancelled_run_stays_cancelled_although_the_disk_is_too_full_to_record_that(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Requeued(slurm, make)
+    job.file("meanwhile", f'echo \'{{"action": "cancel"}}\' >{job.run.request_file}')
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(attempts, "write_attempt", lambda *given: (_ for _ in ()).throw(no_room))
+    assert job.go_on() == "cancelled: taken out of the queue again"
+    assert lines(slurm, "cancelled") == ["100"]
 
 
 def test_a_job_that_scancel_has_ended_meanwhile_is_not_requeued(make: Make, slurm: FakeSlurm) -> None:

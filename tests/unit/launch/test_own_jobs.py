@@ -22,6 +22,7 @@ from slurmtrain.cli import main
 from slurmtrain.launch import local
 from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.report.status import look, queue
+from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -185,12 +186,20 @@ def test_cancel_ends_every_job_of_the_run_that_is_left(make: Make, slurm: FakeSl
     assert cancelled(slurm) == ["100", "101", "98"]
 
 
-def test_cancel_of_a_sweep_ends_every_job_of_its_runs(project: Path, slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_cancel_of_a_sweep_ends_every_job_of_its_runs(
+    full: bool, project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the runs have filled the disk."""
     assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
     sweep = Sweep(next(project.glob("runs/*.sweep-*")))
     one, two = sweep.run_dirs().values()
     one.update_info(job_ids=["101_0", "200", "201"])  # resumed twice
     in_queue(slurm, "101_1 PENDING x", "200 RUNNING x", "201 PENDING x", f"300 PENDING slurmtrain:{two.id}:1")
+    if full:
+        no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(requests, "write_request", lambda *given: (_ for _ in ()).throw(no_room))
+        monkeypatch.setattr(RunDir, "event", lambda *given, **facts: (_ for _ in ()).throw(no_room))
     assert main(["sweep", "cancel", "last"]) == 0
     assert cancelled(slurm) == ["101", "200", "201", "300"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -34,7 +35,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
-from slurmtrain.system import records
+from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import StopCause
 from tests.support.runs import add_attempt
@@ -499,6 +500,21 @@ def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(
     assert ended_before(run, "7", 1) == verdict
 
 
+def test_what_had_ended_stays_so_although_the_disk_is_too_full_to_record_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run.info_file, {"job_ids": ["7"]})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    begin(run, job_id="7", said="finished")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "_write", full)
+    assert budget_used_up(run, Config(), None) == Verdict.DONE
+
+
 def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,7 +589,7 @@ def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(
     begin(run, job_id="7", step_id="7.0")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert close_abandoned(run, 2, Config(), Asked(step=True)) == [1]
+    assert list(close_abandoned(run, 2, Config(), Asked(step=True))) == [1]
 
 
 @pytest.mark.parametrize("opened", [True, False])
