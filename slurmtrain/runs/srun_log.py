@@ -95,21 +95,25 @@ def node_of_killed_tasks(killed: str) -> str | None:
 
 
 def with_last_words(killed: str, attempt_dir: AttemptDir) -> str:
-    """Add to srun's words on tasks that have aborted why the first of them did, by its log.
-
-    A thread of torch's ends the process by SIGABRT when the GPU has failed, or a collective of NCCL has, mostly before
-    the rank itself hears of it. What it says then is all that is known.
-    """
+    """Add to srun's words on tasks that have aborted why the first of them did, as far as it has said so."""
     match = re.search(r": tasks? (\d+)[\d,-]*: Aborted", killed)
-    if match is None:
-        return killed
+    said = last_words(attempt_dir, int(match.group(1))) if match is not None else None
+    return killed if said is None else f"{killed} ({said})"
+
+
+def last_words(attempt_dir: AttemptDir, rank: int) -> str | None:
+    """Return why a rank was ended by SIGABRT, by its log; None if it has not said so.
+
+    A thread of torch's ends the process so when the GPU has failed, or a collective of NCCL has, mostly before the rank
+    itself hears of it. What it says then is all that is known.
+    """
     try:
-        log = records.read_tail(attempt_dir.rank_log(int(match.group(1))), RANK_LOG_BYTES).decode(errors="replace")
+        log = records.read_tail(attempt_dir.rank_log(rank), RANK_LOG_BYTES).decode(errors="replace")
     except UnreadableRecordError:
-        return killed
+        return None
     _, _, end = log.rpartition("terminate called after throwing an instance of")
     said = re.search(r"^ *what\(\): +(?:\[PG [^]]*\] *)?(?:.* terminated with exception: )?(.+)", end, re.MULTILINE)
-    return f"{killed} ({said.group(1).strip()[:LAST_WORDS_LENGTH]})" if said else killed
+    return said.group(1).strip()[:LAST_WORDS_LENGTH] if said is not None else None
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:

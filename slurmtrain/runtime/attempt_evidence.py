@@ -6,6 +6,7 @@ What is decided from it is in runs/outcome.py.
 from __future__ import annotations
 
 import contextlib
+import signal
 from dataclasses import dataclass
 
 from slurmtrain.choices import JobKind
@@ -18,13 +19,14 @@ from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, node_of_killed_tasks, with_last_words
+from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, last_words, node_of_killed_tasks, with_last_words
 from slurmtrain.runtime.attempt_policy import blame_policy
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 
+ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # exit codes of a program of the user's own that SIGABRT has ended
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
@@ -124,7 +126,7 @@ def evidence_of(
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=(first.failure.exit_code, first.sentence) if first is not None else None,
+        failure=(first.failure.exit_code, _sentence_of(first, attempt_dir)) if first is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
         diverged=failure is not None and failure.diverged,
@@ -158,6 +160,11 @@ def evidence_of(
         now=ended,
         stalled_numbers=tuple(counted),
     )
+
+
+def _sentence_of(failed: RankFailure, attempt_dir: AttemptDir) -> str:
+    said = last_words(attempt_dir, failed.rank) if failed.failure.exit_code in ABORTED else None
+    return failed.sentence if said is None else f"{failed.sentence} ({said})"
 
 
 def _node_at_fault(

@@ -216,6 +216,20 @@ def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
     assert (record.node, record.event, record.proven) == ("n1", NodeEvent.HARDWARE, True)
 
 
+def test_what_a_program_of_ones_own_says_that_torch_aborts_is_evidence_against_its_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = add_attempt(run, nodes=["n0", "n1"], job_id="7", started=time.time() - 1000)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    record_failure(run.attempt(attempt.number), 3, Failure(-6, "python ended with signal 6 (SIGABRT)"))
+    run.attempt(attempt.number).rank_log(3).write_text(ABORTED)
+    outcome = finish_attempt(run, attempt.number, 134, Config(), Running())
+    said = "rank 3: python ended with signal 6 (SIGABRT) (CUDA error: uncorrectable ECC error encountered)"
+    assert outcome.why == f"crashed: {said}"
+    (record,) = read_ledger(ledger_file("big"))
+    assert (record.node, record.event) == ("n1", NodeEvent.HARDWARE)
+
+
 @pytest.mark.parametrize("log", [None, "step 3\n", "terminate called without an active exception\n"])
 def test_an_aborted_rank_that_does_not_say_why_is_said_to_have_aborted(run: RunDir, log: str | None) -> None:
     attempt = add_attempt(run, nodes=["n1"], job_id="7")
