@@ -401,12 +401,12 @@ class SavePipeline:
         except BaseException as error:  # a bug of ours must not look like a save that never ends
             traceback.print_exc()
             ending = CheckpointError(f"{type(error).__name__}: {error}")
-        pending.decide(ending)
         # What fails after the commit must not end the thread, or the next save would never end.
         try:
-            self._report(ending, pending.step)
+            self._report(ending, pending.step)  # before anybody who waits for the commit may end the process
         except Exception:
             traceback.print_exc()
+        pending.decide(ending)
         if self._node_copies is not None and not isinstance(ending, (LostPeersError, SupersededError, DiscardedError)):
             self._copy_to_nodes_too(self._node_copies, staged, pending)
         if isinstance(ending, SaveResult):

@@ -87,9 +87,12 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
     path = Path(choice.name)
     kind = _KINDS.get(path.suffix)
     if kind is None:
+        inside = path / "tokenizer.json"  # a folder as transformers takes it
         raise ConfigError(
             f"prepare.tokenizer={choice.name} is not a known tokenizer",
-            hint='"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
+            hint=f"prepare.tokenizer={inside}"
+            if inside.is_file()
+            else '"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
         )
     try:
         content = _read(path)

@@ -633,6 +633,23 @@ def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[...
     assert len(told) == 2 and run.steps == [1, 2]
 
 
+def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_it(
+    training: Callable[..., Training],
+) -> None:
+    committed_now, may_record, recorded = threading.Event(), threading.Event(), list[Any]()
+
+    def on_ending(ending: Any) -> None:
+        committed_now.set()
+        may_record.wait(PATIENCE_S)
+        recorded.append(ending)
+
+    pending = training(on_ending=on_ending).save(1)
+    assert committed_now.wait(PATIENCE_S) and not pending.done()
+    may_record.set()
+    saved = pending.result(PATIENCE_S)
+    assert recorded == [saved]
+
+
 def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
     with pytest.raises(CheckpointError, match="already has a Checkpointer in this process"):

@@ -130,6 +130,15 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
     assert said in refused.value.message
 
 
+def test_the_folder_of_a_model_is_answered_with_the_file_of_its_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen2.5-0.5B"
+    folder.mkdir()
+    file = write_tokenizer(folder / "tokenizer.json")
+    with pytest.raises(ConfigError) as refused:
+        load_tokenizer(TokenizerChoice(str(folder)))
+    assert refused.value.hint == f"prepare.tokenizer={file}"
+
+
 def test_a_tokenizer_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a plain file"):
