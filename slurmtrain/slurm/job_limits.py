@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from slurmtrain.slurm.facts import Association, ClusterFacts, Limits, Partition, Qos
 from slurmtrain.slurm.parse_facts import COUNTS
@@ -99,7 +100,7 @@ def _of_counted(facts: ClusterFacts, limits: Limits) -> Limits:
     counted = {word.strip().lower() for word in facts.config.get("AccountingStorageTRES", "").split(",")} - {""}
     if not counted:
         return limits
-    amounts: dict[str, Mapping[str, int]] = {
+    amounts: dict[str, Any] = {
         each.name: {
             name: amount
             for name, amount in getattr(limits, each.name).items()
