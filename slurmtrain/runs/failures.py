@@ -81,9 +81,23 @@ def record_failure(attempt_dir: AttemptDir, rank: int, failure: Failure, *, when
     write_json(attempt_dir.failure_file(rank), record)
     if failure.because_of_peer or failure.superseded or failure.on_any_node or failure.exit_code == EXIT_CONFIG:
         return
-    broken = broken_gpus()  # which takes a moment: the record above is there already
+    # It takes a moment: the record above is there already.
+    broken = broken_gpus(before=_broken_before(attempt_dir, own_node_name()))
     if broken is not None:
         write_json(attempt_dir.failure_file(rank), {**record, "sentence": f"{failure.sentence} ({broken})"})
+
+
+def _broken_before(attempt_dir: AttemptDir, node: str | None) -> list[str] | None:
+    """Return what the checks before training have seen to be broken on the GPUs of a node; None: they were not made there."""
+    try:
+        record = read_json(attempt_dir.preflight_file) or {}
+    except UnreadableRecordError:
+        return None
+    nodes = record.get("nodes")
+    its = [each for each in nodes if isinstance(each, dict)] if isinstance(nodes, list) else []
+    said = [each.get("broken") for each in its if node is not None and each.get("node") == node]
+    known = [words for words in said if isinstance(words, list)]
+    return [each for words in known for each in words if isinstance(each, str)] if known else None
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 FIELDS = ("index", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending", "remapped_rows.failure")
 INVALID_ARGUMENT = 2  # exit code for a field that it does not know: older ones do not know those of remapped rows
 PATIENCE_S = 5.0  # a driver whose GPU is lost may never answer
 
 
-def broken_gpus(patience_s: float = PATIENCE_S) -> str | None:
-    """Say what is broken on GPUs of this node: "GPU 3 has 2 uncorrectable ECC errors"; None if nothing is, or is known."""
+def broken_gpus(patience_s: float = PATIENCE_S, *, before: Collection[str] | None = None) -> str | None:
+    """Say what is broken on GPUs of this node: "GPU 3 has 2 uncorrectable ECC errors"; None if nothing is, or is known.
+
+    Args:
+        before: what `words_of` has said of its GPUs before, which is not said again; None: it is not known.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     code, answer = _asked(FIELDS, patience_s)
     if code == INVALID_ARGUMENT:
         code, answer = _asked(FIELDS[:2], patience_s)
-    return parse_health(answer) if code == 0 else None
+    return parse_health(answer, before) if code == 0 else None
 
 
 def _asked(fields: Sequence[str], patience_s: float) -> tuple[int | None, str]:
@@ -38,19 +42,27 @@ def _asked(fields: Sequence[str], patience_s: float) -> tuple[int | None, str]:
     return asked.returncode, answer
 
 
-def parse_health(answer: str) -> str | None:
+def parse_health(answer: str, before: Collection[str] | None = None) -> str | None:
     """Read the answer of nvidia-smi, a line each GPU with the values of FIELDS, into what `broken_gpus` says.
 
-    Errors are counted since the driver was loaded, by whichever job had the GPU. Where none of its memory waits to be
-    replaced, they do no harm any more, and no program fails for them; preflight lets such a GPU pass, too.
+    Errors are counted since the driver was loaded, by whichever job had the GPU. Those of weeks ago, in memory that has
+    been replaced since, have ended no rank of today. So they count if they are new; and where that is not known, if some
+    memory still waits to be replaced, or the GPU does not say.
     """
     found = []
     for line in answer.splitlines():
         index, errors, pending, failed = [*(word.strip() for word in line.split(",")), "", "", "", ""][:4]
-        if errors.isdigit() and int(errors) and failed != "Yes" and pending != "No":
-            found.append(f"GPU {index} has {errors} uncorrectable ECC error{'s' if int(errors) > 1 else ''}")
-        elif failed == "Yes":
-            found.append(f"GPU {index} has uncorrectable memory that cannot be remapped")
-        elif pending == "Yes":
-            found.append(f"GPU {index} has uncorrectable memory that waits to be remapped")
+        count = int(errors) if errors.isdigit() and (before is not None or pending != "No") else 0
+        words = words_of(index, count, pending == "Yes", failed == "Yes")
+        if words is not None and words not in (before or ()):
+            found.append(words)
     return "; ".join(found) or None
+
+
+def words_of(index: int | str, ecc_errors: int, remap_pending: bool, remap_failed: bool) -> str | None:
+    """Say what is broken on a GPU: uncorrectable errors, or memory that waits to be remapped or cannot be; None: nothing."""
+    if remap_failed:
+        return f"GPU {index} has uncorrectable memory that cannot be remapped"
+    if ecc_errors:
+        return f"GPU {index} has {ecc_errors} uncorrectable ECC error{'s' if ecc_errors > 1 else ''}"
+    return f"GPU {index} has uncorrectable memory that waits to be remapped" if remap_pending else None

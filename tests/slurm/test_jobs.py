@@ -30,6 +30,8 @@ from tests.slurm.project import Project, Run, assert_counted_once, counting, eve
 from tests.support.slurm_cluster import Cluster
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]
+# So that steps beside the ranks start in a job with GPUs, too. No program can compute on those of a sandbox.
+WITH_GPUS = ["cluster.gpus_per_node=2", "train.device=cpu"]
 PYTHON = sys.executable
 
 
@@ -424,7 +426,7 @@ def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one
     (tmp_path / "program").write_text(f"trap '' TERM; until [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
     program = f"job.command='bash {tmp_path}/program'"
     words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1", "requeue.restart_delay_s=1"]
-    run = project.submit("job=command", program, *words, small=False)
+    run = project.submit("job=command", program, *words, *WITH_GPUS, small=False)
     run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
     cluster, first = run.cluster, run.cluster.job(run.job_id)["BatchHost"]
 
@@ -576,6 +578,7 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
         *(f"cluster.stage.{each}" for each in stage),
         "cluster.nodes=2",
         "cluster.tasks_per_node=2",
+        *WITH_GPUS,
         small=False,
     )
     run.wait_for_end()

@@ -41,6 +41,7 @@ from slurmtrain.runtime.preflight.shared_folder import WORD, SharedFolder
 from slurmtrain.runtime.preflight.waiting import begin
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
+from slurmtrain.system.gpu_health import words_of
 from slurmtrain.system.redaction import redacted
 
 log = logging.getLogger(__name__)
@@ -310,7 +311,8 @@ def record_of(
     mode, seconds  of the quick checks
     findings       the fatal first: kind, nodes, ranks, value, expected, advice, fatal, fault, pair, sentence
     ranks          number of ranks
-    nodes          for each node: its first rank, versions, GPUs, free memory, disks, interface and folder
+    nodes          for each node: its first rank, versions, GPUs and what is broken on them, free memory, disks, interface and
+                   folder
     measured       with mode=full: what was measured
     """
     return {
@@ -331,6 +333,11 @@ def _node_values(node: NodeFacts) -> dict[str, Any]:
         "versions": dict(node.versions or {}),
         "gpus": None if node.gpus is None else len(node.gpus),
         "gpu": next((gpu.name for gpu in node.gpus or ()), None),
+        "broken": [
+            words
+            for gpu in node.gpus or ()
+            if (words := words_of(gpu.index, gpu.ecc_errors or 0, bool(gpu.remap_pending), bool(gpu.remap_failed)))
+        ],
         "memory_gb": node.memory_gb,
         "disks_gb": {path: disk.free_gb for path, disk in (node.disks or {}).items()},
         "interface": node.interface,

@@ -911,9 +911,7 @@ def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_n
 ) -> None:
     script = script_for(run_dir, config=COPYING)
     assert 'timeout --kill-after=60 1800 "${slurmtrain_beside[@]}" --nodes' in script  # 30 minutes
-    assert '"${slurmtrain_beside[@]}" --no-kill --nodes="$1"' in golden_text(
-        "stage"
-    )  # which can go on with fewer nodes
+    assert '"${slurmtrain_beside[@]}" --no-kill --nodes="$1"' in golden_text("stage")  # it can go on with fewer
     judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
     _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
     assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
