@@ -123,7 +123,8 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         print(f"\nthe job continues; to follow it again: logs {run_dir.id} -f")
         return 130
     now = state(run_dir)
-    print(f"run {run_dir.id}: {now.status}: {now.explanation}")
+    why = "" if now.explanation == now.status else f": {now.explanation}"
+    print(f"run {run_dir.id}: {now.status}{why}")
     if now.status == RunStatus.FINISHED or not now.attempts:
         return 0 if now.status == RunStatus.FINISHED else 1
     last = now.attempts[-1]

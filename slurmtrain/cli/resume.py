@@ -144,7 +144,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(
             f"run {run_dir.id} is finished, so it cannot be changed, except to train more steps: train.steps=+100",
-            hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "
+            hint="a point of a sweep and a run with job=command cannot train more steps either: submit a new run with "
             f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
         )
 

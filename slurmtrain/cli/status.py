@@ -40,6 +40,7 @@ from slurmtrain.runs.gpu_use import GpuTotals, read_gpu_use, total_of
 from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         *([f"  next attempt: with {one_line(' '.join(change))}"] if (change := _next_change(run_dir, now)) else []),
         *([f"  stacks: {one_line(str(page))}"] if (page := _hang_page(run_dir, now)) else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
+        *([f"  {one_line(place)}"] if (place := _place_in_sweep(run_dir)) else []),
     ]
     width = terminal_width()
     return [
@@ -192,6 +194,19 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",  # whole, to be copied
         f"  {one_line(str(run_dir.path))}",
     ]
+
+
+def _place_in_sweep(run_dir: RunDir) -> str:
+    """Say which point of its sweep a run is, since the overrides are those of all points; "" if it is not in a sweep."""
+    if not lookup.is_sweep(run_dir.path.parent):
+        return ""
+    sweep = Sweep(run_dir.path.parent)
+    try:
+        found = [point for point in sweep.points() if point.run_id == run_dir.id]
+    except UnreadableRecordError:
+        return ""
+    values = " ".join(f"{key}={value}" for key, value in found[0].varied.items()) if found else ""
+    return f"point {found[0].number} of {sweep.id}: {values or 'nothing varies'}" if found else ""
 
 
 def _time_use(run_dir: RunDir, now: RunState) -> str:

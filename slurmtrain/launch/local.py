@@ -31,8 +31,9 @@ from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
+from slurmtrain.report.status.sentences import how_to_continue
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import Reason, Verdict, exit_code_of_run
+from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.srun_log import record_killed_task
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
@@ -75,7 +76,7 @@ def run_local(run_dir: RunDir) -> int:
         outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
         ended = outcome.verdict is Verdict.END
-        goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
+        goes_on = f". {how_to_continue(run_dir, run_dir.info(), outcome.reason)}" if ended else ""
         try:
             print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
         except BrokenPipeError:
@@ -93,15 +94,6 @@ def run_local(run_dir: RunDir) -> int:
 
             apply_next_change(run_dir)
             config = load_frozen(run_dir.config_file)
-
-
-def how_to_continue(run_id: str, reason: str | None) -> str:
-    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it."""
-    if reason == Reason.CONFIG:
-        return f"When that is put right: resume {run_id} (KEY=VALUE after it changes its config), or submit again"
-    if reason == Reason.DIVERGED:
-        return f"Go on from the newest checkpoint with other values: resume {run_id} optim.lr=..."
-    return f"Continue with: resume {run_id}"
 
 
 class LocalAttempt:

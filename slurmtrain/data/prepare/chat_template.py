@@ -275,8 +275,8 @@ def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: 
         return found
     raise ConfigError(
         f"the tokenizer {choice.name} has no chat template: there is no {TEMPLATE_FILE} and no entry chat_template in "
-        f"{TOKENIZER_CONFIG} beside it",
-        hint=f"prepare.chat_template= the path of one, {CHATML}, or {NO_TOKEN}: questions and answers concatenated",
+        f"{TOKENIZER_CONFIG} next to it",
+        hint=f"set prepare.chat_template to a Jinja file, to {CHATML}, or to {NO_TOKEN} (concatenates question and answer)",
     )
 
 

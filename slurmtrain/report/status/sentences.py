@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from slurmtrain.report.progress import at_about, read_progress
 from slurmtrain.report.status.queue import Queue, expected_start
@@ -12,6 +15,7 @@ from slurmtrain.runs import stage_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.pending_reasons import in_words, is_held
@@ -182,7 +186,7 @@ def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
 def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
     """Return word and sentence for a run that nobody runs any more."""
     last = record.last
-    resume = f"`resume {record.id}` continues it"
+    resume = how_to_continue(record.run_dir, record.info)
     if not record.over and record.pruned:
         return RunStatus.PRUNED, f"{PRUNED_BY_SEARCH} while it waited. {resume}"
     if last is None or not record.has_begun:
@@ -194,7 +198,7 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
                 RunStatus.FAILED,
                 f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log",
             )
-        return RunStatus.LOST, f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
+        return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
     if record.setup_failed is not None:
         return RunStatus.FAILED, read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
@@ -202,12 +206,7 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
     if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
         return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if last.verdict == Verdict.END:
-        if last.reason == Reason.CONFIG:
-            resume = (
-                f"When that is put right: `resume {record.id}` (KEY=VALUE after it changes its config), or submit again"
-            )
-        elif last.reason == Reason.DIVERGED:
-            resume = f"`resume {record.id} optim.lr=...` goes on from the newest checkpoint with other values"
+        resume = how_to_continue(record.run_dir, record.info, last.reason)
         interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
         word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
@@ -219,3 +218,22 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
     if last.verdict is None:
         return RunStatus.LOST, f"attempt {last.number} ended without a word; {resume}"
     return RunStatus.LOST, f"{last.sentence}, but its job is gone; {resume}"
+
+
+def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None = None) -> str:
+    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it.
+
+    Args:
+        info: the contents of its run.json.
+        reason: why its last attempt ended.
+    """
+    if run_dir.evaluated_run is not None:  # which is no run that `resume` could find by its ID
+        step = int(run_dir.path.name.removeprefix("step_").partition("-")[0])
+        words = ["evaluate", run_dir.evaluated_run.id, "--step", str(step), *info.get("overrides", ())]
+        repeat = f"`{shlex.join([*words, '--submit'] if info.get('job_ids') else words)}` repeats it"
+        return f"When that is put right, {repeat}" if reason == Reason.CONFIG else repeat
+    if reason == Reason.CONFIG:
+        return f"When that is put right: `resume {run_dir.id}` (KEY=VALUE after it changes its config), or submit again"
+    if reason == Reason.DIVERGED:
+        return f"`resume {run_dir.id} optim.lr=...` goes on from the newest checkpoint with other values"
+    return f"`resume {run_dir.id}` continues it"

@@ -75,7 +75,8 @@ def _measure(
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     if not evaluator.sets:
         raise ConfigError(
-            "there is nothing to evaluate: the data source has no `valid`", hint="eval.sets.NAME._target_=..."
+            "there is nothing to evaluate: the data has no validation set, and there are no eval.sets",
+            hint="evaluate RUN eval.sets.NAME._target_=...; `prepare` makes one with prepare.valid_fraction=0.01",
         )
     evaluator.prepare()
     timeline.mark("model and data")

@@ -25,6 +25,7 @@ from slurmtrain.launch.evaluations import submit_due
 from slurmtrain.report.collect import Point, table_of
 from slurmtrain.report.compare import compare
 from slurmtrain.report.prune import plan
+from slurmtrain.report.status.look import state
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import evaluation_jobs
@@ -265,6 +266,18 @@ def test_the_same_command_is_the_same_evaluation(
     assert main(["cancel", str(trained.path)]) == 0
     assert "step_0000020-" in capsys.readouterr().out
     assert held(trained) == []
+
+
+def test_an_evaluation_that_failed_says_the_command_that_repeats_it(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+    """`resume` knows no evaluation by its ID."""
+    assert main(["evaluate", str(trained.path), "--submit", "eval.metrics.accuracy=true"]) == 0
+    (evaluation,) = trained.all_evaluations()
+    ended = {"ended": time.time(), "verdict": "end", "job_id": "4711"}
+    add_attempt(evaluation, **ended, reason="config", sentence="rank 0: no validation set")
+    repeat = f"`evaluate {trained.id} --step 20 eval.metrics.accuracy=true --submit` repeats it"
+    assert state(evaluation).explanation == f"rank 0: no validation set. When that is put right, {repeat}"
+    add_attempt(evaluation, **ended, reason="time_limit", sentence="out of time")
+    assert state(evaluation).explanation == f"out of time. {repeat}"
 
 
 # What becomes of the results.

@@ -221,6 +221,16 @@ def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of
     assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
 
 
+def test_the_status_of_a_run_says_which_point_of_its_sweep_it_is(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its overrides are those of the command, with the choices of all points."""
+    assert main(SWEEP) == 0
+    sweep = the_sweep(project)
+    assert main(["status", sweep.points()[1].run_id]) == 0
+    assert f"  point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in capsys.readouterr().out
+
+
 # Above a limit on jobs.
 
 LIMITED = r"""
