@@ -32,11 +32,8 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin
     if tensor.device.type == "cpu" and size >= HUGE_PAGE_BYTES:
-        _advise(begin, size // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-
-
-def _advise(begin: int, size: int, advice: int) -> None:
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
 
 
 def allocate_pages(size: int, *, for_gpu: bool) -> Tensor:
@@ -57,13 +54,18 @@ def allocate_pages(size: int, *, for_gpu: bool) -> Tensor:
         _page_unlock(unused)
         del unused  # before there is more
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
-    ask_for_huge_pages(memory)
-    first = -memory.data_ptr() % mmap.PAGESIZE
-    pages = memory[first : first + size]
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     if for_gpu:
-        _page_lock(pages)
-    return pages
+        # Data workers are forks. Where one shares page-locked pages, older kernels give this process others at the next write
+        # to them, and the GPU goes on with the old ones. These pages are nothing else's, so no fork misses them.
+        pages.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if for_gpu:
+        _page_lock(memory)
+    return memory
 
 
 def give_back(memory: Tensor, *, written_to: bool = False) -> None:
@@ -81,9 +83,6 @@ def give_back(memory: Tensor, *, written_to: bool = False) -> None:
 def _page_lock(memory: Tensor) -> None:
     import torch
 
-    # Data workers are forks. Where one shares these pages, older kernels give this process others at the next write to them,
-    # and the GPU goes on with the old ones.
-    _advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTFORK)
     runtime = torch.cuda.cudart()
     refused = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(refused) == 0:
@@ -102,7 +101,6 @@ def _page_unlock(memory: Tensor) -> None:
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    _advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DOFORK)
     _locked.remove(memory.data_ptr())
 
 
