@@ -99,9 +99,8 @@ class Checkpointer(checkpointer.Checkpointer):
             path=path, at_most=at_most, allow=allow, per_rank=per_rank, as_start=as_start, **objects
         )
         first_step = restored.step if restored and not as_start else 0
-        if (
-            session.initialised()[1].rounds == 0
-        ):  # later ones go back, or read weights: the attempt does not begin there
+        # A later one goes back, or reads weights: the attempt does not begin there.
+        if session.initialised()[1].rounds == 0:
             session.first_step = first_step
             _note(first_step=first_step, stepping=time.time())
         return restored
