@@ -34,11 +34,12 @@ Facts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Imported:
-    """The checkpoint that was made: its path, the number of its tensors, and their bytes."""
+    """The checkpoint that was made: its path, the number of its tensors, their bytes, and their element types."""
 
     path: Path
     tensors: int
     size: int
+    dtypes: frozenset[torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ def import_weights(
     path = write_checkpoint(
         directory, facts, lambda name: found.read(back[name]), label=f"import of {source.name}", progress=progress
     )
-    return Imported(
-        path, len(facts), sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in facts.values())
-    )
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in facts.values())
+    return Imported(path, len(facts), size, frozenset(dtype for _, dtype in facts.values()))
 
 
 def open_source(source: Path, only: str | None) -> Source:
@@ -121,14 +121,18 @@ def _of_torch(file: Path, only: str | None) -> Source:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} contains more than tensors and plain values, and is not read because that could execute code: "
-            f"{str(error).splitlines()[0][:200]}",
+            f"{_first_line(error)}",
             hint="save the model's state_dict() alone: torch.save(model.state_dict(), file)",
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} is not a torch.save file: {str(error).splitlines()[0][:200]}") from None
+    except Exception as error:  # torch's unpickler takes any other file for a pickle, and fails at any of its lines
+        raise CheckpointError(f"{file} is not a torch.save file: {_first_line(error)}") from None
     tensors = dict(_leaves(values))
     dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     return Source({name: (tuple(each.shape), each.dtype) for name, each in dense.items()}, dense.__getitem__)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,9 @@ def shown(uri: str) -> str:
     """Return how a person sees what is kept at a URI: its address without a password, or the command that shows a database."""
     scheme, separator, rest = uri.partition("://")
     if scheme.startswith(("sqlite", "file")):
-        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        # The pip extra is MLflow's client, without the server that `mlflow ui` is.
+        install = "" if importlib.util.find_spec("flask") else "pip install mlflow && "
+        return f"{install}mlflow ui --backend-store-uri {shlex.quote(uri)}"
     return f"{scheme}://{rest.rpartition('@')[2]}" if separator else uri
 
 

@@ -29,5 +29,7 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     with progress_bar(source.name, disk_usage(source) if source.is_dir() else source.stat().st_size) as progress:
         done = import_weights(source, directory, only=options.only, progress=progress)
     print(f"{done.path}: {done.tensors} tensors from {source}, {format_size(done.size)}")
-    print(f"to start from them: checkpoint.restore_from={done.path} checkpoint.restore_only=model")
+    # The trainer keeps its weights in float32, and a restore refuses others until it is told that they are meant.
+    allowed = " 'checkpoint.allow=[dtypes]'" if {str(dtype) for dtype in done.dtypes} != {"torch.float32"} else ""
+    print(f"to start from them: checkpoint.restore_from={done.path} checkpoint.restore_only=model{allowed}")
     return 0

@@ -373,6 +373,9 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
     assert capsys.readouterr().out.splitlines()[1] == (
         f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
     )
+    assert main(["checkpoints", "last", "export", "half.pt", "--dtype", "bfloat16"]) == 0
+    assert main(["checkpoints", "half", "import", "half.pt"]) == 0  # a restore of other types has to be allowed
+    assert capsys.readouterr().out.endswith("checkpoint.restore_only=model 'checkpoint.allow=[dtypes]'\n")
     assert main(["checkpoints", str(path), "verify"]) == 0
     assert (
         main(["checkpoints", str(path), "export", "same.pt"]) == main(["checkpoints", "last", "export", "new.pt"]) == 0

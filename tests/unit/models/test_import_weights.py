@@ -77,6 +77,13 @@ def test_a_file_that_holds_code_is_refused_and_executes_nothing(tmp_path: Path) 
     assert not (tmp_path / "executed").exists() and not (tmp_path / "start").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"hello", b"\n"])
+def test_a_file_that_torch_has_not_written_is_refused_in_a_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights\.pt is not a torch\.save file: \S|could execute code: \S"):
+        import_weights(tmp_path / "weights.pt", tmp_path / "start")
+
+
 def test_a_folder_of_torch_distributed_checkpoint_goes_out_and_comes_in(model: Decoder, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "checkpoints", run_id="r1")
     checkpointer.save(4, model=model)

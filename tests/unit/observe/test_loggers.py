@@ -317,6 +317,15 @@ def test_mlflow_gets_names_that_it_takes_and_no_secret() -> None:
     )
 
 
+def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only_the_client_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = "mlflow ui --backend-store-uri sqlite:////r/mlflow.db"
+    for server, said in ((None, f"pip install mlflow && {command}"), (object(), command)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=server: found)
+        assert shown("sqlite:////r/mlflow.db") == said
+
+
 def test_the_variables_of_a_program_are_those_of_its_loggers_and_never_replace_its_own() -> None:
     found = {"WANDB_RUN_ID": "r", "WANDB_MODE": "offline", "LD_PRELOAD": "x", "MLFLOW_RUN_ID": 3}
     assert checked(found, {"WANDB_MODE": "online"}) == {"WANDB_RUN_ID": "r"}
