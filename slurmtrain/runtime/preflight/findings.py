@@ -46,7 +46,7 @@ ADVICE = {
     FindingKind.RANKS: "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job",
     FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
     FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
-    FindingKind.BELOW_STATED: "correct cluster.network_gb_per_s or cluster.gpu_link_gb_per_s, or ask why the network is slower",
+    FindingKind.BELOW_STATED: "correct the field of the cluster file if it is wrong; otherwise ask the admins why it is slower",
     FindingKind.MASTER_ADDRESS: "unset MASTER_ADDR, or let it name the node of rank 0 as {node} resolves it",
     FindingKind.BLOCKED_PORT: "a firewall between the nodes blocks it: cluster.port_range=LOW-HIGH names those that it lets "
     "through, cluster.network_interface another network",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.schema import Config
+from slurmtrain.planner.peaks import BF16, FP32, Peak, peak_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.exchange import Exchange
 from slurmtrain.runtime.preflight.findings import Finding
@@ -63,11 +64,20 @@ def measure(
     stated = Stated(
         cluster.gpu_link_gb_per_s,
         cluster.network_gb_per_s,
+        _peak(config, distributed.device),
         share=config.preflight.slow_share,
         excludes=config.preflight.exclude_slow,
         shares_cpus=distributed.device.type == "cpu",
     )
     return slow(rates, stated), summary(rates)
+
+
+def _peak(config: Config, device: torch.device) -> Peak:
+    """Return the most that a GPU can do in the type that is measured; cluster.peak_tflops is of the type of the training."""
+    if device.type == "cpu":
+        return peak_of(None, FP32)
+    stated = config.cluster.peak_tflops if config.parallel.param_dtype == BF16 else None
+    return peak_of(torch.cuda.get_device_name(device), BF16, stated_tflops=stated)
 
 
 def measured_by(distributed: DistributedContext, sizes: Sizes) -> RankRates:

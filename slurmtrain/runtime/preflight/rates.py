@@ -14,11 +14,14 @@ from statistics import median
 from typing import Any
 
 from slurmtrain.choices import FindingKind
+from slurmtrain.planner.peaks import Peak
 from slurmtrain.runtime.preflight.facts import distinct_names
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
 MOST_ROUNDS = 8  # of pairs of nodes: each node is measured with so many others at most
 LEAST_LINKS = 2  # of a node, before it can be told from its links
+# Of the peak: large products reach half to four fifths of it, and less where a GPU's power is limited (L4).
+LEAST_OF_PEAK = 0.4
 LEAST_NODES = 3  # that tell how fast a pair of places within a node is
 
 
@@ -68,6 +71,7 @@ class Stated:
     Attributes:
         link_gb_per_s: cluster.gpu_link_gb_per_s, from a GPU to the others of its node.
         network_gb_per_s: cluster.network_gb_per_s, of a node with all its adapters.
+        peak: the most that a GPU can do in the type that is measured, by cluster.peak_tflops or its data sheet.
         share: preflight.slow_share.
         excludes: preflight.exclude_slow.
         shares_cpus: ranks compute on the CPUs of their node, so that only whole nodes can be compared.
@@ -75,6 +79,7 @@ class Stated:
 
     link_gb_per_s: float | None = None
     network_gb_per_s: float | None = None
+    peak: Peak = Peak(None, "not known")
     share: float = 0.7
     excludes: bool = False
     shares_cpus: bool = False
@@ -153,9 +158,16 @@ def _slow_ranks(rates: Sequence[RankRates], stated: Stated) -> Iterator[Finding]
         for each in sorted(known, key=lambda each: each.tflops or 0.0):
             best[each.node] = each
         known = list(best.values())
-    if len(known) < 2:
+    if not known:
         return
     usual = median(each.tflops or 0.0 for each in known)
+    if stated.peak.tflops is not None and usual < LEAST_OF_PEAK * stated.peak.tflops:
+        yield Finding(
+            FindingKind.BELOW_STATED,
+            tuple(dict.fromkeys(each.node for each in known)),
+            f"computes {usual:.3g} TFLOP/s, the median of all ranks",
+            f"at least {LEAST_OF_PEAK:.0%} of {stated.peak.tflops:g} TFLOP/s ({stated.peak.why})",
+        )
     late: dict[str, list[RankRates]] = defaultdict(list)
     for each in known:
         if (each.tflops or 0.0) < stated.share * usual:

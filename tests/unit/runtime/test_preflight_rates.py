@@ -12,6 +12,7 @@ import torch
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import Config
+from slurmtrain.planner.peaks import BF16, peak_of
 from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 from slurmtrain.runtime.preflight.measure import ranks_of_nodes
@@ -119,6 +120,15 @@ def test_rates_are_compared_with_what_the_clusters_file_states() -> None:
     assert between.kind == within.kind == FindingKind.BELOW_STATED
     assert "45 GB/s between nodes, the median of all pairs; expected: at least 70% of 400 GB/s" in between.sentence
     assert "300 GB/s within a node" in within.sentence and "cluster.gpu_link_gb_per_s" in within.sentence
+
+
+def test_gpus_that_are_all_slow_are_compared_with_their_data_sheet() -> None:
+    """A single node, or a whole partition at half of its clock, has no other rank to be compared with."""
+    alone = [RankRates(0, "n0", 250.0)]
+    assert slow(alone, Stated()) == slow(alone, Stated(peak=peak_of("NVIDIA A100-SXM4-80GB", BF16))) == []
+    found = only(slow(alone, Stated(peak=peak_of("NVIDIA H100 80GB HBM3", BF16))))
+    assert (found.kind, found.nodes, found.fatal) == (FindingKind.BELOW_STATED, ("n0",), False)
+    assert "computes 250 TFLOP/s, the median of all ranks; expected: at least 40% of 989.4 TFLOP/s" in found.sentence
 
 
 def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() -> None:
