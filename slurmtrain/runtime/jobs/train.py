@@ -25,6 +25,7 @@ from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.profile_steps import first_and_last
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
+from slurmtrain.config.targets import why_not_built
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.sources.config_check import check_vocabulary
 from slurmtrain.data.sources.protocol import (
@@ -576,9 +577,8 @@ def build(group: str, values: dict[str, Any]) -> Any:
             raise cause from None
         if cause is not None and not isinstance(cause, (ImportError, TypeError, AttributeError)):
             raise cause from None  # the class itself failed: its own traceback says more
-        first = str(error).strip().splitlines()[0]
-        reason = f": {cause}" if cause is not None and str(cause) not in first else ""
+        target = str(values.get("_target_"))
         raise ConfigError(
-            f"{group}._target_={values.get('_target_')}: {first}{reason}",
+            f"{group}._target_={target}: {why_not_built(error, target)}",
             hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
         ) from None
