@@ -53,12 +53,13 @@ def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = Fals
 def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
     now = state(run_dir)
     if now.alive:
-        raise ClusterError(
-            f"run {run_dir.id} has not ended: {now.status}, {now.explanation}",
-            hint=_way_out(run_dir, now)
-            if now.status == RunStatus.UNKNOWN
-            else f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it",
-        )
+        if now.status == RunStatus.UNKNOWN:
+            hint = _way_out(run_dir, now)
+        elif now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
+            hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
+        else:
+            hint = f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it"
+        raise ClusterError(f"run {run_dir.id} has not ended: {now.status}, {now.explanation}", hint=hint)
     if choices.is_open(run_dir):
         return _resume_everywhere(run_dir, overrides, code=code)
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]

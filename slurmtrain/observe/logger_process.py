@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.config.targets import why_not_built
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger, NewProcessNeededError
 from slurmtrain.runs.run_dir import RunDir
@@ -293,9 +294,9 @@ def build_logger(name: str, config: Any) -> Logger:
         try:
             built = instantiate(config.observe.loggers[name], _convert_="all")
         except InstantiationException as error:
-            cause = error.__cause__ or error
+            target = str(config.observe.loggers[name].get("_target_"))
             raise ConfigError(
-                f"observe.loggers.{name}._target_={config.observe.loggers[name].get('_target_')}: {cause}",
+                f"observe.loggers.{name}._target_={target}: {why_not_built(error, target)}",
                 hint="can it be imported where the job runs, and are its arguments spelled correctly?",
             ) from None
     if not isinstance(built, Logger):

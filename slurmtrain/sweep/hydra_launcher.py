@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import os
 import pickle
 import re
@@ -51,6 +52,8 @@ from slurmtrain.system.paths import current_folder
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
     from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
 
 OVER = "over"  # a file in the sweep: the program has come to its end
 
@@ -125,6 +128,8 @@ class Tasks:
                 facts = {"shared": str(shared), "number": number, "overrides": list(overrides)}
                 write_json(task, {**facts, "path": [os.path.abspath(each) for each in sys.path]})
             wanted.append(Wanted(values_of(overrides), self._run_config(task)))
+        numbers = f"jobs {first} to {first + len(wanted) - 1}" if len(wanted) > 1 else f"job {first}"
+        log.info("waiting for %s of %s; `sweep status %s` shows them", numbers, opened.sweep.path, opened.sweep.id)
         try:
             with alone(opened.sweep):
                 ended = opened.run(wanted, lambda run_dir, now: None)

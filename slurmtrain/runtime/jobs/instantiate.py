@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from slurmtrain.config.targets import why_not_built
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.system.node_copies import with_copies
 
@@ -26,9 +27,8 @@ def build(group: str, values: dict[str, Any]) -> Any:
             raise cause from None
         if cause is not None and not isinstance(cause, (ImportError, TypeError, AttributeError)):
             raise cause from None  # the class itself failed: its own traceback says more
-        first = str(error).strip().splitlines()[0]
-        reason = f": {cause}" if cause is not None and str(cause) not in first else ""
+        target = str(values.get("_target_"))
         raise ConfigError(
-            f"{group}._target_={values.get('_target_')}: {first}{reason}",
+            f"{group}._target_={target}: {why_not_built(error, target)}",
             hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
         ) from None

@@ -19,6 +19,7 @@ from slurmtrain.runtime.preflight.facts import distinct_names
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
 MOST_ROUNDS = 8  # of pairs of nodes: each node is measured with so many others at most
+NO_PEAK = Peak(None, "not known")
 LEAST_LINKS = 2  # of a node, before it can be told from its links
 # Of the peak: large products reach half to four fifths of it, and less where a GPU's power is limited (L4).
 LEAST_OF_PEAK = 0.4
@@ -79,7 +80,7 @@ class Stated:
 
     link_gb_per_s: float | None = None
     network_gb_per_s: float | None = None
-    peak: Peak = Peak(None, "not known")
+    peak: Peak = NO_PEAK
     share: float = 0.7
     excludes: bool = False
     shares_cpus: bool = False

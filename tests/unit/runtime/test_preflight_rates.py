@@ -178,6 +178,7 @@ def test_the_memory_that_a_measurement_takes_is_not_in_the_peak_of_the_training(
 ) -> None:
     done: list[object] = []
     monkeypatch.setattr(measure, "measured_by", lambda *_: RankRates(0, "n0", 700.0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: done.append("freed"))
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", done.append)
     gpu: Any = SimpleNamespace(environment=None, device=torch.device("cuda", 0))

@@ -211,6 +211,7 @@ def test_no_secret_of_a_program_lies_on_disk(cli: Cli, project: Path, beside: st
     (project / "program.py").write_text(PROGRAM.format(beside=beside, inside=inside))
     done = cli(*LAUNCHED, program=("program.py",), HF_TOKEN="hf_123456")
     assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert ("waiting for jobs 0 to 1 of" in done.stdout) == ("raise" in inside)  # who waits is told for what
     assert [path for path in project.rglob("*") if path.is_file() and b"hf_123456" in path.read_bytes()] == []
 
 
