@@ -1,4 +1,4 @@
-"""python -m tests.bench.gpu.overhead [--blocks 24] [--steps 25]: what the numbers of a training and its watch cost on a GPU.
+"""python -m tests.bench.gpu.overhead [--blocks 16] [--steps 25]: what the numbers of a training and its watch cost on a GPU.
 
 One training on one GPU, in which all of it is switched on and off after every short block of steps: the check for numbers
 that are not finite, loss and norms, the times of the parts of a step, operations, and the watchdog. Without it, loss, gradient
@@ -103,7 +103,7 @@ class Blocks(TrainingHook):
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.overhead")
-    parser.add_argument("--blocks", type=int, default=24, help="of each kind")
+    parser.add_argument("--blocks", type=int, default=16, help="of each kind")
     parser.add_argument("--steps", type=int, default=25, help="of a block")
     options = parser.parse_args(words)
     config = compose(
