@@ -34,6 +34,7 @@ from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.runs.reasons import ENDS_RUN
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
@@ -297,6 +298,13 @@ def _plan_retry(sweep: Sweep) -> list[str]:
                 sweep.run_dir(run_id).update_info(packed=True)
         if append_arrays(sweep, len(numbers), chosen, arrays):
             return chosen
+
+
+def still_ending(sweep: Sweep) -> list[str]:
+    """Return the ids of runs that were told to end and have not ended yet, which `retry` cannot start again so far."""
+    asked = [run_id for run_id, state in states_of(sweep).items() if state.alive]
+    found = {run_id: requests.read_request(sweep.run_dir(run_id).request_file) for run_id in asked}
+    return [run_id for run_id, request in found.items() if request is not None and request.action in ENDS_RUN]
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:

@@ -184,6 +184,18 @@ def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     assert len(slurm.submitted) == 4
 
 
+def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
+    project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    assert main(SWEEP) == 0
+    sweep = the_sweep(project)
+    assert main(["sweep", "cancel", sweep.id]) == 0
+    capsys.readouterr()
+    assert main(["sweep", "retry", sweep.id]) == 0
+    said = capsys.readouterr().out
+    assert f"4 runs that were cancelled have not ended yet; when that is so, `sweep retry {sweep.id}` submits" in said
+
+
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
     project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
