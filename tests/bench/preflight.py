@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runtime.preflight.check import Verdict
-from slurmtrain.runtime.preflight.compare import Expected, compare
+from slurmtrain.runtime.preflight.compare import compare
 from slurmtrain.runtime.preflight.exchange import Exchange
+from slurmtrain.runtime.preflight.expected import Expected
 from slurmtrain.runtime.preflight.facts import Message, NodeFacts, RankFacts, gathered
 from slurmtrain.system.files import read_json
 

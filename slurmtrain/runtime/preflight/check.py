@@ -23,8 +23,9 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.preflight.compare import Expected, compare
+from slurmtrain.runtime.preflight.compare import compare
 from slurmtrain.runtime.preflight.exchange import Exchange
+from slurmtrain.runtime.preflight.expected import Expected
 from slurmtrain.runtime.preflight.facts import GatheredFacts, Message, NodeFacts, RankFacts, gathered
 from slurmtrain.runtime.preflight.findings import Finding, error_of, without
 from slurmtrain.runtime.preflight.readers import (

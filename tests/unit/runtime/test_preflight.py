@@ -19,8 +19,10 @@ import torch.distributed as dist
 from slurmtrain.choices import FindingKind
 from slurmtrain.errors import RendezvousError
 from slurmtrain.runtime.preflight import readers
-from slurmtrain.runtime.preflight.compare import Expected, compare, count_of
+from slurmtrain.runtime.preflight.compare import compare
+from slurmtrain.runtime.preflight.comparisons.machine import count_of
 from slurmtrain.runtime.preflight.exchange import Exchange
+from slurmtrain.runtime.preflight.expected import Expected
 from slurmtrain.runtime.preflight.facts import (
     DiskFacts,
     FolderFacts,
