@@ -11,7 +11,8 @@ from typing import Any
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, print_sentence, print_table, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.plan import doubling_object, nodes_text
+from slurmtrain.cli.plan.json_object import doubling_object
+from slurmtrain.cli.plan.sentences import nodes_text
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config

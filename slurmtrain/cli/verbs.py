@@ -316,7 +316,7 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(
         "[+cluster=NAME] [key=value ...] plan [--search] [--tokens N] [--from RUN] [--json]",
         "compute memory, time, checkpoints and cost of a run; say whether more nodes help",
-        "slurmtrain.cli.plan",
+        "slurmtrain.cli.plan.main",
         "Compute, without GPUs and before anything is submitted: bytes per GPU, communication per axis and step, time per "
         "step, MFU, how often to save, goodput, GPU hours, and how many nodes are worth using.",
         composes=True,

@@ -62,6 +62,11 @@ class Plan:
     no_further: str | None
 
     @property
+    def nodes(self) -> int:
+        """The nodes that are planned for: of a range, the most."""
+        return self.config.cluster.node_range.most
+
+    @property
     def tokens_per_step(self) -> int:
         return self.config.train.global_batch_size * sequence_length(self.config)
 

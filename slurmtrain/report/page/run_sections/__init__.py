@@ -1,0 +1,1 @@
+"""The sections of the page of a run: one module for each group of them."""
