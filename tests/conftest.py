@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,10 @@ from tests.support.stranger import Stranger, a_stranger
 # A loaded machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A shell that runs the tests in the background lets them ignore Ctrl-C, and what they start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Their tests take longest, and so are begun first.
 LONG = ("slurm", "faults", "distributed")

@@ -363,7 +363,7 @@ def die_in(module: str, function: str, call: int) -> None:
 STAGES = {
     "while a rank writes": ("format.blocks", "write_all", 1, 1),
     "before a rank hands in": ("save.job", "fsync_directory", 1, 1),
-    "before the index": ("format.tensor_index", "_merge", 1, 0),
+    "before the index": ("format.coverage", "merged_schemas", 1, 0),
     "before the manifest": ("format.manifest", "write_synced", 1, 0),
     "before COMPLETE": ("format.manifest", "write_synced", 2, 0),
     "before the rename": ("store.commit", "check_fence", 2, 0),

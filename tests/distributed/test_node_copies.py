@@ -295,7 +295,7 @@ STAGES = {
     "before the folder": ((FOLDER, "NodeFolder.begin", 1, 1), 2),
     "while a rank writes": (("format.blocks", "write_all", 1, 1), 2),
     "before a rank hands in": (("save.job", "fsync_directory", 1, 1), 2),
-    "before the index": (("format.tensor_index", "_merge", 1, 0), 2),
+    "before the index": (("format.coverage", "merged_schemas", 1, 0), 2),
     "before the exchange": (("node_copies.save", "exchange", 1, 1), 2),
     "while a neighbour writes": (("format.blocks", "write_all", 2, 1), 2),
     "before the manifest": (("format.manifest", "write_synced", 1, 1), 2),
