@@ -21,12 +21,12 @@ from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.launch.directives import explained_directives, keeps_nodes
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.script_parts import JobPaths, Line
-from slurmtrain.launch.srun import explained_srun, rank_python, srun_node_options
+from slurmtrain.launch.srun import explained_srun, has_percent_signs, rank_python, srun_node_options
 from slurmtrain.resources import shipped
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.slurm.command_environment import OF_QUERIES
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
+from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
 
 if TYPE_CHECKING:
     import jinja2
@@ -138,6 +138,7 @@ def _render(
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
         local_copies=config.checkpoint.local if config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None,
+        percent_twice_since="{}{:02}".format(*PERCENT_SIGNS_READ_TWICE.since) if has_percent_signs(paths) else None,
         own_program=config.job.kind == JobKind.COMMAND,
         stage=config.cluster.stage,
         stage_folder=stage_folder(config.cluster),

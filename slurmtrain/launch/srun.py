@@ -40,7 +40,7 @@ def explained_srun(
         version: the release of SLURM on the cluster; None: not known.
     """
     container = cluster.container
-    logs = "${attempt_dir//%/%%}" if any("%" in str(run_dir) for run_dir in paths.run_dirs) else "$attempt_dir"
+    logs = "${attempt_dir//%/$slurmtrain_percent}" if has_percent_signs(paths) else "$attempt_dir"
     lines = [
         Line(
             "srun", "starts one process per task: a " + ("standby rank (requeue.standby_ranks)" if standby else "rank")
@@ -86,6 +86,11 @@ def explained_srun(
         )
     )
     return lines
+
+
+def has_percent_signs(paths: JobPaths) -> bool:
+    """Return whether the path of a run directory has a %, which begins a pattern in SLURM's names of files."""
+    return any("%" in str(run_dir) for run_dir in paths.run_dirs)
 
 
 def _mounts(cluster: ClusterConfig, paths: JobPaths) -> list[str]:

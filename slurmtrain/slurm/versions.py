@@ -98,6 +98,12 @@ TOPOLOGIES_IN_YAML = Difference(
     "topology.yaml gives partitions topologies of their own, and goes before TopologyPlugin, which then says nothing",
     "not run here; 25.05 and 25.11 by their manual page and source (interfaces/topology.c)",
 )
+PERCENT_SIGNS_READ_TWICE = Difference(
+    (25, 11),
+    "srun replaces patterns in the name of an output file, and slurmstepd does so once more: %% becomes % and then begins a "
+    "pattern, so that a % in a folder has to be written four times. sbatch's own files are read once, as ever",
+    "22.05.8 not; 25.11.8; 26.05 by its source (srun/fname.c)",
+)
 EXPEDITED_REQUEUE = Difference(
     (25, 11),
     "--requeue=expedite (with SlurmctldParameters=enable_expedited_requeue) starts a job again at once and before all others "

@@ -1257,7 +1257,29 @@ def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_pa
 def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm() -> None:
     text = render_script(Config(), JobPaths([Path("/a/50%/%j/run")], "code", PYTHON))
     assert "#SBATCH --output=/a/50%%/%%j/run/slurm-%j.log\n" in text
-    assert '--output="${attempt_dir//%/%%}/rank-%t.log"' in text and "run_dir=/a/50%/%j/run\n" in text
+    assert '--output="${attempt_dir//%/$slurmtrain_percent}/rank-%t.log"' in text and "run_dir=/a/50%/%j/run\n" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "written"),
+    [
+        ("slurm-wlm 22.05.8", "/a/50%%/%%j"),
+        ("slurm 25.05.9", "/a/50%%/%%j"),
+        ("slurm 25.11.8-0pre1", "/a/50%%%%/%%%%j"),
+    ],
+)
+def test_srun_gets_a_percent_sign_as_often_as_its_version_reads_it(tmp_path: Path, version: str, written: str) -> None:
+    """Of 25.11 and newer, srun and the node replace %% one after the other."""
+    text = render_script(Config(), JobPaths([Path("/a/50%/%j")], "code", PYTHON))
+    lines = text[text.index("slurmtrain_percent=%%") : text.index("\nfi\n", text.index("slurmtrain_percent=%%")) + 4]
+    show = f"ask_slurm() {{ echo '{version}'; }}\nattempt_dir=/a/50%/%j\n{lines}"
+    shown = subprocess.run(
+        ["bash", "-euc", show + 'echo "${attempt_dir//%/$slurmtrain_percent}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == written + "\n"
 
 
 def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> None:
