@@ -235,9 +235,8 @@ def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
         pass
     unpacked.close()
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
-    with claimed_alone(
-        run_dir
-    ):  # `resume` in another shell may take a slow start, or a hook between two attempts, for its end
+    # Without the claim, `resume` in another shell could take a slow start, or a hook between two attempts, for the run's end.
+    with claimed_alone(run_dir):
         return run_local(run_dir)
 
 

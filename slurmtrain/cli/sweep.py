@@ -185,17 +185,19 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
         return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
     submission = submit_arrays(sweep, sweeps.client_of(sweep))
-    ending = jobs.still_ending(sweep)
+    now = sweeps.states_of(sweep)
+    ending = jobs.still_ending(sweep, now)
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted, "still_ending": ending})
     elif submission.submitted:
         again = f"{len(chosen)} runs of {sweep.id} are" if chosen else f"what was missing of {sweep.id} is"
         print(f"{again} submitted: job {', '.join(submission.submitted)}")
     elif submission.limit is None:
-        print(f"there is nothing to retry in {sweep.id}: {summary(counts(sweeps.states_of(sweep).values()))}")
+        print(f"there is nothing to retry in {sweep.id}: {summary(counts(now.values()))}")
     if ending and not as_json:
-        count = "1 run that was cancelled has" if len(ending) == 1 else f"{len(ending)} runs that were cancelled have"
-        print(f"{count} not ended yet; when that is so, `sweep retry {sweep.id}` submits the rest")
+        one = len(ending) == 1
+        which, then = ("1 cancelled run has", "it has") if one else (f"{len(ending)} cancelled runs have", "they have")
+        print(f"{which} not ended yet; when {then}, `sweep retry {sweep.id}` submits {'it' if one else 'them'}")
     check_submitted(submission)
     return 0
 

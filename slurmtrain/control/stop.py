@@ -225,9 +225,8 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
     if now.status == RunStatus.STOPPING:
         raise ClusterError(f"run {run_dir.id} is already stopping: {now.explanation}", hint=f"status {run_dir.id}")
     ended_by = ended_after(run_dir, now.attempts[-1] if now.attempts else None)
-    if (
-        ended_by is not None
-    ):  # its ranks still save; this request would take the place of that one, and bring the run back
+    # The ranks still save. This request would replace the one to end, and bring the run back.
+    if ended_by is not None:
         raise ClusterError(
             f"run {run_dir.id} has been told to end for good ({ended_by}), and is leaving",
             hint=f"`resume {run_dir.id}` continues it when it has ended",

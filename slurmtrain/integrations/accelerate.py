@@ -165,9 +165,8 @@ class _Place:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
-        for loader, epoch in zip(
-            self._accelerator._dataloaders, state.get("epochs", ()), strict=False
-        ):  # none in old ones
+        # Checkpoints of earlier versions have no epochs.
+        for loader, epoch in zip(self._accelerator._dataloaders, state.get("epochs", ()), strict=False):
             loader.iteration = epoch
 
     @contextmanager

@@ -491,9 +491,8 @@ def _begin_batches(fetcher: Any, loaders: list[Any], skip: int) -> None:
         # Past DataLoader.__setattr__, which refuses it because an iterator that exists would not see it.
         later = _Later(getattr(loader, name), skip)
         object.__setattr__(loader, name, later)
-        if (
-            loader._iterator is not None
-        ):  # persistent workers: it serves all epochs, with the sampler that it began with
+        # With persistent workers, one iterator serves all epochs, with the sampler that it began with.
+        if loader._iterator is not None:
             loader._iterator._index_sampler = later
         iter(fetcher)
         later.skip()

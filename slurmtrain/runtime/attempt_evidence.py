@@ -98,9 +98,8 @@ def evidence_of(
         ended: when it ended, in unix seconds.
     """
     attempt_dir = run_dir.attempt(attempt.number)
-    if (
-        request is None and attempt.cause == StopCause.STOP_FILE
-    ):  # the disk was full when rank 0 was to write the request
+    # The disk was full when rank 0 had to write the request.
+    if request is None and attempt.cause == StopCause.STOP_FILE:
         request = RunAction.STOP
     killed = srun_log.killed_tasks
     failures = Failures.read(attempt_dir)

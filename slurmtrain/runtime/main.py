@@ -268,14 +268,14 @@ def _train(
         compiled.load()
         timeline.mark("compiled code")
     switch = stop_watcher.profile_switch if stop_watcher is not None else None
-    rank, device = distributed.environment, distributed.device
-    with explain_out_of_memory(rank, device, lambda: 0):
+    environment, device = distributed.environment, distributed.device
+    with explain_out_of_memory(environment, device, lambda: 0):
         trainer = build_trainer(config, distributed, context, agreement, timeline, stop_watcher, profile_switch=switch)
     if watchdog is not None:
         state = trainer.state
         watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
     try:
-        with explain_out_of_memory(rank, device, lambda: trainer.step):
+        with explain_out_of_memory(environment, device, lambda: trainer.step):
             outcome = trainer.fit()
     except BaseException:
         # Otherwise the last logged step would be all that is known.

@@ -88,9 +88,8 @@ class SlurmClient:
                 raise ClusterError("`scontrol show job` does not say what the job does")
             return facts
         said = (answer.stderr + answer.stdout).lower()
-        if (
-            "invalid job id" in said or f"job {job_id} not found" in said
-        ):  # the latter of a task of an array that is known
+        # SLURM says the second of a task that a known array does not have.
+        if "invalid job id" in said or f"job {job_id} not found" in said:
             return None
         raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
 

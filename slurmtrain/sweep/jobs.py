@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from slurmtrain.launch.submit_once import (
     submit_exactly_once,
 )
 from slurmtrain.report.status.look import is_over
-from slurmtrain.report.status.state import RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import attempts, requests, staging_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -300,10 +300,14 @@ def _plan_retry(sweep: Sweep) -> list[str]:
             return chosen
 
 
-def still_ending(sweep: Sweep) -> list[str]:
-    """Return the ids of runs that were told to end and have not ended yet, which `retry` cannot start again so far."""
-    asked = [run_id for run_id, state in states_of(sweep).items() if state.alive]
-    found = {run_id: requests.read_request(sweep.run_dir(run_id).request_file) for run_id in asked}
+def still_ending(sweep: Sweep, now: Mapping[str, RunState]) -> list[str]:
+    """Return the ids of runs that were told to end and have not ended yet, which `retry` cannot start again so far.
+
+    Args:
+        now: the state of each run, by its id.
+    """
+    alive = [run_id for run_id, state in now.items() if state.alive]
+    found = {run_id: requests.read_request(sweep.run_dir(run_id).request_file) for run_id in alive}
     return [run_id for run_id, request in found.items() if request is not None and request.action in ENDS_RUN]
 
 
@@ -315,9 +319,8 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     """
     try:
         sweep.cancelled_file.touch()
-    except (
-        OSError
-    ) as error:  # what waits for the limit on jobs is still submitted then, and what SLURM has is cancelled
+    except OSError as error:
+        # What waits for the limit on jobs is still submitted then, and what SLURM has is cancelled.
         log.warning("%s cannot be made: %s", sweep.cancelled_file, error.strerror or error)
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed

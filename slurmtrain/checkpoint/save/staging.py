@@ -77,9 +77,8 @@ class Image:
         if self._finished:
             return
         if self._event is not None:
-            torch.cuda.set_device(
-                self._event.device
-            )  # of this thread, which else makes a context on GPU 0 and keeps it
+            # Otherwise this thread would make a context on GPU 0, and keep it.
+            torch.cuda.set_device(self._event.device)
             self._event.synchronize()
         values = self._expected.tolist()
         for (name, copy), value in zip(self._copies, values, strict=False):

@@ -193,7 +193,7 @@ def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
     capsys.readouterr()
     assert main(["sweep", "retry", sweep.id]) == 0
     said = capsys.readouterr().out
-    assert f"4 runs that were cancelled have not ended yet; when that is so, `sweep retry {sweep.id}` submits" in said
+    assert f"4 cancelled runs have not ended yet; when they have, `sweep retry {sweep.id}` submits" in said
 
 
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
