@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
+from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, stage_record
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
@@ -72,9 +74,18 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     with contextlib.suppress(OSError):
         written = run_dir.metrics_file.stat().st_mtime
         attempt.last_logged = written if attempt.started and written >= attempt.started else None
+    if config.job.kind == JobKind.PREPARE:
+        attempt.last_step = _units_done(config, attempt.last_step)
     if attempt.last_step is None:
         logged, committed = reached_step.last_logged_step(run_dir), attempt.committed_step
         attempt.last_step = max(logged or 0, committed or 0, attempt.seen_step or 0) or attempt.first_step
+
+
+def _units_done(config: Config, said: int | None) -> int | None:
+    """Return the units that all tasks have done, where rank 0 has `said` how many it saw before the others had left."""
+    prepare = config.prepare
+    counted = count_done(Path(prepare.output), prepare.part, prepare.parts) if prepare.output else None
+    return max((each for each in (said, counted) if each is not None), default=None)
 
 
 def evidence_of(

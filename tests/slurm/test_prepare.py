@@ -35,8 +35,8 @@ def test_two_tasks_preempted_and_two_parts_of_an_array_make_what_one_process_mak
     records = output / ".prepare/units"
     run.wait_until(lambda: records.is_dir() and any(records.glob("*.json")), "at work")
     run.preempt_by_high()
-    (project.path / "disk/gate").unlink()
     done = {path: path.stat().st_mtime_ns for path in records.glob("*.json")}
+    (project.path / "disk/gate").unlink()
     run.finish()
     first, last = run.attempts()
     assert first.reason == "preempted" and last.first_step == first.last_step == len(done)

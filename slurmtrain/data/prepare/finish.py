@@ -14,8 +14,9 @@ from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replac
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
 from slurmtrain.data.prepare.file_errors import file_errors_reported
-from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
+from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
+from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.patience import refresh
 
@@ -40,7 +41,7 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     task = Task.of(plan)
     # If tasks on two nodes end at once, the later one has to see the other's last record.
     refresh(task.units_folder)
-    if not {unit.name for unit in plan.units} <= recorded(task):
+    if not {unit.name for unit in plan.units} <= recorded(task.units_folder):
         return None
     records = [record for record in read_records(task, plan.units) if record is not None]
     if len(records) < len(plan.units):

@@ -122,14 +122,6 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
     return record if record.plan == task.digest else None
 
 
-def recorded(task: Task) -> set[str]:
-    """Return the names of the units that have a record, by listing the folder.
-
-    A file system may cache that a single name is missing.
-    """
-    return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
-
-
 def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
     """Yield the records of many units in their order, read by threads since each takes several round trips to a file server."""
     stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]

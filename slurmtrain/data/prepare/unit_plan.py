@@ -25,10 +25,9 @@ from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoi
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
 from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.sources import InputFile, find_sources
+from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_new
-
-WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class PreparePlan:
     @property
     def units_folder(self) -> Path:
         """The folder of the records of units that are done."""
-        return self.work_folder / "units"
+        return units_folder(self.output)
 
     @property
     def begun_folder(self) -> Path:

@@ -16,14 +16,15 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import Manifest
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.unit import Task, recorded
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, make_plan
+from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.observe.display import LINE_EVERY_S
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.prepare_progress import Preparing
 from slurmtrain.observe.progress import format_count
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
@@ -106,7 +107,7 @@ def workers_of(config: Config, environment: Environment) -> int:
 def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
     """Describe the result in a sentence."""
     if manifest is None:
-        done = len(recorded(Task.of(plan)))
+        done = len(recorded(plan.units_folder))
         return f"this part is done, {done} of {len(plan.units)} units in all; who does the last one writes the manifest"
     splits = ", ".join(
         f"{name}: {format_count(split.documents)} documents, {format_count(split.tokens)} tokens"
@@ -125,11 +126,11 @@ class _Report:
     """Rank 0's report on all tasks: the number of units done in place of steps, for `status`."""
 
     def __init__(self, plan: PreparePlan, config: Config, context: AttemptContext):
-        self._task = Task.of(plan)
+        self._folder = plan.units_folder
         self._names = {unit.name for unit in _part(plan, config)}
         context.run_dir.update_info(steps=len(self._names))
-        self.done = self._before = self._count()
-        attempt_context.update_attempt(context, first_step=self.done, stepping=time.time())
+        self.done = self._before = done_before(context, self._count())
+        attempt_context.update_attempt(context, first_step=self._before, stepping=time.time())
         self._log = MetricsLog(context.run_dir.metrics_file, self.done)
         self._began = self._due = time.monotonic()
 
@@ -158,7 +159,17 @@ class _Report:
         self._log.write(self.done, **pace)
 
     def _count(self) -> int:
-        return len(self._names & recorded(self._task))
+        return len(self._names & recorded(self._folder))
+
+
+def done_before(context: AttemptContext, now: int) -> int:
+    """Return the number of units that were done when this attempt began, of which `now` are done by now.
+
+    Another task may have begun before this one has counted. When an attempt has ended, all its tasks have.
+    """
+    earlier = [each.last_step for each in attempts.all_attempts(context.run_dir) if each.number < context.number]
+    counted = [step for step in earlier if step is not None]
+    return min([now, *counted[-1:]])
 
 
 def _wait_for(path: Path, stop_flag: StopFlag) -> bool:

@@ -35,8 +35,9 @@ from slurmtrain.data.prepare.bad_record import BadRecord
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
-from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit, recorded
+from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
+from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
 from slurmtrain.observe.prepare_progress import Preparing
@@ -513,7 +514,7 @@ def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", text_field="body", unit_mb=0.01)
     with pytest.raises(ConfigError, match=r"none of the first \d+ records can be used.*no field 'body'"):
         work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
-    assert len(recorded(Task.of(plan))) < len(plan.units)
+    assert len(recorded(plan.units_folder)) < len(plan.units)
 
 
 def test_a_large_file_of_which_no_record_is_any_good_is_not_read_to_its_end(tmp_path: Path) -> None:
