@@ -6,12 +6,11 @@ their GPUs; from NVML, which of the GPUs stood idle although a run held them.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from slurmtrain.choices import Choice
@@ -27,8 +26,10 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.system.chunks import work_in_chunks
 from slurmtrain.system.user import name_of
 
+RUNS_AT_ONCE = 100  # those that a process reads before it tells of them; it takes longer than to start the process
 STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 
 
@@ -91,6 +92,24 @@ class _Run(NamedTuple):
     goodput: Goodput
 
 
+class _Open(NamedTuple):
+    """A run of which SLURM, or the host of a local run, is to say whether it has ended."""
+
+    run_dir: RunDir
+    history: History
+
+
+class _Part(NamedTuple):
+    """What was read of some of the runs.
+
+    Attributes:
+        unreadable: why others of them are left out, a sentence each.
+    """
+
+    found: list[_Run | _Open]
+    unreadable: list[str]
+
+
 def usage_of(
     run_dirs: Sequence[RunDir], *, by: Grouping, since: float | None = None, now: float | None = None
 ) -> Usage:
@@ -101,26 +120,13 @@ def usage_of(
         now: unix seconds; None: those of this machine's clock.
     """
     now = time.time() if now is None else now
-    with _without_collector():
-        found, unreadable = _read_all(_with_evaluations(run_dirs), since, now)
+    found, unreadable = _read_all(_with_evaluations(run_dirs), since, now)
     samples = {each.run_dir: _samples(each) for each in found if each.attempts}
     accounted, no_accounting = _accounted(found, since)
     make = {Grouping.RUN: _by_run, Grouping.USER: _by_user, Grouping.NODE: _by_node}[by]
     rows = make(found, samples, accounted)
     total = _row("total", found, samples, accounted)
     return Usage(tuple(rows), total, tuple(unreadable), no_accounting)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Let no garbage collection run: it would visit what is kept of all runs again and again, a sixth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
@@ -134,28 +140,40 @@ def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
 
 def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tuple[list[_Run], list[str]]:
     """Read all runs; SLURM is asked, once, about those that only it can say the end of."""
-    found: list[_Run | None] = []
-    open_runs: dict[RunDir, tuple[int, History]] = {}
-    unreadable: list[str] = []
+    read = partial(_read_some, since=since, now=now)
+    parts = work_in_chunks(read, run_dirs, at_least=RUNS_AT_ONCE)
+    found = [each for part in parts for each in part.found]
+    open_runs = [each for each in found if isinstance(each, _Open)]
+    states_of = states([each.run_dir for each in open_runs]) if open_runs else {}
+    runs = []
+    for each in found:
+        if isinstance(each, _Open):
+            state = states_of[each.run_dir.id]
+            # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
+            alive = None if state.status == RunStatus.UNKNOWN else state.alive
+            kept = _kept(each.run_dir, each.history, alive, since, now)
+        else:
+            kept = each
+        if kept is not None:
+            runs.append(kept)
+    return runs, [sentence for part in parts for sentence in part.unreadable]
+
+
+def _read_some(run_dirs: Sequence[RunDir], since: float | None, now: float) -> _Part:
+    part = _Part([], [])
     for run_dir in run_dirs:
         try:
             check_parts(run_dir)
             history = read_history(run_dir)
-        except (UnreadableRecordError, OSError) as error:
-            unreadable.append(error.message if isinstance(error, UnreadableRecordError) else f"{run_dir.path}: {error}")
-            continue
-        if history.is_open:
-            open_runs[run_dir] = len(found), history
-            found.append(None)
+        except UnreadableRecordError as error:
+            part.unreadable.append(error.message)
+        except OSError as error:
+            part.unreadable.append(f"{run_dir.path}: {error}")
         else:
-            found.append(_kept(run_dir, history, False, since, now))
-    states_of = states(open_runs) if open_runs else {}
-    for run_dir, (place, history) in open_runs.items():
-        state = states_of[run_dir.id]
-        # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
-        alive = None if state.status == RunStatus.UNKNOWN else state.alive
-        found[place] = _kept(run_dir, history, alive, since, now)
-    return [each for each in found if each is not None], unreadable
+            ended = None if history.is_open else _kept(run_dir, history, False, since, now)
+            if history.is_open or ended is not None:
+                part.found.append(_Open(run_dir, history) if ended is None else ended)
+    return part
 
 
 def _kept(run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float) -> _Run | None:

@@ -188,6 +188,8 @@ class GpuTotals:
 def total_of(found: Iterable[NodeGpus]) -> GpuTotals:
     """Add up the records of nodes."""
     nodes = list(found)
+    if not nodes:
+        return GpuTotals()
     gpus = [(each.node, gpu) for each in nodes for gpu in each.gpus]
     xids = tuple((node, gpu.index, number) for node, gpu in gpus for number in gpu.xids)
     return GpuTotals(

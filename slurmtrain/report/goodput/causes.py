@@ -212,6 +212,11 @@ class Sums:
 
 def over_all(found: Iterable[Goodput]) -> Goodput:
     """Return the sum over several runs: of a sweep, or of a person. It has no segments."""
+    found = list(found)
+    if len(found) == 1:
+        (one,) = found
+        sums = {name: getattr(one, name) for name in _SUMMED}
+        return Goodput(**sums, gpu_count=one.gpu_count, running=one.running)
     total = _Sum()
     for each in found:
         total.add(each)
