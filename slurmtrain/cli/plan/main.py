@@ -14,8 +14,9 @@ from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.elastic import at_most
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import UsageError
-from slurmtrain.planner.plan import Plan, check_plannable, plan_of, search
+from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.planner.fit import in_gb
+from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
 
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -29,7 +30,10 @@ def main(arguments: Arguments) -> int:
     check_plannable(config)
     calibration = calibrate(arguments.options["--from"], config) if "--from" in arguments.options else None
     plan = _plan(config, dims, tokens, calibration)
-    found = search(config, calibration.measured if calibration else None) if "--search" in arguments.options else None
+    found: list[Candidate] | None = None
+    if "--search" in arguments.options:
+        found = search(config, calibration.measured if calibration else None)
+        _refuse_if_none_fits(found, plan)
     if "--json" in arguments.options:
         print_json(plan_object(plan, calibration) | ({} if found is None else {"search": search_object(plan, found)}))
         return 0
@@ -38,6 +42,14 @@ def main(arguments: Arguments) -> int:
     else:
         print_plan(plan, calibration)
     return 0
+
+
+def _refuse_if_none_fits(found: list[Candidate], plan: Plan) -> None:
+    if not found:
+        limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
+        raise ConfigError(
+            f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
+        )
 
 
 def _plan(config: Config, dims: ParallelDims, tokens: int | None, calibration: Calibration | None) -> Plan:

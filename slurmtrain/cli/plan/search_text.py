@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.plan.quantities import count_text, seconds_text
-from slurmtrain.errors import ConfigError
 from slurmtrain.planner.fit import in_gb
 from slurmtrain.planner.plan import Candidate, Plan
 
@@ -12,16 +11,7 @@ SHOWN = 10  # layouts of `--search` that are printed
 
 
 def print_search(plan: Plan, found: list[Candidate]) -> None:
-    """Print the fastest of the layouts that fit.
-
-    Raises:
-        ConfigError: none does.
-    """
-    if not found:
-        limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
-        raise ConfigError(
-            f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
-        )
+    """Print the fastest of the layouts that fit."""
     rows = []
     for candidate in found[:SHOWN]:
         step = candidate.step

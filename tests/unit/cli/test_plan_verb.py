@@ -141,6 +141,7 @@ def test_a_model_that_fits_nowhere_is_said_to(capsys: pytest.CaptureFixture[str]
     words = ["+cluster=h100x8", "model=llama3_405b", "train.global_batch_size=64"]
     assert "it does not fit: plan --search shows what does" in said(words, capsys)
     assert "no layout of 8 ranks fits into 79.0 GB" in refusal([*words, "--search"], capsys, 78)
+    assert "no layout of 8 ranks fits into 79.0 GB" in refusal([*words, "--search", "--json"], capsys, 78)
 
 
 def test_a_slow_network_is_named_as_the_reason_against_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
