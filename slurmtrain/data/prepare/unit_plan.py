@@ -266,6 +266,13 @@ def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     return there
 
 
+# What a person calls the files of which the facts hold a digest.
+_CONTENTS = {
+    "prepare.chat_template": "the chat template (prepare.chat_template)",
+    "tokenizer.sha256": "the content of the tokenizer's file",
+}
+
+
 def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
     """Describe the first difference between two plans; return None when they are equal."""
     for name in ("inputs", "modified"):
@@ -279,6 +286,9 @@ def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
                 return f"the input {source} is new"
             return f"the input {source} had {was}, now {now}" if name == "inputs" else f"the input {source} has changed"
     for name, now in mine.items():
-        if there.get(name) != now:
-            return f"{name} was {there.get(name)}, now {now}"
+        was = there.get(name)
+        if was != now and name in _CONTENTS:
+            return f"{_CONTENTS[name]} is another one: sha256 {was or 'of none'}, now {now or 'of none'}"
+        if was != now:
+            return f"{name} was {was}, now {now}"
     return None

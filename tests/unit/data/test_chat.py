@@ -457,7 +457,9 @@ def test_chatml_has_no_form_for_tools_and_leaves_none_out(tmp_path: Path) -> Non
 def test_another_template_makes_another_data_set(tmp_path: Path) -> None:
     record = {"prompt": "a", "completion": "b"}
     output = prepare(tmp_path, [record], chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"was started with other settings: prepare\.chat_template"):
+    with pytest.raises(
+        ConfigError, match=r"the chat template \(prepare\.chat_template\) is another one: sha256 \w{64}, now of none"
+    ):
         prepare_files(tmp_path / "raw.jsonl", output, chat_template="none")
     manifest = read_manifest(output)
     assert manifest.chat is not None and manifest.chat.loss_on == "answers"
