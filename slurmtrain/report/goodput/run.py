@@ -27,7 +27,8 @@ from slurmtrain.runs.run_dir import RunDir
 NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge
 STAGES_KEPT = 32
 _REASONS = frozenset(str(reason) for reason in Reason)
-_RESUMED = (Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED)
+_ASKED = (Event.RESUME_ASKED,)  # which is refused while the run has a job, or a process of this machine
+_RESUMED = (*_ASKED, Event.SUBMITTING, Event.SUBMITTED)
 
 
 def goodput_of(run_dir: RunDir, *, alive: bool | None = None, now: float | None = None) -> Goodput:
@@ -174,9 +175,12 @@ def _waits(
     if before is None:
         return (Segment(0, start, end, Cause.STARTUP if history.local else Cause.QUEUE, 0.0),)
     number, record = before.record.number, before.record
-    if record.verdict in (Verdict.END, Verdict.DONE):
-        resumed = [event["time"] for event in history.events if event["event"] in _RESUMED]
-        moment = next((at for at in resumed if start <= at <= end), end)
+    over = record.verdict in (Verdict.END, Verdict.DONE)
+    # Where nobody saw its end, nothing may have been there to start it again, until a person did.
+    lost = not over and (history.local or before.last_sign is not None)
+    resumed = _time_of(history, _RESUMED if over else _ASKED, start, end) if over or lost else None
+    if over or resumed is not None:
+        moment = end if resumed is None else resumed
         return (
             Segment(number, start, moment, Cause.STOPPED),
             Segment(number, moment, end, Cause.STARTUP if history.local else Cause.QUEUE),
@@ -184,6 +188,12 @@ def _waits(
     if history.local or (before.job[0] is not None and before.job == after.job):
         return (Segment(number, start, end, Cause.BETWEEN, after.gpus, why),)
     return (Segment(number, start, end, Cause.QUEUE, 0.0, why),)
+
+
+def _time_of(history: History, names: Sequence[Event], start: float, end: float) -> float | None:
+    """Return when the first of these events was between two moments."""
+    times = (event["time"] for event in history.events if event["event"] in names)
+    return next((float(moment) for moment in times if start <= moment <= end), None)
 
 
 def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:
