@@ -229,6 +229,33 @@ def test_a_run_that_died_without_a_word_was_stopped_until_a_person_resumed_it(tm
     assert found.held_s <= 10 + 90 + 10 + 90 and found.lost_s["node failure"] <= 20
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_was_cancelled_while_it_waited_was_stopped_until_a_person_resumed_it(
+    files: RunFiles, first: bool
+) -> None:
+    if not first:
+        files.attempt(1, 10, started=10, ended=10, reason="preempted", verdict="requeue")
+    files.event(100, "cancel asked")
+    files.event(9000, "resume asked")
+    files.event(9001, "submitted", job_id="8")
+    files.attempt(2, 9010, job="8", started=9020, stepping=9020)
+    files.event(9500, "cancel asked")
+    begin = 0 if first else 10
+    assert causes(goodput_of(files.run, now=NOW))[-5:-2] == [
+        (0 if first else 1, begin, 100, "queue"),
+        (0 if first else 1, 100, 9000, "stopped"),
+        (0 if first else 1, 9000, 9010, "queue"),
+    ]
+
+
+def test_a_run_that_a_person_has_resumed_waits_from_then_on(files: RunFiles) -> None:
+    files.attempt(1, 10, started=10, ended=20, reason="crash", verdict="end")
+    files.event(9000, "resume asked")
+    files.event(9001, "submitted", job_id="8")
+    found = goodput_of(files.run, alive=True, now=NOW)
+    assert causes(found)[-2:] == [(1, 20, 9000, "stopped"), (1, 9000, 10_000, "queue")] and found.running
+
+
 def test_a_program_is_productive_between_its_reports(files: RunFiles) -> None:
     program(files)
     files.attempt(1, 10, started=15, ended=120, reason="preempted", verdict="requeue", last_logged=100, reported_step=9)
