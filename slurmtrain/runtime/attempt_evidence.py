@@ -74,7 +74,7 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     with contextlib.suppress(OSError):
         written = run_dir.metrics_file.stat().st_mtime
         attempt.last_logged = written if attempt.started and written >= attempt.started else None
-    if config.job.kind == JobKind.PREPARE:
+    if config.job.kind == JobKind.PREPARE and attempt.stepping is not None:  # or the output may be of other settings
         attempt.last_step = _units_done(config, attempt.last_step)
     if attempt.last_step is None:
         logged, committed = reached_step.last_logged_step(run_dir), attempt.committed_step

@@ -13,7 +13,7 @@ class Cause(StrEnum):
     """What a second of a run went into. Each second has one cause."""
 
     QUEUE = "queue"  # SLURM had not started its job yet
-    STOPPED = "stopped"  # it had ended, until a person resumed it
+    STOPPED = "stopped"  # it had ended, died or was cancelled, until a person resumed it
     STARTUP = "startup"  # batch script, interpreter, rendezvous, restore, and the excess of the first step (compile)
     PRODUCTIVE = "productive"  # steps that were done for the first time
     REDONE = "redone"  # steps that an earlier attempt had done already, and that no checkpoint had

@@ -27,7 +27,10 @@ from slurmtrain.runs.run_dir import RunDir
 NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge
 STAGES_KEPT = 32
 _REASONS = frozenset(str(reason) for reason in Reason)
-_RESUMED = (Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED)
+_RESUMED = frozenset({Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED})
+_TURNS = _RESUMED | {Event.CANCEL_ASKED}  # from when on a run waits, or waits no more
+
+Turn = tuple[float, str]  # when, and the name of the event
 
 
 def goodput_of(run_dir: RunDir, *, alive: bool | None = None, now: float | None = None) -> Goodput:
@@ -57,6 +60,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
         return Goodput()
     cursor = begin = min(min(first), now)
     events_of = by_attempt(history.events)
+    turns = [(event["time"], event["event"]) for event in history.events if event["event"] in _TURNS]
     pieces, segments = list[Piece](), list[Segment]()
     startup: dict[str, float] = {}
     furthest = 0
@@ -64,7 +68,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     why = ""  # the reason for which the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
         start, end = max(start, begin), max(end, begin)
-        between = _waits(history, before, each, cursor, start, why)
+        between = _waits(history, turns, before, each, cursor, start, why)
         events = events_of.get(each.record.number, {})
         over = each is history.tries[-1] and alive is not True and each.record.verdict == Verdict.END
         inside = inside_of(each, history.kind, events, start, end, furthest, over=over)
@@ -84,9 +88,9 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
         before, why, cursor = each, own, end
     waits = _waits_at_the_end(history, before, alive)
     if waits and cursor < now:
-        number = before.record.number if before else 0
-        segments.append(Segment(number, cursor, now, Cause.QUEUE, 0.0, why))
-        pieces.append(Piece(number, Cause.QUEUE, now - cursor, 0.0, why))
+        wait = _waits(history, turns, before, None, cursor, now, why)
+        segments += wait
+        pieces += [Piece(each.attempt, each.cause, each.seconds, each.gpus, each.because) for each in wait]
         cursor = now
     last = history.tries[-1] if history.tries else None
     runs = last is not None and last.record.ended is None and last.record.verdict is None and alive is not False
@@ -166,24 +170,41 @@ def _blame(before: str, own: str) -> dict[Cause, str]:
 
 
 def _waits(
-    history: History, before: AttemptTimes | None, after: AttemptTimes, start: float, end: float, why: str
+    history: History,
+    turns: Iterable[Turn],
+    before: AttemptTimes | None,
+    after: AttemptTimes | None,
+    start: float,
+    end: float,
+    why: str,
 ) -> Sequence[Segment]:
-    """Return the wait between two attempts, or before the first one."""
+    """Return the wait between two attempts, before the first or after the last one: for SLURM, a person, or both in turn."""
     if end <= start:
         return ()
+    inside = sorted(turn for turn in turns if start <= turn[0] <= end)
+    # Resuming is refused while the run has a job: what it had before is gone then.
+    resumed = max((moment for moment, name in inside if name == Event.RESUME_ASKED), default=start)
+    again = Cause.STARTUP if history.local else Cause.QUEUE
+    # Of an attempt whose end nobody saw, nothing may have been left that would have started the next one.
+    lost = resumed > start and before is not None and (history.local or before.last_sign is not None)
     if before is None:
-        return (Segment(0, start, end, Cause.STARTUP if history.local else Cause.QUEUE, 0.0),)
-    number, record = before.record.number, before.record
-    if record.verdict in (Verdict.END, Verdict.DONE):
-        resumed = [event["time"] for event in history.events if event["event"] in _RESUMED]
-        moment = next((at for at in resumed if start <= at <= end), end)
-        return (
-            Segment(number, start, moment, Cause.STOPPED),
-            Segment(number, moment, end, Cause.STARTUP if history.local else Cause.QUEUE),
-        )
-    if history.local or (before.job[0] is not None and before.job == after.job):
-        return (Segment(number, start, end, Cause.BETWEEN, after.gpus, why),)
-    return (Segment(number, start, end, Cause.QUEUE, 0.0, why),)
+        found = [Segment(0, start, end, again)]
+    elif lost or before.record.verdict in (Verdict.END, Verdict.DONE):
+        found = [Segment(before.record.number, start, end, Cause.STOPPED)]
+    elif after is not None and (history.local or (before.job[0] is not None and before.job == after.job)):
+        found = [Segment(before.record.number, start, end, Cause.BETWEEN, after.gpus, why)]
+    else:
+        found = [Segment(before.record.number, start, end, Cause.QUEUE, 0.0, why)]
+    for moment, name in inside:
+        last = found[-1]
+        if last.cause is Cause.STOPPED and name in _RESUMED:
+            cause = again
+        elif last.cause is not Cause.STOPPED and name == Event.CANCEL_ASKED and moment < resumed:
+            cause = Cause.STOPPED
+        else:
+            continue
+        found[-1:] = [last._replace(end=moment), Segment(last.attempt, moment, end, cause)]
+    return found
 
 
 def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:

@@ -206,6 +206,56 @@ def test_a_program_that_reports_nothing_is_unknown_and_not_productive(files: Run
     assert found.share is None and found.gpu_hours == pytest.approx(110 * GPUS / 3600)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_run_that_died_without_a_word_was_stopped_until_a_person_resumed_it(tmp_path: Path, local: bool) -> None:
+    facts: dict[str, Any] = {"backend": "local", "job_ids": []} if local else {}
+    files = RunFiles(tmp_path / "train" / "20260101-000000-000aa", **facts)
+    files.event(0, "submitted")
+    jobs: list[dict[str, Any]] = [{"job_id": None if local else name} for name in ("7", "8")]
+    died: dict[str, Any] = {
+        "ended": 9010,
+        "last_sign": 100,
+        "reason": "node failure",
+        "verdict": "restarting",
+        "last_step": 90,
+    }
+    files.attempt(1, 10, started=10, stepping=10, first_step=0, committed_step=90, **died, **jobs[0])
+    files.event(9000, "resume asked")
+    ended: dict[str, Any] = {"ended": 9100, "reason": "finished", "verdict": "done"}
+    files.attempt(2, 9010, started=9010, stepping=9020, first_step=90, last_step=150, **ended, **jobs[1])
+    found = goodput_of(files.run, now=NOW)
+    waits = causes(found)[2:4]
+    assert waits == [(1, 100, 9000, "stopped"), (1, 9000, 9010, "startup" if local else "queue")]
+    assert found.held_s <= 10 + 90 + 10 + 90 and found.lost_s["node failure"] <= 20
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_was_cancelled_while_it_waited_was_stopped_until_a_person_resumed_it(
+    files: RunFiles, first: bool
+) -> None:
+    if not first:
+        files.attempt(1, 10, started=10, ended=10, reason="preempted", verdict="requeue")
+    files.event(100, "cancel asked")
+    files.event(9000, "resume asked")
+    files.event(9001, "submitted", job_id="8")
+    files.attempt(2, 9010, job="8", started=9020, stepping=9020)
+    files.event(9500, "cancel asked")
+    begin = 0 if first else 10
+    assert causes(goodput_of(files.run, now=NOW))[-5:-2] == [
+        (0 if first else 1, begin, 100, "queue"),
+        (0 if first else 1, 100, 9000, "stopped"),
+        (0 if first else 1, 9000, 9010, "queue"),
+    ]
+
+
+def test_a_run_that_a_person_has_resumed_waits_from_then_on(files: RunFiles) -> None:
+    files.attempt(1, 10, started=10, ended=20, reason="crash", verdict="end")
+    files.event(9000, "resume asked")
+    files.event(9001, "submitted", job_id="8")
+    found = goodput_of(files.run, alive=True, now=NOW)
+    assert causes(found)[-2:] == [(1, 20, 9000, "stopped"), (1, 9000, 10_000, "queue")] and found.running
+
+
 def test_a_program_is_productive_between_its_reports(files: RunFiles) -> None:
     program(files)
     files.attempt(1, 10, started=15, ended=120, reason="preempted", verdict="requeue", last_logged=100, reported_step=9)

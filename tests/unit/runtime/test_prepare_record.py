@@ -43,23 +43,32 @@ def config_of(output: Path, part: int = 0, parts: int = 1) -> Config:
 def test_units_that_other_tasks_end_after_rank_0_s_last_count_are_on_record(run: RunDir, output: Path) -> None:
     end(output, 0, 1, 2, 3, 4)
     (units_folder(output) / "00005.json.tmp").touch()
-    attempt = add_attempt(run, said="stopped", last_step=2)
+    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=2)
     finish_attempt(run, attempt.number, 75, config_of(output), None)
     assert attempts.read_attempt(run, attempt.number).last_step == 5
 
 
 def test_a_part_of_an_array_counts_its_own_units(run: RunDir, output: Path) -> None:
     end(output, 0, 1, 2, 3, 5, 9)
-    attempt = add_attempt(run, said="stopped", last_step=1)
+    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=1)
     finish_attempt(run, attempt.number, 75, config_of(output, part=1, parts=4), None)
     assert attempts.read_attempt(run, attempt.number).last_step == 3
     assert [count_done(output, part, 4) for part in range(4)] == [1, 3, 1, 1]
 
 
 def test_rank_0_s_count_stands_where_the_output_cannot_be_seen(run: RunDir, tmp_path: Path) -> None:
-    attempt = add_attempt(run, said="stopped", last_step=2)
+    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=2)
     finish_attempt(run, attempt.number, 75, config_of(tmp_path / "in the container"), None)
     assert attempts.read_attempt(run, attempt.number).last_step == 2
+
+
+def test_what_others_have_done_in_the_output_is_not_on_record_of_an_attempt_that_did_not_begin(
+    run: RunDir, output: Path
+) -> None:
+    end(output, 0, 1, 2)  # with other settings, so that the attempt was refused
+    attempt = add_attempt(run)
+    finish_attempt(run, attempt.number, 78, config_of(output), None)
+    assert attempts.read_attempt(run, attempt.number).last_step is None
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from multiprocessing import active_children
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,11 @@ def doubled(items: Sequence[int]) -> tuple[int, list[int]]:
     return os.getpid(), [2 * item for item in items]
 
 
+def slow(items: Sequence[int]) -> tuple[int, list[int]]:
+    time.sleep(0.05)  # so that each process gets some
+    return doubled(items)
+
+
 def killed(items: Sequence[int]) -> tuple[int, list[int]]:
     if os.getpid() != ME:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,10 +43,23 @@ def refused(items: Sequence[int]) -> tuple[int, list[int]]:
     raise ValueError(f"no {items[0]}")
 
 
+def has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def everything(parts: Sequence[tuple[int, list[int]]]) -> list[int]:
+    return [item for _, part in parts for item in part]
+
+
 def test_the_results_are_in_the_order_of_the_items() -> None:
-    parts = work_in_chunks(doubled, range(1000), at_least=10)
-    assert [item for _, part in parts for item in part] == list(range(0, 2000, 2))
-    assert ME not in {pid for pid, _ in parts} and len(parts) == 16
+    parts = work_in_chunks(slow, range(1000), at_least=10)
+    assert everything(parts) == list(range(0, 2000, 2))
+    assert len(parts) == 16 and ME in (pids := {pid for pid, _ in parts}) and len(pids) == 4
+    assert not has_children()
 
 
 @pytest.mark.parametrize("count", [0, 1, 19])
@@ -49,30 +67,59 @@ def test_of_few_items_no_process_is_started(count: int) -> None:
     assert work_in_chunks(doubled, range(count), at_least=10) == [doubled(range(count))]
 
 
-def test_a_killed_process_leaves_the_work_to_this_one() -> None:
-    assert work_in_chunks(killed, range(40), at_least=10) == [doubled(range(40))]
-    assert not active_children()
+def test_what_killed_processes_leave_this_one_does() -> None:
+    parts = work_in_chunks(killed, range(40), at_least=10)
+    assert everything(parts) == list(range(0, 80, 2)) and {pid for pid, _ in parts} == {ME}
+    assert not has_children()
 
 
-def test_where_no_second_process_can_be_started_none_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def unsendable(items: Sequence[int]) -> tuple[int, list[int], Callable[[], None]]:
+    return (*doubled(items), lambda: None)
+
+
+def test_a_result_that_cannot_be_sent_is_made_here() -> None:
+    parts = work_in_chunks(unsendable, range(40), at_least=10)
+    assert everything([(pid, part) for pid, part, _ in parts]) == list(range(0, 80, 2))
+    assert {pid for pid, _, _ in parts} == {ME}
+
+
+def test_where_a_parent_process_ignores_the_end_of_children_the_results_are_the_same() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_where_no_further_process_can_be_started_the_others_do_all(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
     fork, started = os.fork, list[int]()
 
     def limited() -> int:
-        if started:
+        if len(started) == allowed:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         started.append(0)
         return fork()
 
     monkeypatch.setattr(os, "fork", limited)
-    assert work_in_chunks(doubled, range(40), at_least=10) == [doubled(range(40))]
-    for child in active_children():  # they were killed
-        child.join(20)
-    assert not active_children()
+    assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
+    assert not has_children()
+
+
+def test_no_thread_is_needed_for_which_a_limit_on_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
 
 
 def test_an_error_of_the_work_is_raised_here() -> None:
-    with pytest.raises(ValueError, match="no 0"):
+    with pytest.raises(ValueError, match="no "):
         work_in_chunks(refused, range(40), at_least=10)
+    assert not has_children()
 
 
 WAITING = """
