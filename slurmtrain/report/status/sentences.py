@@ -207,8 +207,8 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if last.verdict == Verdict.END:
         resume = how_to_continue(record.run_dir, record.info, last.reason)
-        interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
-        word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
+        stopped = (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED, Reason.FINISHED)
+        word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):
         if last.verdict is not None:
