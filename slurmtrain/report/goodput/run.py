@@ -64,10 +64,12 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     why = ""  # the reason for which the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
         start, end = max(start, begin), max(end, begin)
-        between = _waits(history, before, each, cursor, start, why)
+        between, launched = _waits(history, before, each, cursor, start, why)
         events = events_of.get(each.record.number, {})
         over = each is history.tries[-1] and alive is not True and each.record.verdict == Verdict.END
         inside = inside_of(each, history.kind, events, start, end, furthest, over=over)
+        if launched < start:
+            inside = [(launched, start, Cause.STARTUP, ""), *inside]
         own = _why_ended(each.record, gone=each is not history.tries[-1] or alive is False)
         blame, gpus = _blame(why, own), each.gpus
         number = each.record.number
@@ -79,7 +81,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
             segments += [
                 Segment(number, a, b, cause, gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
             ]
-        _add_stages(startup, each, inside, start)
+        _add_stages(startup, each, inside, launched, "launch" if history.local else "batch script")
         furthest = max(furthest, each.record.last_step or 0, each.record.first_step or 0)
         before, why, cursor = each, own, end
     waits = _waits_at_the_end(history, before, alive)
@@ -167,23 +169,25 @@ def _blame(before: str, own: str) -> dict[Cause, str]:
 
 def _waits(
     history: History, before: AttemptTimes | None, after: AttemptTimes, start: float, end: float, why: str
-) -> Sequence[Segment]:
-    """Return the wait between two attempts, or before the first one."""
+) -> tuple[Sequence[Segment], float]:
+    """Return the wait between two attempts, or before the first one, and when the launch of the later one began.
+
+    A run on this machine is launched by the command that a person types: the time from there to the attempt is no wait,
+    but start-up of that attempt. What SLURM launches begins when the attempt begins.
+    """
     if end <= start:
-        return ()
+        return (), end
     if before is None:
-        return (Segment(0, start, end, Cause.STARTUP if history.local else Cause.QUEUE, 0.0),)
+        return ((), start) if history.local else ((Segment(0, start, end, Cause.QUEUE, 0.0),), end)
     number, record = before.record.number, before.record
     if record.verdict in (Verdict.END, Verdict.DONE):
         resumed = [event["time"] for event in history.events if event["event"] in _RESUMED]
         moment = next((at for at in resumed if start <= at <= end), end)
-        return (
-            Segment(number, start, moment, Cause.STOPPED),
-            Segment(number, moment, end, Cause.STARTUP if history.local else Cause.QUEUE),
-        )
+        stopped = Segment(number, start, moment, Cause.STOPPED)
+        return ((stopped,), moment) if history.local else ((stopped, Segment(number, moment, end, Cause.QUEUE)), end)
     if history.local or (before.job[0] is not None and before.job == after.job):
-        return (Segment(number, start, end, Cause.BETWEEN, after.gpus, why),)
-    return (Segment(number, start, end, Cause.QUEUE, 0.0, why),)
+        return (Segment(number, start, end, Cause.BETWEEN, after.gpus, why),), end
+    return (Segment(number, start, end, Cause.QUEUE, 0.0, why),), end
 
 
 def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:
@@ -198,10 +202,12 @@ def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool
     return record.verdict not in (Verdict.DONE, Verdict.END) or bool(alive)
 
 
-def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float) -> None:
+def _add_stages(
+    startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float, launcher: str
+) -> None:
     """Add the start-up of an attempt, by stage: as rank 0 has timed them, and what was before and after them.
 
-    They add up to the start-up's part of the attempt.
+    They add up to the start-up's part of the attempt. `launcher` names the stage before those of rank 0.
     """
     total = math.fsum(end - start for start, end, cause, _ in inside if cause is Cause.STARTUP)
     if total <= 0:
@@ -211,7 +217,7 @@ def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[
     until_steps = min(total, max(0.0, (record.stepping or 0.0) - begin)) if record.stepping else total
     timed = math.fsum(stages.values())
     scale = min(1.0, until_steps / timed) if timed > 0 else 0.0
-    found = {"batch script" if record.stepping else "unfinished": until_steps - timed * scale}
+    found = {launcher if record.stepping else "unfinished": until_steps - timed * scale}
     found |= {name: value * scale for name, value in stages.items()}
     found |= {"first step": total - until_steps}
     for name, seconds in found.items():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from slurmtrain.choices import Backend
 from slurmtrain.report.collect import Goal
 from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import units
@@ -202,13 +203,17 @@ def what_was_lost(goodput: Goodput | None) -> str:
         return ""
     share = goodput.share
     held = goodput.held_s
-    waited = sum(goodput.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED))
     begin = f"It held its nodes for {units.duration(held)}"
     if goodput.gpu_hours > 0:
         begin += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
-    queued = f" In addition, it waited for {units.duration(waited)}." if waited >= 1 else ""
+    waits = [
+        words.format(units.duration(seconds))
+        for cause, words in _WAITS.items()
+        if (seconds := goodput.seconds.get(cause, 0.0)) >= 1
+    ]
+    waited = f" In addition, it {units.listed(waits)}." if waits else ""
     if share is None:
-        return f"{begin}. How much of that was productive is not known, since the program reports no progress.{queued}"
+        return f"{begin}. How much of that was productive is not known, since the program reports no progress.{waited}"
     others = sorted(
         (
             (seconds, cause)
@@ -219,9 +224,10 @@ def what_was_lost(goodput: Goodput | None) -> str:
     )
     lost = units.listed((f"{CAUSES[cause]} {units.duration(seconds)}" for seconds, cause in others), 4)
     sentence = f"{begin}, of which {units.percent(share)} were productive (its goodput)."
-    return f"{sentence}{f' The rest: {lost}.' if lost else ''}{queued}"
+    return f"{sentence}{f' The rest: {lost}.' if lost else ''}{waited}"
 
 
+_WAITS = {Cause.QUEUE: "waited for {} in the queue", Cause.STOPPED: "was stopped for {}, until somebody resumed it"}
 _LOSSES = (
     *(Cause.STARTUP, Cause.REDONE, Cause.CHECKPOINT, Cause.EVALUATION),
     *(Cause.HUNG, Cause.LOST, Cause.IDLE_END, Cause.BETWEEN, Cause.UNKNOWN),
@@ -301,15 +307,26 @@ def _about_time(facts: RunFacts) -> list[str]:
     goodput = facts.goodput
     if goodput is None or not goodput.held_s > 0:
         return found
-    for cause, advice in _ADVICE.items():
+    for cause, advice in {Cause.STARTUP: _about_restarts(facts), **_ADVICE}.items():
         part = goodput.shares.get(cause, 0.0)
-        if part > WORTH_SAYING:
+        if part > WORTH_SAYING and advice:
             found.append(f"{units.percent(part)} of the allocated time went into {CAUSES[cause]}: {advice}")
     return found
 
 
+def _about_restarts(facts: RunFacts) -> str:
+    """Return what makes the restarts that this run had shorter or rarer; "" if nothing of it can be configured."""
+    if facts.setting("cluster.backend") == Backend.LOCAL:
+        return ""
+    ways = []
+    if any(each.verdict == Verdict.IN_PLACE for each in facts.attempts) and not facts.setting("requeue.standby_ranks"):
+        ways.append("requeue.standby_ranks=true shortens restarts in the same job")
+    if any(each.reason == Reason.TIME_LIMIT for each in facts.attempts):
+        ways.append("a longer cluster.time_limit_min makes restarts rarer")
+    return f"{units.listed(ways)}." if ways else ""
+
+
 _ADVICE: dict[Cause, str] = {
-    Cause.STARTUP: "requeue.standby_ranks and checkpoint.local shorten a restart; longer time limits make restarts rarer.",
     Cause.REDONE: "save more often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
     Cause.CHECKPOINT: "save less often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
     Cause.EVALUATION: "evaluate less often (train.eval_every), or in separate jobs (eval.mode=job).",
