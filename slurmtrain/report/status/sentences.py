@@ -235,5 +235,7 @@ def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None
     if reason == Reason.CONFIG:
         return f"When that is put right: `resume {run_dir.id}` (KEY=VALUE after it changes its config), or submit again"
     if reason == Reason.DIVERGED:
-        return f"`resume {run_dir.id} optim.lr=...` goes on from the newest checkpoint with other values"
+        return (
+            f"`resume {run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
+        )
     return f"`resume {run_dir.id}` continues it"
