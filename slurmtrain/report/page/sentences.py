@@ -25,6 +25,7 @@ WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less ne
 DATA_WAIT_SHARE = 0.1
 COMMUNICATION_SHARE = 0.3
 MOST_SLOW = 3  # findings of slow ranks
+LONGEST_EXPLANATION = 2000  # characters; it ends with what to do
 LONGEST_S = 10 * 365 * 86400.0  # a time that is further off says nothing
 CAUSES: dict[Cause, str] = {
     Cause.QUEUE: "waiting in the queue",
@@ -106,7 +107,8 @@ def _machines(facts: RunFacts) -> str:
 def how_far(facts: RunFacts) -> str:
     """Say how far the run got, and what its loss is."""
     progress = facts.state.progress
-    parts = [f"It is {facts.state.status}"]
+    status = facts.state.status
+    parts = ["It failed" if status == RunStatus.FAILED else f"It is {status}"]
     if progress.step is not None and progress.steps:
         share = units.percent(min(1.0, progress.step / progress.steps))
         parts.append(f"and has done {progress.step:,} of {progress.steps:,} steps ({share})")
@@ -244,7 +246,8 @@ def what_to_do(facts: RunFacts) -> list[str]:
 def _about_state(facts: RunFacts) -> list[str]:
     now, found = facts.state, []
     if now.status in (RunStatus.FAILED, RunStatus.STOPPED, RunStatus.LOST, RunStatus.HELD, RunStatus.PREPARED):
-        found.append(f"It is {now.status}: {_sentence(now.explanation)}")
+        how = "failed" if now.status == RunStatus.FAILED else f"is {now.status}"
+        found.append(f"It {how}: {_sentence(now.explanation, LONGEST_EXPLANATION)}")
     elif now.status in WAITING:
         found.append(f"It waits: {_sentence(now.explanation)}")
     if now.slurm_error:
@@ -347,9 +350,9 @@ def _about_nodes(facts: RunFacts) -> list[str]:
     return found
 
 
-def _sentence(text: object) -> str:
+def _sentence(text: object, longest: int = units.LONGEST_TEXT) -> str:
     """Return a text as one sentence that ends with a full stop."""
-    shown = units.clean(text or "the reason is not known")
+    shown = units.clean(text or "the reason is not known", longest)
     return shown if shown.endswith((".", "!", "?", "…")) else f"{shown}."
 
 

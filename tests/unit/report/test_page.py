@@ -25,8 +25,9 @@ from slurmtrain.report.page.render import TEMPLATES, render
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.scales import Scale, scale_of, ticks
-from slurmtrain.report.page.sentences import what_to_do, what_was_lost
+from slurmtrain.report.page.sentences import how_far, what_to_do, what_was_lost
 from slurmtrain.report.page.series import Series, m4, trailing_mean
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.support.commands import FakeSlurm
@@ -129,6 +130,14 @@ def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it
     assert said in what_to_do(facts)  # a restart was in place
     config = {**facts.config, "cluster": {**facts.config["cluster"], "backend": "local"}}  # where it is refused
     assert not any("starting up" in each for each in what_to_do(replace(facts, config=config)))
+
+
+def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
+    facts = read_run(interrupted_run(runs), now=BEGAN + 1e5)
+    why = f"diverged: its samples are {', '.join(map(str, range(1000, 1100)))}. `resume last optim.lr=...` goes on"
+    failed = replace(facts, state=replace(facts.state, status=RunStatus.FAILED, explanation=why))
+    assert what_to_do(failed)[0] == f"It failed: {why}."
+    assert how_far(failed).startswith("It failed and has done 3,000 of 3,000 steps")
 
 
 def test_the_timeline_shows_each_attempt_with_how_it_ended_and_the_restart_in_place(runs: Path) -> None:
