@@ -303,9 +303,13 @@ def _about_time(facts: RunFacts) -> list[str]:
     exposed = facts.series.get("communication_share")
     share = exposed.last_half().mean if exposed is not None else None
     if share is not None and share > COMMUNICATION_SHARE:
+        over_nodes = bool(facts.attempts) and len(facts.attempts[-1].nodes) > 1
+        shards_over_nodes = over_nodes and facts.setting("parallel.dp_shard") != 1
+        ways = ["larger micro batches (train.micro_batch_size)"]
+        ways += ["sharding only within a node (parallel.dp_shard, dp_replicate)"] * shards_over_nodes
         found.append(
-            f"Steps spend {units.percent(share)} of their time on communication that no computation hides: larger micro "
-            "batches (train.micro_batch_size), or sharding only within a node (parallel.dp_shard, dp_replicate), reduce it."
+            f"Steps spend {units.percent(share)} of their time on communication that no computation hides: "
+            f"{' or '.join(ways)} may reduce it."
         )
     goodput = facts.goodput
     if goodput is None or not goodput.held_s > 0:

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from slurmtrain.cli import main
@@ -130,6 +131,18 @@ def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it
     assert said in what_to_do(facts)  # a restart was in place
     config = {**facts.config, "cluster": {**facts.config["cluster"], "backend": "local"}}  # where it is refused
     assert not any("starting up" in each for each in what_to_do(replace(facts, config=config)))
+
+
+def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path) -> None:
+    facts = read_run(interrupted_run(runs), now=BEGAN + 1e5)
+    steps = facts.series["loss"].steps
+    share = Series("communication_share", steps, np.full(len(steps), 0.5))
+    of_ddp = replace(facts, series={**facts.series, share.name: share})
+    parallel = {**of_ddp.config["parallel"], "dp_replicate": 1, "dp_shard": -1}
+    of_fsdp = replace(of_ddp, config={**of_ddp.config, "parallel": parallel})
+    said = "Steps spend 50 % of their time on communication that no computation hides: larger micro batches "
+    ddp, fsdp = (next(each for each in what_to_do(found) if each.startswith(said)) for found in (of_ddp, of_fsdp))
+    assert "sharding" not in ddp and "or sharding only within a node" in fsdp
 
 
 def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
