@@ -96,7 +96,7 @@ def test_the_stages_of_the_start_ups_add_up_to_the_start_up(tmp_path: Path) -> N
 def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_leads_to(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "train" / "20260101-000000-000aa", backend="local", job_ids=[])
     files.event(0, "submitted")
-    here = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
+    here: dict[str, Any] = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
     files.attempt(
         1, 3, started=4, stepping=9, ended=59, reason="cancelled", verdict="end", first_step=0, last_step=5, **here
     )

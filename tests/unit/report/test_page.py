@@ -129,6 +129,7 @@ def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it
     facts = replace(read_run(run, now=BEGAN + 1e5), goodput=Goodput(seconds={Cause.STARTUP: 100.0}))
     said = "100 % of the allocated time went into starting up: requeue.standby_ranks=true shortens restarts in the same job."
     assert said in what_to_do(facts)  # a restart was in place
+    assert facts.config is not None
     config = {**facts.config, "cluster": {**facts.config["cluster"], "backend": "local"}}  # where it is refused
     assert not any("starting up" in each for each in what_to_do(replace(facts, config=config)))
 
@@ -138,6 +139,7 @@ def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: 
     steps = facts.series["loss"].steps
     share = Series("communication_share", steps, np.full(len(steps), 0.5))
     of_ddp = replace(facts, series={**facts.series, share.name: share})
+    assert of_ddp.config is not None
     parallel = {**of_ddp.config["parallel"], "dp_replicate": 1, "dp_shard": -1}
     of_fsdp = replace(of_ddp, config={**of_ddp.config, "parallel": parallel})
     said = "Steps spend 50 % of their time on communication that no computation hides: larger micro batches "
