@@ -51,11 +51,9 @@ def main(arguments: Arguments) -> int:
     if "--from" in arguments.options:
         with contextlib.ExitStack() as unpacked:
             return _submit_or_show(_of_bundle(arguments, unpacked), arguments, unpacked)
-    config = _composed(arguments)
+    config = _as_typed(arguments)
     if config.cluster.choices:
         return _submit_to_choices(config, arguments)
-    if any(word.lstrip("+") == "cluster=first" for word in arguments.overrides):
-        raise UsageError("cluster=first names no clusters", hint="cluster=first cluster.choices=[a100x4,h100x8]")
     job = _Experiment(config, validate(config), arguments.overrides, None, current_folder())
     return _submit_or_show(job, arguments, contextlib.ExitStack())
 
@@ -116,13 +114,20 @@ def _submit_or_show(job: _Experiment, arguments: Arguments, unpacked: contextlib
 
 def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = _composed(arguments)
+    config = _as_typed(arguments)
     return config, validate(config)
 
 
-def _composed(arguments: Arguments, overrides: Sequence[str] | None = None) -> Config:
+def _as_typed(arguments: Arguments) -> Config:
+    config = _composed(arguments, arguments.overrides)
+    if not config.cluster.choices and any(word.lstrip("+") == "cluster=first" for word in arguments.overrides):
+        raise UsageError("cluster=first names no clusters", hint="cluster=first cluster.choices=[a100x4,h100x8]")
+    return config
+
+
+def _composed(arguments: Arguments, overrides: Sequence[str]) -> Config:
     return compose(
-        arguments.overrides if overrides is None else overrides,
+        overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
         config_path=arguments.options.get("--config-path"),

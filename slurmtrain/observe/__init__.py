@@ -1,7 +1,7 @@
 """The output of a run: metrics on disk, curves in TensorBoard, progress for a person, speed."""
 
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
-from slurmtrain.observe.metrics import MetricsLog, read_metrics
+from slurmtrain.observe.metrics import MetricsLog, read_evaluations, read_metrics
 from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.observe.reporter import Reporter
 from slurmtrain.observe.tensorboard import TensorBoardLog
@@ -17,5 +17,6 @@ __all__ = [
     "Reporter",
     "TensorBoardLog",
     "Throughput",
+    "read_evaluations",
     "read_metrics",
 ]

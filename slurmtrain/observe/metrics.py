@@ -25,6 +25,7 @@ BLOCK_BYTES = 1 << 18
 KEPT_BYTES = 64 << 20  # of records that wait for the storage: those of days
 # Names, or what they begin with, of metrics that describe the machine; besides those whose unit has seconds.
 MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_", "slowest_rank")
+EVALUATION_KEYS = ("evaluation", "time")  # in a record of an evaluation job, besides the step and its metrics
 
 Value = float | int | str | bool | None
 
@@ -156,6 +157,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not isinstance(found, list) or len(found) != len(lines) or not all(_is_record(record) for record in found):
         return [record for _, record in _whole(lines)]
     return found if not lines or lines[-1].endswith(b"\n") else found[:-1]
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics in a file of evaluation jobs, as `read_metrics` does, without which evaluation it was, and when.
+
+    Raises:
+        UnreadableRecordError: as of `read_metrics`.
+    """
+    return [
+        {name: value for name, value in record.items() if name not in EVALUATION_KEYS} for record in read_metrics(path)
+    ]
 
 
 def _whole(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from slurmtrain.choices import ActivationCheckpointing, JobKind
+from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
 from slurmtrain.config.parallel_dims import (
     AXES,
     ParallelDims,
@@ -157,6 +157,8 @@ def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str |
     nodes = config.cluster.node_range.most
     found: list[Size] = []
     for doubling in range(DOUBLINGS + 1):
+        if doubling and config.cluster.backend == Backend.LOCAL:
+            return found, "with cluster.backend=local there is one node"
         sized = on_nodes(config, nodes * 2**doubling)
         if isinstance(sized, str):
             return found, f"{nodes * 2**doubling} nodes: {sized}"

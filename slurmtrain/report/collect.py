@@ -17,7 +17,7 @@ from typing import Any
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_detail
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
@@ -144,7 +144,7 @@ def metrics_of(run_dir: RunDir) -> list[dict[str, Any]]:
     Raises:
         UnreadableRecordError: a file of metrics cannot be used.
     """
-    found = [*read_metrics(run_dir.evaluations_file), *without_repeated(read_metrics(run_dir.metrics_file))]
+    found = [*read_evaluations(run_dir.evaluations_file), *without_repeated(read_metrics(run_dir.metrics_file))]
     return sorted(found, key=lambda record: record["step"])
 
 
@@ -179,7 +179,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
         return _Log(None, {}, {})
     try:
         logged = read_metrics(run_dir.metrics_file)
-        evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
+        evaluated = sorted(read_evaluations(run_dir.evaluations_file), key=lambda record: record["step"])
     except UnreadableRecordError:  # the point's state says so, and the others get their rows
         return _Log(None, {}, {})
     last: dict[str, float] = {}

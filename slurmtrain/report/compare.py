@@ -18,7 +18,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.migrations import with_unused
 from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_measured
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.environment_record import read_environment
@@ -303,4 +303,4 @@ def _config(run_dir: RunDir) -> Any:
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:
     # Metrics of the training itself come last, and take precedence.
-    return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]
+    return [*read_evaluations(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

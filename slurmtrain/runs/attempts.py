@@ -261,7 +261,7 @@ def record_outcome(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -
 
 def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
     """Record that the attempt with which a run had finished is not its end any more: it is to do more steps."""
-    attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
+    attempt.verdict, attempt.reason = Verdict.END, Reason.FINISHED  # nobody has interrupted it
     attempt.say(f"finished after {attempt.last_step} steps, and was then given {steps}")
     write_attempt(run_dir, attempt)
     run_dir.event(Event.LENGTHENED, attempt=attempt.number, steps=steps)

@@ -55,9 +55,8 @@ def work_in_chunks(work: Callable[[Sequence[T]], Result], items: Sequence[T], *,
     helpers: list[_Helper] = []
     with contextlib.ExitStack() as stack:
         try:
-            numbers, writing = (
-                os.pipe()
-            )  # each process takes the number of its next chunk from it, a byte, until it is empty
+            # Each process takes the number of its next chunk from a pipe, a byte, until that is empty.
+            numbers, writing = os.pipe()
             stack.callback(os.close, numbers)
             try:
                 os.write(writing, bytes(range(len(chunks))))

@@ -15,7 +15,7 @@ from slurmtrain.training.state import TrainingState
 
 HINT = (
     "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
-    "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint"
+    "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint, if there is one"
 )
 
 
@@ -33,7 +33,7 @@ def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
         raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
     # Only now, so that a resume with another config begins where it was sound.
     if health.rollbacks >= train.max_rollbacks:
-        many = f"going back {health.rollbacks} times in a row has not helped"
+        many = f"going back {'once' if health.rollbacks == 1 else f'{health.rollbacks} times in a row'} has not helped"
         raise DivergedError(
             f"{why}; {many if health.rollbacks else 'it does not go back'} (train.max_rollbacks={train.max_rollbacks}); the "
             f"newest checkpoint is that of step {state.step}, from before it",

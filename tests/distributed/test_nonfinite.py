@@ -457,7 +457,10 @@ def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) ->
     assert not committed(run.run_dir.checkpoints)
     status = " ".join(project.cli("status", "last").stdout.split())
     assert "not finite for 2 steps in a row" in status and "finished" not in status
-    assert f"`resume {run.run_dir.id} optim.lr=...` goes on from the newest checkpoint" in status
+    assert (
+        f"`resume {run.run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
+        in status
+    )
 
 
 @pytest.mark.parametrize(

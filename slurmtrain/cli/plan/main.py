@@ -72,5 +72,8 @@ def _count(text: str) -> int:
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
     count = float(found[1].replace("_", "")) * SUFFIXES[found[2]] if found is not None else 0.0
     if not 1 <= count < 1e18:
-        raise UsageError(f"--tokens {text}: expected a number of tokens", hint="--tokens 15T, 300B or 1.5e12")
+        raise UsageError(
+            f"--tokens {text}: expected a number of tokens, at least 1 and below 1e18",
+            hint="--tokens 15T, 300B or 1.5e12",
+        )
     return round(count)

@@ -68,10 +68,12 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
     why = ""  # the reason for which the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
         start, end = max(start, begin), max(end, begin)
-        between = _waits(history, turns, before, each, cursor, start, why)
+        between, launched = _without_launch(_waits(history, turns, before, each, cursor, start, why), start)
         events = events_of.get(each.record.number, {})
         over = each is history.tries[-1] and alive is not True and each.record.verdict == Verdict.END
         inside = inside_of(each, history.kind, events, start, end, furthest, over=over)
+        if launched < start:
+            inside = [(launched, start, Cause.STARTUP, ""), *inside]
         own = _why_ended(each.record, gone=each is not history.tries[-1] or alive is False)
         blame, gpus = _blame(why, own), each.gpus
         number = each.record.number
@@ -83,7 +85,7 @@ def of_history(history: History, *, alive: bool | None, now: float, with_segment
             segments += [
                 Segment(number, a, b, cause, gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
             ]
-        _add_stages(startup, each, inside, start)
+        _add_stages(startup, each, inside, launched, "launch" if history.local else "batch script")
         furthest = max(furthest, each.record.last_step or 0, each.record.first_step or 0)
         before, why, cursor = each, own, end
     waits = _waits_at_the_end(history, before, alive)
@@ -177,10 +179,10 @@ def _waits(
     start: float,
     end: float,
     why: str,
-) -> Sequence[Segment]:
+) -> list[Segment]:
     """Return the wait between two attempts, before the first or after the last one: for SLURM, a person, or both in turn."""
     if end <= start:
-        return ()
+        return []
     inside = sorted(turn for turn in turns if start <= turn[0] <= end)
     # Resuming is refused while the run has a job: what it had before is gone then.
     resumed = max((moment for moment, name in inside if name == Event.RESUME_ASKED), default=start)
@@ -207,6 +209,17 @@ def _waits(
     return found
 
 
+def _without_launch(waits: list[Segment], end: float) -> tuple[list[Segment], float]:
+    """Return the waits before an attempt without its launch, and when that began.
+
+    A run on this machine is launched by the command that a person types: the time from there to the attempt is no wait,
+    but start-up of that attempt. What SLURM launches begins when the attempt begins.
+    """
+    if waits and waits[-1].cause is Cause.STARTUP:
+        return waits[:-1], waits[-1].start
+    return waits, end
+
+
 def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:
     """Return whether the run waits to be started, for the first time or once more."""
     if alive is False:
@@ -219,10 +232,12 @@ def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool
     return record.verdict not in (Verdict.DONE, Verdict.END) or bool(alive)
 
 
-def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float) -> None:
+def _add_stages(
+    startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float, launcher: str
+) -> None:
     """Add the start-up of an attempt, by stage: as rank 0 has timed them, and what was before and after them.
 
-    They add up to the start-up's part of the attempt.
+    They add up to the start-up's part of the attempt. `launcher` names the stage before those of rank 0.
     """
     total = math.fsum(end - start for start, end, cause, _ in inside if cause is Cause.STARTUP)
     if total <= 0:
@@ -232,7 +247,7 @@ def _add_stages(startup: dict[str, float], each: AttemptTimes, inside: Sequence[
     until_steps = min(total, max(0.0, (record.stepping or 0.0) - begin)) if record.stepping else total
     timed = math.fsum(stages.values())
     scale = min(1.0, until_steps / timed) if timed > 0 else 0.0
-    found = {"batch script" if record.stepping else "unfinished": until_steps - timed * scale}
+    found = {launcher if record.stepping else "unfinished": until_steps - timed * scale}
     found |= {name: value * scale for name, value in stages.items()}
     found |= {"first step": total - until_steps}
     for name, seconds in found.items():

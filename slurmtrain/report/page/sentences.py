@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from slurmtrain.choices import Backend
 from slurmtrain.report.collect import Goal
 from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import units
@@ -24,6 +25,7 @@ WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less ne
 DATA_WAIT_SHARE = 0.1
 COMMUNICATION_SHARE = 0.3
 MOST_SLOW = 3  # findings of slow ranks
+LONGEST_EXPLANATION = 2000  # characters; it ends with what to do
 LONGEST_S = 10 * 365 * 86400.0  # a time that is further off says nothing
 CAUSES: dict[Cause, str] = {
     Cause.QUEUE: "waiting in the queue",
@@ -105,7 +107,8 @@ def _machines(facts: RunFacts) -> str:
 def how_far(facts: RunFacts) -> str:
     """Say how far the run got, and what its loss is."""
     progress = facts.state.progress
-    parts = [f"It is {facts.state.status}"]
+    status = facts.state.status
+    parts = ["It failed" if status == RunStatus.FAILED else f"It is {status}"]
     if progress.step is not None and progress.steps:
         share = units.percent(min(1.0, progress.step / progress.steps))
         parts.append(f"and has done {progress.step:,} of {progress.steps:,} steps ({share})")
@@ -202,13 +205,17 @@ def what_was_lost(goodput: Goodput | None) -> str:
         return ""
     share = goodput.share
     held = goodput.held_s
-    waited = sum(goodput.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED))
     begin = f"It held its nodes for {units.duration(held)}"
     if goodput.gpu_hours > 0:
         begin += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
-    queued = f" In addition, it waited for {units.duration(waited)}." if waited >= 1 else ""
+    waits = [
+        words.format(units.duration(seconds))
+        for cause, words in _WAITS.items()
+        if (seconds := goodput.seconds.get(cause, 0.0)) >= 1
+    ]
+    waited = f" In addition, it {units.listed(waits)}." if waits else ""
     if share is None:
-        return f"{begin}. How much of that was productive is not known, since the program reports no progress.{queued}"
+        return f"{begin}. How much of that was productive is not known, since the program reports no progress.{waited}"
     others = sorted(
         (
             (seconds, cause)
@@ -219,9 +226,10 @@ def what_was_lost(goodput: Goodput | None) -> str:
     )
     lost = units.listed((f"{CAUSES[cause]} {units.duration(seconds)}" for seconds, cause in others), 4)
     sentence = f"{begin}, of which {units.percent(share)} were productive (its goodput)."
-    return f"{sentence}{f' The rest: {lost}.' if lost else ''}{queued}"
+    return f"{sentence}{f' The rest: {lost}.' if lost else ''}{waited}"
 
 
+_WAITS = {Cause.QUEUE: "waited for {} in the queue", Cause.STOPPED: "was stopped for {}, until somebody resumed it"}
 _LOSSES = (
     *(Cause.STARTUP, Cause.REDONE, Cause.CHECKPOINT, Cause.EVALUATION),
     *(Cause.HUNG, Cause.LOST, Cause.IDLE_END, Cause.BETWEEN, Cause.UNKNOWN),
@@ -238,7 +246,8 @@ def what_to_do(facts: RunFacts) -> list[str]:
 def _about_state(facts: RunFacts) -> list[str]:
     now, found = facts.state, []
     if now.status in (RunStatus.FAILED, RunStatus.STOPPED, RunStatus.LOST, RunStatus.HELD, RunStatus.PREPARED):
-        found.append(f"It is {now.status}: {_sentence(now.explanation)}")
+        how = "failed" if now.status == RunStatus.FAILED else f"is {now.status}"
+        found.append(f"It {how}: {_sentence(now.explanation, LONGEST_EXPLANATION)}")
     elif now.status in WAITING:
         found.append(f"It waits: {_sentence(now.explanation)}")
     if now.slurm_error:
@@ -294,22 +303,37 @@ def _about_time(facts: RunFacts) -> list[str]:
     exposed = facts.series.get("communication_share")
     share = exposed.last_half().mean if exposed is not None else None
     if share is not None and share > COMMUNICATION_SHARE:
+        over_nodes = bool(facts.attempts) and len(facts.attempts[-1].nodes) > 1
+        shards_over_nodes = over_nodes and facts.setting("parallel.dp_shard") != 1
+        ways = ["larger micro batches (train.micro_batch_size)"]
+        ways += ["sharding only within a node (parallel.dp_shard, dp_replicate)"] * shards_over_nodes
         found.append(
-            f"Steps spend {units.percent(share)} of their time on communication that no computation hides: larger micro "
-            "batches (train.micro_batch_size), or sharding only within a node (parallel.dp_shard, dp_replicate), reduce it."
+            f"Steps spend {units.percent(share)} of their time on communication that no computation hides: "
+            f"{' or '.join(ways)} may reduce it."
         )
     goodput = facts.goodput
     if goodput is None or not goodput.held_s > 0:
         return found
-    for cause, advice in _ADVICE.items():
+    for cause, advice in {Cause.STARTUP: _about_restarts(facts), **_ADVICE}.items():
         part = goodput.shares.get(cause, 0.0)
-        if part > WORTH_SAYING:
+        if part > WORTH_SAYING and advice:
             found.append(f"{units.percent(part)} of the allocated time went into {CAUSES[cause]}: {advice}")
     return found
 
 
+def _about_restarts(facts: RunFacts) -> str:
+    """Return what makes the restarts that this run had shorter or rarer; "" if nothing of it can be configured."""
+    if facts.setting("cluster.backend") == Backend.LOCAL:
+        return ""
+    ways = []
+    if any(each.verdict == Verdict.IN_PLACE for each in facts.attempts) and not facts.setting("requeue.standby_ranks"):
+        ways.append("requeue.standby_ranks=true shortens restarts in the same job")
+    if any(each.reason == Reason.TIME_LIMIT for each in facts.attempts):
+        ways.append("a longer cluster.time_limit_min makes restarts rarer")
+    return f"{units.listed(ways)}." if ways else ""
+
+
 _ADVICE: dict[Cause, str] = {
-    Cause.STARTUP: "requeue.standby_ranks and checkpoint.local shorten a restart; longer time limits make restarts rarer.",
     Cause.REDONE: "save more often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
     Cause.CHECKPOINT: "save less often (checkpoint.every_minutes), or let checkpoint.auto=true choose the interval.",
     Cause.EVALUATION: "evaluate less often (train.eval_every), or in separate jobs (eval.mode=job).",
@@ -330,9 +354,9 @@ def _about_nodes(facts: RunFacts) -> list[str]:
     return found
 
 
-def _sentence(text: object) -> str:
+def _sentence(text: object, longest: int = units.LONGEST_TEXT) -> str:
     """Return a text as one sentence that ends with a full stop."""
-    shown = units.clean(text or "the reason is not known")
+    shown = units.clean(text or "the reason is not known", longest)
     return shown if shown.endswith((".", "!", "?", "…")) else f"{shown}."
 
 

@@ -207,8 +207,8 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if last.verdict == Verdict.END:
         resume = how_to_continue(record.run_dir, record.info, last.reason)
-        interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
-        word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
+        stopped = (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED, Reason.FINISHED)
+        word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):
         if last.verdict is not None:
@@ -235,5 +235,7 @@ def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None
     if reason == Reason.CONFIG:
         return f"When that is put right: `resume {run_dir.id}` (KEY=VALUE after it changes its config), or submit again"
     if reason == Reason.DIVERGED:
-        return f"`resume {run_dir.id} optim.lr=...` goes on from the newest checkpoint with other values"
+        return (
+            f"`resume {run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
+        )
     return f"`resume {run_dir.id}` continues it"

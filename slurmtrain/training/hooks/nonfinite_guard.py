@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slurmtrain.checkpoint.module_state import trained_parameters
+from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.errors import DivergedError
 from slurmtrain.runs.events import Event
@@ -66,7 +67,7 @@ class NonfiniteGuard(TrainingHook):
             raise DivergedError(f"the parameters are not finite after step {state.step}", hint=HINT)
 
     def _tell_skip(self, state: TrainingState, numbers: StepNumbers) -> None:
-        health, limit = state.counters.health, self._train.max_skipped
+        health = state.counters.health
         state.hooks.event(
             Event.UPDATE_SKIPPED,
             {
@@ -78,15 +79,21 @@ class NonfiniteGuard(TrainingHook):
             },
         )
         if health.in_a_row == 1:
-            many = f"; after {limit} such steps in a row it goes back to a checkpoint" if limit > 1 else ""
-            state.hooks.message(
-                f"step {numbers.step}: loss or gradient norm are not finite{_where(numbers)}, so its update was left out{many}"
-            )
+            state.hooks.message(skip_sentence(numbers, self._train))
 
     def _tell_spike(self, state: TrainingState, numbers: StepNumbers, spike: float) -> None:
         values = {"step": numbers.step, "samples": list(numbers.samples), "loss": numbers.loss, "deviations": spike}
         state.hooks.event(Event.LOSS_SPIKE, values)
         state.hooks.message(f"step {numbers.step}: {_spike(numbers, spike, self._train)}")
+
+
+def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
+    """Return what is said of the first step in a row whose update was left out, and what will be done about more of them."""
+    waits = train.on_nonfinite == OnNonfinite.SKIP and train.max_skipped > 1
+    more = f"; after {train.max_skipped} such steps in a row it goes back to a checkpoint" if waits else ""
+    return (
+        f"step {numbers.step}: loss or gradient norm are not finite{_where(numbers)}, so its update was left out{more}"
+    )
 
 
 def _sentence(state: TrainingState, numbers: StepNumbers, finding: Finding, train: TrainConfig) -> str:

@@ -162,6 +162,7 @@ def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest
     [
         (["--tokens", "many"], 2, "--tokens many: expected a number of tokens"),
         (["--tokens", "0"], 2, "--tokens 0: expected a number of tokens"),
+        (["--tokens", "1e30"], 2, "--tokens 1e30: expected a number of tokens, at least 1 and below 1e18"),
         (["--tokens", "1e99"], 2, "--tokens 1e99"),
         (["--from", "nothing"], 2, "there are no runs under"),
         (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),

@@ -22,7 +22,7 @@ from slurmtrain.config.overrides import normalise
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.evaluations import submit_due
-from slurmtrain.report.collect import Point, table_of
+from slurmtrain.report.collect import Point, metrics_of, table_of
 from slurmtrain.report.compare import compare
 from slurmtrain.report.prune import plan
 from slurmtrain.report.status.look import state
@@ -286,13 +286,15 @@ def test_an_evaluation_that_failed_says_the_command_that_repeats_it(trained: Run
 def test_results_stand_beside_the_metrics_and_what_the_run_has_logged_counts(trained: RunDir) -> None:
     trained.metrics_file.write_text('{"step": 10, "loss": 3.0}\n{"step": 20, "loss": 2.0, "valid_loss": 2.5}\n')
     trained.evaluations_file.write_text(
-        '{"step": 20, "valid_loss": 9.0, "wiki_loss": 4.0, "evaluation": "b"}\n'
-        '{"step": 10, "valid_loss": 2.0, "wiki_loss": 5.0, "evaluation": "a"}\n'
+        '{"step": 20, "valid_loss": 9.0, "wiki_loss": 4.0, "evaluation": "b", "time": 1.7e9}\n'
+        '{"step": 10, "valid_loss": 2.0, "wiki_loss": 5.0, "evaluation": "a", "time": 1.8e9}\n'
     )
     table = table_of([Point(0, {}, trained, "finished")])
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["best_valid_loss"], row["valid_loss"], row["wiki_loss"], row["loss"]) == (2.0, 2.5, 4.0, 2.0)
-    assert compare(trained, trained).final["wiki_loss"] == (4.0, 4.0)
+    final = compare(trained, trained).final
+    assert final["wiki_loss"] == (4.0, 4.0)
+    assert "time" not in {*table.columns, *final, *(name for record in metrics_of(trained) for name in record)}
 
 
 def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, fake_slurm: FakeSlurm) -> None:

@@ -114,6 +114,11 @@ def test_a_global_batch_ends_with_one_sequence_for_each_rank() -> None:
     assert plan.no_further.startswith("8 nodes: train.global_batch_size=32 does not divide by 64 ranks")
 
 
+def test_this_machine_is_not_planned_to_be_several() -> None:
+    plan = planned(["cluster=local", "cluster.peak_tflops=1"])
+    assert (plan.more_nodes, plan.no_further) == ([], "with cluster.backend=local there is one node")
+
+
 def test_a_pipeline_runs_out_of_micro_batches() -> None:
     plan = planned(QWEN)
     assert plan.more_nodes[-1].cause == "bubble" or plan.no_further is None

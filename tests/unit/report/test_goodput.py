@@ -17,6 +17,7 @@ from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput.causes import Cause, Goodput, over_all
 from slurmtrain.report.goodput.history import AttemptTimes, History
 from slurmtrain.report.goodput.run import goodput_of, of_history
+from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
@@ -90,6 +91,40 @@ def test_the_stages_of_the_start_ups_add_up_to_the_start_up(tmp_path: Path) -> N
     assert math.fsum(found.startup_s.values()) == pytest.approx(found.seconds[Cause.STARTUP])
     assert found.startup_s["interpreter and imports"] == 20 and found.startup_s["rendezvous"] == 10
     assert found.startup_s["unfinished"] == 20
+
+
+def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_leads_to(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "train" / "20260101-000000-000aa", backend="local", job_ids=[])
+    files.event(0, "submitted")
+    here: dict[str, Any] = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
+    files.attempt(
+        1, 3, started=4, stepping=9, ended=59, reason="cancelled", verdict="end", first_step=0, last_step=5, **here
+    )
+    files.event(159, "resume asked")
+    files.attempt(
+        2,
+        161,
+        started=162,
+        stepping=166,
+        ended=200,
+        reason="finished",
+        verdict="done",
+        first_step=5,
+        last_step=9,
+        **here,
+    )
+    found = goodput_of(files.run, now=NOW)
+    assert causes(found) == [
+        (1, 0, 9, "startup"),
+        (1, 9, 59, "productive"),
+        (1, 59, 159, "stopped"),
+        (2, 159, 166, "startup"),
+        (2, 166, 200, "productive"),
+    ]
+    assert rounded(found.startup_s) == {"launch": 8 + 6, "restore": 2}
+    assert rounded(found.lost_s) == {"cancelled": 7}
+    (row,) = usage_of([files.run], by=Grouping.NODE, now=NOW).rows  # none of it is missing by node
+    assert row.who == "laptop" and row.goodput.held_s == pytest.approx(found.held_s) == 100
 
 
 def test_the_steps_after_the_last_checkpoint_of_a_run_that_has_ended_for_good_are_lost(tmp_path: Path) -> None:
@@ -224,8 +259,8 @@ def test_a_run_that_died_without_a_word_was_stopped_until_a_person_resumed_it(tm
     ended: dict[str, Any] = {"ended": 9100, "reason": "finished", "verdict": "done"}
     files.attempt(2, 9010, started=9010, stepping=9020, first_step=90, last_step=150, **ended, **jobs[1])
     found = goodput_of(files.run, now=NOW)
-    waits = causes(found)[2:4]
-    assert waits == [(1, 100, 9000, "stopped"), (1, 9000, 9010, "startup" if local else "queue")]
+    launched = [(2, 9000, 9020, "startup")] if local else [(1, 9000, 9010, "queue"), (2, 9010, 9020, "startup")]
+    assert causes(found)[2:-1] == [(1, 100, 9000, "stopped"), *launched]
     assert found.held_s <= 10 + 90 + 10 + 90 and found.lost_s["node failure"] <= 20
 
 

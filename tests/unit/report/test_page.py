@@ -7,15 +7,18 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.cli.completion import _words_of
 from slurmtrain.errors import EXIT_USAGE, UnreadableRecordError
+from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Timeline
 from slurmtrain.report.page.contents import Page
@@ -23,7 +26,9 @@ from slurmtrain.report.page.render import TEMPLATES, render
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.scales import Scale, scale_of, ticks
+from slurmtrain.report.page.sentences import how_far, what_to_do, what_was_lost
 from slurmtrain.report.page.series import Series, m4, trailing_mean
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.support.commands import FakeSlurm
@@ -110,6 +115,44 @@ def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Pa
     ) in words
     assert "3 gpu07 data 1.62 times as long as the others 5.4 % step 2,400 to 2,640" in words
     assert "optim.lr 0.0006 0.003" in words  # what differs from the defaults
+
+
+def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed() -> None:
+    spent = Goodput(seconds={Cause.PRODUCTIVE: 3600.0, Cause.QUEUE: 120.0, Cause.STOPPED: 7200.0})
+    assert what_was_lost(spent).endswith(
+        "In addition, it waited for 2 min in the queue and was stopped for 2 h, until somebody resumed it."
+    )
+
+
+def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path) -> None:
+    run = interrupted_run(runs)
+    facts = replace(read_run(run, now=BEGAN + 1e5), goodput=Goodput(seconds={Cause.STARTUP: 100.0}))
+    said = "100 % of the allocated time went into starting up: requeue.standby_ranks=true shortens restarts in the same job."
+    assert said in what_to_do(facts)  # a restart was in place
+    assert facts.config is not None
+    config = {**facts.config, "cluster": {**facts.config["cluster"], "backend": "local"}}  # where it is refused
+    assert not any("starting up" in each for each in what_to_do(replace(facts, config=config)))
+
+
+def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path) -> None:
+    facts = read_run(interrupted_run(runs), now=BEGAN + 1e5)
+    steps = facts.series["loss"].steps
+    share = Series("communication_share", steps, np.full(len(steps), 0.5))
+    of_ddp = replace(facts, series={**facts.series, share.name: share})
+    assert of_ddp.config is not None
+    parallel = {**of_ddp.config["parallel"], "dp_replicate": 1, "dp_shard": -1}
+    of_fsdp = replace(of_ddp, config={**of_ddp.config, "parallel": parallel})
+    said = "Steps spend 50 % of their time on communication that no computation hides: larger micro batches "
+    ddp, fsdp = (next(each for each in what_to_do(found) if each.startswith(said)) for found in (of_ddp, of_fsdp))
+    assert "sharding" not in ddp and "or sharding only within a node" in fsdp
+
+
+def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
+    facts = read_run(interrupted_run(runs), now=BEGAN + 1e5)
+    why = f"diverged: its samples are {', '.join(map(str, range(1000, 1100)))}. `resume last optim.lr=...` goes on"
+    failed = replace(facts, state=replace(facts.state, status=RunStatus.FAILED, explanation=why))
+    assert what_to_do(failed)[0] == f"It failed: {why}."
+    assert how_far(failed).startswith("It failed and has done 3,000 of 3,000 steps")
 
 
 def test_the_timeline_shows_each_attempt_with_how_it_ended_and_the_restart_in_place(runs: Path) -> None:

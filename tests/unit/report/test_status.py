@@ -941,6 +941,15 @@ def test_the_job_of_a_finished_run_that_is_given_more_steps_has_something_left_t
     now = state(run)
     assert said(now) == ("waiting", True)
     assert now.attempts[0].sentence == "finished after 500 steps, and was then given 900"
+    assert now.attempts[0].reason == "finished"  # nobody has told it to stop: it is no interruption
+
+
+def test_a_finished_run_whose_further_steps_were_never_submitted_is_stopped(make: Make, queue: Queue) -> None:
+    run = make("1")
+    ended(run, "done", reason="finished", last_step=500, job_id="1")
+    attempts.reopen(run, attempts.read_attempt(run, 1), 900)
+    queue({})
+    assert said(state(run)) == ("stopped", False)
 
 
 def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

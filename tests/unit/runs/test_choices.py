@@ -589,6 +589,7 @@ def test_a_disk_that_is_full_after_the_first_job_leaves_no_job_that_is_not_found
     ("words", "said"),
     [
         (["cluster=first", "submit"], "cluster=first names no clusters"),
+        (["+cluster=first", "plan"], "cluster=first names no clusters"),
         ([*TO_TWO, "layout"], "is for `submit` of one run"),
         ([*TO_TWO, "-m", "optim.lr=1e-3,1e-4", "submit"], "is for `submit` of one run"),
         ([*TO_TWO, "render"], "render works with one cluster"),

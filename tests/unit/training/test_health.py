@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.training.health import Action, Health, deviation
+from slurmtrain.training.hooks.nonfinite_guard import skip_sentence
 from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.step_numbers import LAG, NumbersReader, StepNumbers
 from slurmtrain.training.undo import RunningBuffers
@@ -160,3 +162,11 @@ def test_buffers_that_no_step_changes_are_kept_in_the_first_step_alone_also_if_n
         norm(torch.randn(4, 3))
         undo.end_step(None)  # as on the CPU, where it is known at once that the update is made
         assert len(copies) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "goes_back"), [("skip", "; after 5 such steps in a row it goes back to a checkpoint"), ("rollback", "")]
+)
+def test_a_skipped_step_says_how_many_more_are_waited_for_only_if_any_are(choice: str, goes_back: str) -> None:
+    said = skip_sentence(StepNumbers(3, (16, 24), 2.0, math.inf), TrainConfig(on_nonfinite=OnNonfinite(choice)))
+    assert said == f"step 3: loss or gradient norm are not finite, so its update was left out{goes_back}"
