@@ -20,7 +20,14 @@ from slurmtrain.config.checks.requeue import check_requeue, check_watchdog
 from slurmtrain.config.checks.sbatch import check_sbatch, check_strings
 from slurmtrain.config.checks.stage import check_stage
 from slurmtrain.config.checks.sweep import check_sweep
-from slurmtrain.config.checks.training import check_batch, check_built, check_optim, check_our_decoder, check_train
+from slurmtrain.config.checks.training import (
+    check_batch,
+    check_built,
+    check_optim,
+    check_our_decoder,
+    check_schedule,
+    check_train,
+)
 from slurmtrain.config.elastic import at_most, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.launched_program import check_launched, has_launcher
@@ -51,7 +58,7 @@ def validate(config: Config) -> ParallelDims:
     check_lora(config.lora, dims)
     check_adapted_layers(config)
     check_train(config.train)
-    check_optim(config.optim, config.train.steps)
+    check_optim(config.optim)
     check_checkpoint(config)
     check_requeue(config)
     check_sweep(config.sweep, config.search)
@@ -67,6 +74,7 @@ def validate(config: Config) -> ParallelDims:
     if config.job.kind == JobKind.PREPARE:
         check_prepare(config.prepare)
     if config.job.kind == JobKind.TRAIN:
+        check_schedule(config.optim, config.train.steps)
         check_our_decoder(config)
     return dims
 

@@ -29,8 +29,8 @@ def check_train(train: TrainConfig) -> None:
     at_least("train.spike_threshold", train.spike_threshold, 1, why="train.on_spike=ignore looks for no spikes")
 
 
-def check_optim(optim: OptimConfig, steps: int) -> None:
-    """Raise for settings that the optimiser or its schedule cannot take."""
+def check_optim(optim: OptimConfig) -> None:
+    """Raise for settings that the optimiser cannot take."""
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too
         raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
     if not 0 <= optim.min_lr_ratio <= 1:
@@ -39,6 +39,10 @@ def check_optim(optim: OptimConfig, steps: int) -> None:
         raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers from 0 up to but not 1")
     for name in ("warmup_steps", "weight_decay", "grad_clip", "eps"):
         at_least(f"optim.{name}", getattr(optim, name), 0)
+
+
+def check_schedule(optim: OptimConfig, steps: int) -> None:
+    """Raise for a schedule that does not fit into the steps; a program of the user's own has another one."""
     if optim.warmup_steps > steps:
         raise ConfigError(
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}",

@@ -362,9 +362,9 @@ def test_adapters_that_could_not_be_exported_or_laid_out_are_refused_before_anyt
         validate(config)
 
 
-def test_a_command_needs_neither_model_nor_batch() -> None:
+def test_a_command_needs_neither_model_nor_batch_nor_schedule() -> None:
     job = JobConfig(kind=JobKind.COMMAND, command="python x.py --lr '1e-3'")
-    validate(Config(job=job, train=TrainConfig(global_batch_size=7), cluster=ClusterConfig(nodes=3)))
+    validate(Config(job=job, train=TrainConfig(global_batch_size=7, steps=5), cluster=ClusterConfig(nodes=3)))
 
 
 def test_one_word_is_taken_for_a_list_of_one() -> None:
