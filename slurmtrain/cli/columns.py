@@ -58,7 +58,8 @@ def progress_sentence(now: RunState, clock: float) -> str | None:
         return None
     sayings = ("step {}", "loss {}", "valid loss {}", "{} tokens/s", "ends in about {}")
     words = [saying.format(cell) for saying, cell in zip(sayings, progress_cells(now), strict=True) if cell]
-    return f"{', '.join(words)}; logged {roughly(max(0.0, clock - progress.logged))} ago"
+    logged = f"logged {roughly(max(0.0, clock - progress.logged))} ago"
+    return f"{', '.join(words)}; {logged}" if words else logged
 
 
 def remark(now: RunState) -> str:

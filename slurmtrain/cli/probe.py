@@ -36,7 +36,7 @@ from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.resources import shipped
 from slurmtrain.runs.lookup import runs_root
-from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, run_command
+from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient, run_command
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.preemption import preemption_of
 from slurmtrain.slurm.read_facts import read_facts
@@ -97,6 +97,10 @@ def _facts(slurm_conf: str | None) -> ClusterFacts:
         raise ClusterError("there is no `scontrol` on this machine", hint=INSTALL_HINT)
     facts = read_facts(functools.partial(client.glance, within_s=ANSWERS_S))
     if not facts.config:
+        said = client.complaint(["scontrol", "show", "config"])
+        if said is not None:
+            hint = INSTALL_HINT if CONFIG_MISSING in said else "`scontrol ping` says more"
+            raise ClusterError(f"`scontrol show config` failed: {said}", hint=hint)
         raise ClusterError(
             f"SLURM's controller did not answer `scontrol show config` within {ANSWERS_S} s",
             hint="`scontrol ping` says more",

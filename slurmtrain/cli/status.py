@@ -271,7 +271,9 @@ def say_doubts(found: Iterable[RunState]) -> None:
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
     waits = now.status in WAITING
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
-    last = now.step if current else attempt.last_step
+    last = (
+        now.step if current and attempt.started else attempt.last_step
+    )  # before it has begun: a step of an earlier one
     end = attempt.ended or (time.time() if current else None)
     nodes = ",".join(attempt.nodes[:4]) + (f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else "")
     return [

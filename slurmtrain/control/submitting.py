@@ -224,9 +224,28 @@ def client_of(config: Config, others: Iterable[Config] = ()) -> SlurmClient:
 
 def look_at_cluster(config: Config, others: Iterable[Config] = ()) -> tuple[SlurmClient, ClusterFacts]:
     """Do what `client_of` does, and return what SLURM has said of the cluster as well."""
+    client, facts = ask_cluster(config)
+    compare_all(facts, config, others)
+    return client, facts
+
+
+def ask_cluster(config: Config) -> tuple[SlurmClient, ClusterFacts]:
+    """Return the client of a config's cluster, and what SLURM says of it.
+
+    Raises:
+        ClusterError: SLURM is not there.
+    """
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
-    facts = read_facts(client.glance, whole=False)
+    return client, read_facts(client.glance, whole=False)
+
+
+def compare_all(facts: ClusterFacts, config: Config, others: Iterable[Config]) -> None:
+    """Compare what configs ask for with what SLURM says of their cluster, and log warnings.
+
+    Raises:
+        ConfigError: SLURM would refuse a job, or never start it.
+    """
     asking = {repr(each.cluster): each for each in (config, *others)}
     warnings: dict[str, None] = {}  # the same of several points is said once
     for each in islice(asking.values(), MOST_REQUESTS):
@@ -235,7 +254,6 @@ def look_at_cluster(config: Config, others: Iterable[Config] = ()) -> tuple[Slur
     warnings |= dict.fromkeys(look_ahead(config, Path(config.job.runs_dir).expanduser(), facts))
     for warning in warnings:
         log.warning(warning)
-    return client, facts
 
 
 def compare_with_cluster(facts: ClusterFacts, config: Config) -> list[str]:

@@ -28,7 +28,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch.directives import directive, set_aside
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.slurm.answers import NOT_THERE, UNSURE
-from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
+from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import submission_environment
 
 log = logging.getLogger(__name__)
@@ -386,7 +386,7 @@ def refusal(words: str, code: int, call_s: int) -> ClusterError:
 def advice(said: str) -> str:
     """Return what to change, for the most frequent messages of sbatch."""
     for words, hint in {
-        "configuration source": INSTALL_HINT,  # there is neither a slurm.conf nor a controller that hands one out
+        CONFIG_MISSING: INSTALL_HINT,
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
         "partition": "cluster.partition; `sinfo` lists the partitions",
         "qos": "cluster.qos; `sacctmgr show qos` lists them",

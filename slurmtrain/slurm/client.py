@@ -39,6 +39,7 @@ SQUEUE = ("squeue", "--noheader", "--all")
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
+CONFIG_MISSING = "configuration source"  # said where there is neither a slurm.conf nor a controller that hands one out
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
@@ -248,14 +249,22 @@ class SlurmClient:
 
     def glance(self, command: Sequence[str], *, within_s: int = GLANCE_S) -> str | None:
         """Return the output of a command that nothing depends on; None when there is none within a time, in seconds."""
+        answer = self._glance(command, within_s)
+        return answer.stdout if answer is not None and answer.returncode == 0 else None
+
+    def complaint(self, command: Sequence[str]) -> str | None:
+        """Return what a command that `glance` had no output of says is wrong; None when it says nothing for two seconds."""
+        answer = self._glance(command, GLANCE_S)
+        return None if answer is None or answer.returncode == 0 else answer.stderr.strip().rpartition("\n")[2] or None
+
+    def _glance(self, command: Sequence[str], within_s: int) -> subprocess.CompletedProcess[str] | None:
         paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
         if None in paths:
             return None
         try:
-            answer = self._run(["timeout", str(within_s), *command], self._environment)
+            return self._run(["timeout", str(within_s), *command], self._environment)
         except (subprocess.TimeoutExpired, OSError):
             return None
-        return answer.stdout if answer.returncode == 0 else None
 
     def version(self) -> Version | None:
         """Return the release that the controller runs, as in (24, 5); None when it cannot be asked."""

@@ -39,7 +39,7 @@ class RunComparison:
         checkpoint: step of the checkpoint that was compared; None if there is none.
         tensors: the tensors that differ in it, in the order of their names.
         state: names of what else differs in it: counters, the state of a schedule.
-        left: why there are checkpoints that were not compared; None if there are none.
+        left: what was not compared, and why; None if nothing is known of.
     """
 
     steps: Sequence[int] = ()
@@ -55,6 +55,11 @@ class RunComparison:
     def anything_compared(self) -> bool:
         """Whether there was something to compare."""
         return bool(self.steps) or self.checkpoint is not None
+
+    @property
+    def reached(self) -> int:
+        """The last step that was compared."""
+        return max([*self.steps, self.checkpoint or 0], default=0)
 
     @property
     def same_bits(self) -> bool:
@@ -147,6 +152,11 @@ def _values(divergence: Divergence) -> str:
     return f"{divergence.name} {a:.{digits}g} and {b:.{digits}g}"
 
 
+def is_random(name: str) -> bool:
+    """Return whether a value of a checkpoint is the state of random numbers, by its name."""
+    return any(word in name.lower() for word in ("random", "rng"))
+
+
 def likely_causes(found: RunComparison, stopped_at: int | None, tolerance: float = TOLERANCE) -> list[str]:
     """Return what is likely wrong, the likeliest first; nothing if nothing is.
 
@@ -182,13 +192,10 @@ def likely_causes(found: RunComparison, stopped_at: int | None, tolerance: float
             "the learning-rate schedule is not saved, or begins anew",
             "the order of the data is restored to the wrong place: it was read ahead by the loader's workers, for instance",
         ]
-    names = " ".join(each.name.lower() for each in found.tensors)
-    if divergence is None and ("rng" in names or "random" in names):
+    if divergence is None and any(is_random(name) for name in (*(each.name for each in found.tensors), *found.state)):
         causes.append("random state is not restored: it shows as soon as something draws from it (dropout, shuffling)")
-    if divergence is None and "optim" in names:
+    if divergence is None and any("optim" in each.name.lower() for each in found.tensors):
         causes.append("the optimiser's state is not restored, or the schedule of its learning rate")
-    if divergence is None and any("random" in name for name in found.state):
-        causes.append("random state is not restored: it shows as soon as something draws from it (dropout, shuffling)")
-    elif divergence is None and found.state:
+    if divergence is None and any(not is_random(name) for name in found.state):
         causes.append("counters or schedules are not restored, though nothing that was logged shows it yet")
     return causes

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.tensor_difference import TensorDifference
-from slurmtrain.control.drill.comparison import HASH, Log, RunComparison, compare_logs
+from slurmtrain.control.drill.comparison import HASH, Log, RunComparison, compare_logs, is_random
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
@@ -75,11 +75,14 @@ def is_number_or_nan(value: object) -> bool:
     return is_number(value) or (isinstance(value, float) and not isinstance(value, bool))
 
 
-def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = None) -> RunComparison:
+def compare_runs(
+    undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = None, stopped_at: int | None = None
+) -> RunComparison:
     """Compare what two runs have logged, and every tensor of the newest checkpoint that both have.
 
     Args:
         up_to: the last step to compare; None: all.
+        stopped_at: the last step before the resumed one was stopped; None: not known.
     """
     try:
         logs = [log_of(run) for run in (undisturbed, resumed)]
@@ -94,20 +97,48 @@ def compare_runs(undisturbed: RunDir, resumed: RunDir, *, up_to: int | None = No
         return found
     from slurmtrain.checkpoint.difference import differences  # with numpy
 
-    return with_checkpoint(found, common[-1], saved[0][common[-1]], saved[1][common[-1]], differences)
+    return with_checkpoint(found, common[-1], saved[0], saved[1], differences, stopped_at)
 
 
-def with_checkpoint(found: RunComparison, step: int, a: Path, b: Path, differences: Differences) -> RunComparison:
-    """Return a comparison with that of two checkpoints of the same step."""
+def with_checkpoint(
+    found: RunComparison,
+    step: int,
+    undisturbed: Mapping[int, Path],
+    resumed: Mapping[int, Path],
+    differences: Differences,
+    stopped_at: int | None,
+) -> RunComparison:
+    """Return a comparison with that of the checkpoints of a step that both have."""
     try:
-        tensors, state = differences(a, b)
+        tensors, state = differences(undisturbed[step], resumed[step])
+        unseeded = _that_came_through_the_stop(state, step, resumed, differences, stopped_at)
     except CheckpointError as error:
         return dataclasses.replace(found, left=error.message)
-    return dataclasses.replace(found, checkpoint=step, tensors=tuple(tensors), state=tuple(state))
+    state = [name for name in state if name not in unseeded]
+    left = f"random numbers that are not seeded and not used are left out: {', '.join(unseeded)}" if unseeded else None
+    return dataclasses.replace(found, checkpoint=step, tensors=tuple(tensors), state=tuple(state), left=left)
+
+
+def _that_came_through_the_stop(
+    state: Sequence[str], step: int, resumed: Mapping[int, Path], differences: Differences, stopped_at: int | None
+) -> list[str]:
+    """Return the random states that differ only since each start of a program draws other seeds, as Python and NumPy do.
+
+    The one of the resumed run is still what it was before the stop, so it was restored, and nothing has drawn from it.
+    """
+    random = [name for name in state if is_random(name)]
+    before = [each for each in resumed if stopped_at is not None and each <= stopped_at < step]
+    if not random or not before:
+        return []
+    _, changed = differences(resumed[max(before)], resumed[step])
+    return [name for name in random if name not in changed]
 
 
 def with_own_checkpoints(
-    found: RunComparison, undisturbed: Sequence[ProgramCheckpoint], resumed: Sequence[ProgramCheckpoint]
+    found: RunComparison,
+    undisturbed: Sequence[ProgramCheckpoint],
+    resumed: Sequence[ProgramCheckpoint],
+    stopped_at: int | None = None,
 ) -> RunComparison:
     """Return a comparison with that of the newest complete checkpoints of the same step, of a program's own."""
     saved = [
@@ -120,4 +151,4 @@ def with_own_checkpoints(
         return dataclasses.replace(found, left=f"no checkpoint of the same step (the newest: {seen})")
     from slurmtrain.checkpoint.program_tensors import differences  # with torch
 
-    return with_checkpoint(found, common[-1], saved[0][common[-1]], saved[1][common[-1]], differences)
+    return with_checkpoint(found, common[-1], saved[0], saved[1], differences, stopped_at)

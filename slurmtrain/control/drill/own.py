@@ -145,8 +145,14 @@ def judge_own(evidence: OwnEvidence, plan: OwnPlan) -> OwnDrill:
                 "checkpoints (job.checkpoints='out/checkpoint-*')"
             ],
         )
-    passed = same.same_bits or same.within(plan.tolerance)
     after = stopped if resumed is None else resumed
+    if after is not None and same.reached <= after:
+        return dataclasses.replace(
+            known,
+            sentence=f"{story}, and nothing that came after could be compared, only up to step {same.reached}; give it more to "
+            "do (--steps), or stop it earlier (--stop-at, --stop-after)",
+        )
+    passed = same.same_bits or same.within(plan.tolerance)
     return dataclasses.replace(
         known,
         result=Result.PASSED if passed else Result.FAILED,
@@ -221,7 +227,7 @@ def _drill(config: Config, plan: OwnPlan, overrides: Sequence[str], cwd: Path, o
         for name in ("undisturbed", "stopped"):
             its = own_config(config, plan, drill.folder, stopped=name == "stopped")
             drill.runs.append(_start(name, its, overrides, cwd, of, client))
-        stop_and_resume = _StopAndResume(plan, client)
+        stop_and_resume = StopAndResume(plan, client)
         within_s = 60 * plan.within_min - (time.monotonic() - began)
         scratch.follow(drill.runs, stop_and_resume.act, within_s=within_s, is_to_come=stop_and_resume.is_to_resume)
         found = judge_own(_evidence(drill.runs[0], drill.runs[1], stop_and_resume, plan), plan)
@@ -276,7 +282,7 @@ def _own_checkpoints(run_dir: RunDir, config: Config) -> list[ProgramCheckpoint]
     return find_checkpoints(run_dir.program_folders, config.job.checkpoints, config.job.checkpoint_complete)
 
 
-class _StopAndResume:
+class StopAndResume:
     """The stop and the resume of one of the two runs, and the end of programs that have gone far enough."""
 
     def __init__(self, plan: OwnPlan, client: SlurmClient | None):
@@ -340,12 +346,22 @@ class _StopAndResume:
 
     def _end(self, run: Watched) -> None:
         """End a program that has gone as far as it is to be compared."""
-        if run.run_dir.id in self.ended_on_purpose or shown_step(run) < self._plan.steps:
+        if run.run_dir.id in self.ended_on_purpose or not self.is_far_enough(run):
             return
         tries = records.attempts_of(run.run_dir)
         if tries and tries[-1].ended is None:
             stop.cancel(run.run_dir)
             self.ended_on_purpose.add(run.run_dir.id)
+
+    def is_far_enough(self, run: Watched) -> bool:
+        """Return whether a run has done the steps of the plan, and the first one after the stop, too.
+
+        A program that shows steps only by its checkpoints may be far beyond the plan when it is stopped. Only one that logs
+        its steps will certainly be stopped in time.
+        """
+        if self.stopped_at is not None:
+            return shown_step(run) >= max(self._plan.steps, self.stopped_at + 1)
+        return (shown_step(run) if self.resumed else logged_step(run)) >= self._plan.steps
 
 
 def is_due(step: int, plan: OwnPlan, attempt: attempts.Attempt, config: Config, now: float) -> bool:
@@ -369,7 +385,7 @@ def is_due(step: int, plan: OwnPlan, attempt: attempts.Attempt, config: Config, 
 def shown_step(run: Watched) -> int:
     """Return the furthest step that a run shows, in its log or by its checkpoints; 0 if it shows none."""
     try:
-        steps = [reached_step.last_logged_step(run.run_dir), reached_step.newest_checkpoint_step(run.run_dir)]
+        steps = [logged_step(run), reached_step.newest_checkpoint_step(run.run_dir)]
         if run.config.job.checkpoints is not None:
             newest = newest_complete(_own_checkpoints(run.run_dir, run.config))
             steps.append(newest.step if newest is not None else None)
@@ -378,7 +394,15 @@ def shown_step(run: Watched) -> int:
     return max((step for step in steps if step is not None), default=0)
 
 
-def _evidence(undisturbed: Watched, stopped: Watched, stop_and_resume: _StopAndResume, plan: OwnPlan) -> OwnEvidence:
+def logged_step(run: Watched) -> int:
+    """Return the furthest step in the log of a run; 0 if there is none."""
+    try:
+        return reached_step.last_logged_step(run.run_dir) or 0
+    except (UnreadableRecordError, OSError):
+        return 0
+
+
+def _evidence(undisturbed: Watched, stopped: Watched, stop_and_resume: StopAndResume, plan: OwnPlan) -> OwnEvidence:
     """Return what the records say of the two runs."""
     tries = [records.attempts_of(run.run_dir) for run in (undisturbed, stopped)]
 
@@ -405,12 +429,14 @@ def _evidence(undisturbed: Watched, stopped: Watched, stop_and_resume: _StopAndR
         resumed_at = first_step_after(stopped.run_dir, stop_and_resume.lines_before)
     same = None
     if failed is None and why_no_reference is None:
-        command = stopped.config.job.kind == JobKind.COMMAND
-        same = records.compare_runs(undisturbed.run_dir, stopped.run_dir, up_to=plan.steps if command else None)
+        at = stop_and_resume.stopped_at
+        cut = stopped.config.job.kind == JobKind.COMMAND and (at is None or at < plan.steps)
+        same = records.compare_runs(
+            undisturbed.run_dir, stopped.run_dir, up_to=plan.steps if cut else None, stopped_at=at
+        )
         if stopped.config.job.checkpoints is not None:
-            same = records.with_own_checkpoints(
-                same, *(_own_checkpoints(run.run_dir, run.config) for run in (undisturbed, stopped))
-            )
+            saved = [_own_checkpoints(run.run_dir, run.config) for run in (undisturbed, stopped)]
+            same = records.with_own_checkpoints(same, saved[0], saved[1], stopped_at=at)
     return OwnEvidence(
         undisturbed=why_no_reference,
         told=stopped.told_at is not None and stop_and_resume.not_resumed is None,

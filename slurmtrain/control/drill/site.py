@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ from slurmtrain.control.drill.judge import Evidence, Judgement, Result, judge
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors, script_of
 from slurmtrain.control.drill.scratch import Leftovers, Watched
 from slurmtrain.control.drill.ways import Way, site_config, why_not_here
-from slurmtrain.control.submitting import check, look_at_cluster
+from slurmtrain.control.submitting import ask_cluster, check, compare_all
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check.request import with_choices_of_the_shell
@@ -74,10 +75,14 @@ def drill_site(
     facts, client = ClusterFacts(), None
     if config.cluster.backend != Backend.LOCAL:
         config = dataclasses.replace(config, cluster=with_choices_of_the_shell(config.cluster, os.environ))
+        client, facts = ask_cluster(config)
+    node_mb = most_memory_mb(facts, config.cluster.partition)
+    tiny = functools.partial(site_config, config, given=given, leaving_s=leaving_s, node_mb=node_mb)
+    if client is not None:
         # Not the config's own jobs, which are larger, but those of the drill: one node can be too few, too.
-        asking = [site_config(config, way, Path(config.job.runs_dir), given=given, leaving_s=leaving_s) for way in ways]
+        asking = [tiny(way, Path(config.job.runs_dir)) for way in ways]
         try:
-            client, facts = look_at_cluster(asking[0], asking[1:])
+            compare_all(facts, asking[0], asking[1:])
         except ConfigError as error:
             raise ConfigError(f"a tiny job of the drill cannot run: {error.message}", hint=error.hint) from None
     with scratch.drilling(Path(config.job.runs_dir), client) as drill:
@@ -89,8 +94,7 @@ def drill_site(
             *([None] if tried else []),
         ]
         for way in order:
-            its = site_config(config, way, drill.folder, given=given, leaving_s=leaving_s)
-            drill.runs.append(_start(its, way, overrides, cwd, client))
+            drill.runs.append(_start(tiny(way, drill.folder), way, overrides, cwd, client))
         by_way = dict(zip(order, drill.runs, strict=True))
         acting = {run.run_dir.id: way for way, run in by_way.items() if way is not None}
 
@@ -102,6 +106,12 @@ def drill_site(
         judgements = _judge_all(ways, by_way, cannot, facts, within_min)
         drill.keep = keep or any(each.undecided or each.result is Result.FAILED for each in judgements)
     return SiteDrill(judgements, time.monotonic() - began, drill.leftovers)
+
+
+def most_memory_mb(facts: ClusterFacts, partition: str | None) -> int | None:
+    """Return the most memory of a node in a partition (of several: a list with commas), in MB; None: not known."""
+    names = [each.name for each in map(facts.partition, partition.split(",") if partition else [None]) if each]
+    return max((group.memory_mb for name in names for group in facts.nodes_of(name)), default=None)
 
 
 def _start(config: Config, way: Way | None, overrides: Sequence[str], cwd: Path, client: SlurmClient | None) -> Watched:

@@ -68,7 +68,13 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
 
 
 def site_config(
-    config: Config, way: Way | None, folder: Path, *, given: Collection[str], leaving_s: float = 0.0
+    config: Config,
+    way: Way | None,
+    folder: Path,
+    *,
+    given: Collection[str],
+    leaving_s: float = 0.0,
+    node_mb: int | None = None,
 ) -> Config:
     """Return the config of the tiny run of one way; None: of the undisturbed one.
 
@@ -78,6 +84,7 @@ def site_config(
         config: a composed one, with the site's cluster and a tiny model.
         folder: that of the drill, for its runs.
         leaving_s: seconds that the run takes to leave after it was told to, besides its own.
+        node_mb: most memory of a node there, as SLURM sees it: 1 where slurm.conf does not say; None: not known.
     """
     cluster = config.cluster
     if "cluster.nodes" not in given:
@@ -89,7 +96,8 @@ def site_config(
     if "cluster.cpus_per_task" not in given:
         cluster = dataclasses.replace(cluster, cpus_per_task=min(cluster.cpus_per_task, MOST_CPUS))
     most_gb = RANK_GB * cluster.tasks_per_node
-    if cluster.mem_per_node_gb is not None and "cluster.mem_per_node_gb" not in given:
+    has_less = cluster.mem_per_node_gb == 0 and node_mb is not None and node_mb < 1024 * most_gb
+    if cluster.mem_per_node_gb is not None and "cluster.mem_per_node_gb" not in given and not has_less:
         asked_gb = cluster.mem_per_node_gb or most_gb  # 0: all of the node's
         cluster = dataclasses.replace(cluster, mem_per_node_gb=min(asked_gb, most_gb))
     if "cluster.exclusive" not in given:

@@ -58,9 +58,12 @@ def preemption_note(facts: ClusterFacts, partition: Partition, account: str | No
     )
     signal = "the early signal (USR2)" if has_signal else "SIGTERM"
     first = (
-        f"it gets {signal} {grace_s:.0f} s (GraceTime of {of}) before its end" if grace_s else f"GraceTime of {of} is 0"
+        f"it gets {signal} {grace_s:.0f} s (GraceTime of {of}) before its end"
+        if grace_s
+        else f"it gets no warning (GraceTime of {of} is 0)"
     )
-    rest = f", and has {kill_wait:.0f} s more (KillWait) from the last SIGTERM on" if kill_wait is not None else ""
+    more = " more" if grace_s else ""
+    rest = f", and has {kill_wait:.0f} s{more} (KillWait) from the last SIGTERM on" if kill_wait is not None else ""
     tight = " A save has to fit into that, else the last regular checkpoint counts: checkpoint.every_minutes." * (
         (grace_s or 0) + (kill_wait or 0) < 60
     )

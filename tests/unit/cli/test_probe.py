@@ -146,8 +146,19 @@ def test_without_an_answer_of_slurm_nothing_is_written(
     project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["probe", "--no-speed"]) == 1
-    assert "did not answer `scontrol show config`" in capsys.readouterr().err
-    assert not Path("conf").exists()
+    said = capsys.readouterr().err
+    assert "`scontrol show config` failed: scontrol: error: Unable to contact slurm controller" in said
+    assert "`scontrol ping` says more" in said and not Path("conf").exists()
+
+
+def test_a_machine_that_knows_no_cluster_is_not_told_that_the_controller_is_slow(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "scontrol: fatal: Could not establish a configuration source"
+    fake_slurm.command("scontrol", f"echo 'scontrol: error: DNS SRV lookup failed' >&2; echo '{words}' >&2; exit 1")
+    assert main(["probe", "--no-speed"]) == 1
+    said = capsys.readouterr().err
+    assert f"`scontrol show config` failed: {words}" in said and "is this a login node?" in said
 
 
 def test_a_job_that_does_not_suit_the_cluster_is_refused_before_anything_is_created(

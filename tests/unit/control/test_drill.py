@@ -18,18 +18,26 @@ from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.control.drill.comparison import Divergence, RunComparison, compare_logs, describe, likely_causes
-from slurmtrain.control.drill.evidence import from_interruption_on, log_of
+from slurmtrain.control.drill.evidence import from_interruption_on, log_of, with_checkpoint
 from slurmtrain.control.drill.judge import Evidence, Result, judge
-from slurmtrain.control.drill.own import OwnEvidence, OwnPlan, first_step_after, is_due, judge_own, own_config
+from slurmtrain.control.drill.own import (
+    OwnEvidence,
+    OwnPlan,
+    StopAndResume,
+    first_step_after,
+    is_due,
+    judge_own,
+    own_config,
+)
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
 from slurmtrain.control.drill.scratch import Leftovers, Watched, all_leave, drilling, end_all
-from slurmtrain.control.drill.site import interrupt
+from slurmtrain.control.drill.site import interrupt, most_memory_mb
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
 from slurmtrain.errors import NoAnswerError, UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
@@ -392,10 +400,11 @@ def test_a_tensor_that_differs_is_named_with_how_much() -> None:
 
 
 PLAN = OwnPlan()
+LATER = RunComparison(steps=(10, 11), names=("loss",), checkpoint=20)
 
 
 def test_a_run_of_ones_own_is_judged_by_what_it_has_logged_and_saved() -> None:
-    passed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, comparison=SAME), PLAN)
+    passed = judge_own(OwnEvidence(stopped_at=10, resumed_at=10, comparison=LATER), PLAN)
     assert passed.result is Result.PASSED
     assert passed.sentence.startswith(
         "stopped after step 10 and resumed there: the same bits (2 logged steps, every tensor"
@@ -420,13 +429,18 @@ def test_a_run_of_ones_own_is_judged_by_what_it_has_logged_and_saved() -> None:
         (OwnEvidence(finished_first=True), Result.NOT_TRIED, "it had finished before it was told to stop"),
         (OwnEvidence(failed="it was told to stop, and did not begin again"), Result.FAILED, "did not begin again"),
         (OwnEvidence(failed="it could not be told", told=False), Result.NOT_TRIED, "could not be judged"),
-        (OwnEvidence(stopped_at=10, resumed_at=0, comparison=SAME), Result.FAILED, "began anew"),
+        (OwnEvidence(stopped_at=10, resumed_at=0, comparison=LATER), Result.FAILED, "began anew"),
         (
             OwnEvidence(stopped_at=10, resumed_at=10, comparison=RunComparison()),
             Result.NOT_TRIED,
             "nothing could be compared",
         ),
-        (OwnEvidence(stopped_at=10, resumed_at=5, comparison=SAME), Result.PASSED, "resumed at step 5"),
+        (OwnEvidence(stopped_at=10, resumed_at=5, comparison=LATER), Result.PASSED, "resumed at step 5"),
+        (
+            OwnEvidence(stopped_at=20, resumed_at=20, comparison=LATER),
+            Result.NOT_TRIED,
+            "nothing that came after could be compared, only up to step 20",
+        ),
     ],
 )
 def test_other_endings_of_a_run_of_ones_own(given: OwnEvidence, result: Result, words: str) -> None:
@@ -556,6 +570,61 @@ def test_a_job_of_the_drill_is_small_short_and_reaches_out_of_nothing(way: Way |
     assert config.checkpoint.mirror is None and config.hooks.on_finish is None and config.requeue.blame_threshold == 0
     assert config.cluster.exclusive == (way is Way.PREEMPTION)
     assert config.requeue.starts_in_place == (way in (Way.IN_PLACE, None))
+
+
+@pytest.mark.parametrize(("node_mb", "gb"), [(None, 8), (64_000, 8), (4000, 0), (1, 0)])
+def test_a_job_of_the_drill_takes_all_memory_of_a_node_that_has_less_than_it_wants(
+    node_mb: int | None, gb: int
+) -> None:
+    config = compose(["cluster=h100x8", "cluster.mem_per_node_gb=0", *TINY])
+    assert site_config(config, None, Path("/d"), given=(), node_mb=node_mb).cluster.mem_per_node_gb == gb
+
+
+def test_the_most_memory_of_a_node_is_that_of_the_partitions_of_the_job() -> None:
+    groups = tuple(NodeGroup(name, 1, 1, 4, 1, mb) for name, mb in (("low", 1000), ("low", 2000), ("high", 9000)))
+    facts = ClusterFacts(
+        partitions=tuple(Partition(name, default=name == "low") for name in ("low", "high")), groups=groups
+    )
+    assert [most_memory_mb(facts, name) for name in ("low", "low,high", None)] == [2000, 9000, 2000]
+    assert most_memory_mb(ClusterFacts(), None) is None
+
+
+SAVED = {"undisturbed": (20,), "resumed": (10, 20)}
+
+
+def test_random_numbers_that_nobody_seeds_or_uses_are_no_failed_resume(tmp_path: Path) -> None:
+    undisturbed, resumed = ({step: tmp_path / name / str(step) for step in steps} for name, steps in SAVED.items())
+    states = {undisturbed[20]: (1, 7), resumed[10]: (2, 5), resumed[20]: (2, 7)}
+
+    def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
+        pairs = zip(("random.python", "random.torch"), states[a], states[b], strict=True)
+        return [], [name for name, one, other in pairs if one != other]
+
+    found = with_checkpoint(RunComparison(), 20, undisturbed, resumed, differences, 10)
+    assert found.same_bits and "random.python" in describe(found)
+    states[resumed[20]] = (3, 7)  # it has drawn from it since, or it was not restored
+    found = with_checkpoint(RunComparison(), 20, undisturbed, resumed, differences, 10)
+    assert found.state == ("random.python",) and not found.same_bits
+    assert "random state is not restored" in likely_causes(found, 10)[0]
+
+
+@pytest.mark.parametrize("saves_only", [False, True])
+def test_a_program_that_was_stopped_late_goes_on_after_it_is_resumed(tmp_path: Path, saves_only: bool) -> None:
+    run = Watched("stopped", RunDir(tmp_path), compose(["job=command", "job.command='python a.py'"]))
+    stopping = StopAndResume(PLAN, None)
+
+    def shows(step: int) -> bool:
+        if saves_only:
+            folder = run.run_dir.checkpoints / f"checkpoint_{step:07d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "COMPLETE").touch()
+        else:
+            run.run_dir.metrics_file.write_text(f'{{"step": {step}}}\n')
+        return stopping.is_far_enough(run)
+
+    assert shows(61) is not saves_only  # of one that logs its steps, so much is enough for the undisturbed run
+    stopping.resumed, stopping.stopped_at = True, 61
+    assert not shows(61) and shows(62)
 
 
 def test_the_two_runs_of_ones_own_differ_in_nothing_but_the_stop() -> None:
