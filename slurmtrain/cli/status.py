@@ -271,9 +271,8 @@ def say_doubts(found: Iterable[RunState]) -> None:
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
     waits = now.status in WAITING
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
-    last = (
-        now.step if current and attempt.started else attempt.last_step
-    )  # before it has begun: a step of an earlier one
+    # Before it has begun, the run's step is that of an earlier one.
+    last = now.step if current and attempt.started else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
     nodes = ",".join(attempt.nodes[:4]) + (f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else "")
     return [
