@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
+from slurmtrain.config.elastic import extreme_sizes
 from slurmtrain.config.parallel_dims import (
     AXES,
     ParallelDims,
@@ -38,6 +39,18 @@ CHINCHILLA = 20  # tokens for each parameter that use a given amount of computat
 
 
 @dataclass(frozen=True)
+class FewestNodes:
+    """What a rank needs on the fewest nodes of a range, where ranks hold most of a sharded model.
+
+    Attributes:
+        memory: bytes on the GPU of the fullest rank.
+    """
+
+    nodes: int
+    memory: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a config will need and do.
 
@@ -48,6 +61,7 @@ class Plan:
         tokens: tokens to train on, for the cost.
         more_nodes: what becomes of the step on twice the nodes, and twice those, with the same global batch.
         no_further: why no larger size was looked at; None: it was.
+        fewest: the other end of a range of nodes; None: the number of nodes is fixed.
     """
 
     config: Config
@@ -60,6 +74,7 @@ class Plan:
     tokens: int
     more_nodes: list[Doubling]
     no_further: str | None
+    fewest: FewestNodes | None = None
 
     @property
     def nodes(self) -> int:
@@ -150,6 +165,15 @@ def plan_of(
         more_nodes=doublings(sizes),
         no_further=no_further,
     )
+
+
+def fewest_of(asked: Config) -> FewestNodes | None:
+    """Return what a rank needs on the fewest nodes of a config as it was asked for; None: their number is fixed."""
+    if not asked.cluster.node_range.elastic:
+        return None
+    config = next(extreme_sizes(asked))
+    stages = memory_of(config, parallel_dims_of(config)) or []
+    return FewestNodes(config.cluster.node_range.most, max((stage.total for stage in stages), default=math.inf))
 
 
 def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
@@ -16,7 +17,7 @@ from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.planner.fit import in_gb
-from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
+from slurmtrain.planner.plan import Candidate, Plan, check_plannable, fewest_of, plan_of, search
 
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -29,7 +30,7 @@ def main(arguments: Arguments) -> int:
     dims = parallel_dims_of(config)
     check_plannable(config)
     calibration = calibrate(arguments.options["--from"], config) if "--from" in arguments.options else None
-    plan = _plan(config, dims, tokens, calibration)
+    plan = replace(_plan(config, dims, tokens, calibration), fewest=fewest_of(asked))
     found: list[Candidate] | None = None
     if "--search" in arguments.options:
         found = search(config, calibration.measured if calibration else None)

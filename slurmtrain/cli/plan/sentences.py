@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slurmtrain.cli.plan.calibration import Calibration
 from slurmtrain.config.parallel_dims import sequence_lengths
+from slurmtrain.planner.fit import in_gb
 from slurmtrain.planner.hardware import EFFICIENCY
 from slurmtrain.planner.plan import Plan
 from slurmtrain.planner.scaling import WORTH_IT, Doubling, first_not_worth_it
@@ -50,6 +51,15 @@ def nodes_text(nodes: int) -> str:
 def notes_of(plan: Plan, calibration: Calibration | None) -> list[str]:
     """Return what was assumed, and whose rates were taken, in sentences."""
     notes = list(plan.hardware.notes)
+    if plan.fewest is not None:
+        fits = ""
+        if plan.memory_limit is not None and plan.fewest.memory > plan.memory_limit:
+            fits = ", and it does not fit"
+        notes.insert(
+            0,
+            f"this is for {nodes_text(plan.nodes)}; on {plan.fewest.nodes}, the fewest that SLURM may give, a rank has "
+            f"{in_gb(plan.fewest.memory)} GB{fits}",
+        )
     if not sequence_lengths(plan.config.data):
         length = plan.config.model["max_seq_len"]
         notes.append(
