@@ -25,6 +25,7 @@ PACKAGE = Path(slurmtrain.__file__).parent
 # files of other programs: by an unpickler that knows the classes of their metadata alone, or torch's of weights alone.
 PICKLE = {
     "sweep/points.py",
+    "system/chunks.py",
     "data/loading/shared_memory.py",
     "data/loading/workers.py",
     "sweep/hydra_launcher.py",

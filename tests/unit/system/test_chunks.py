@@ -9,14 +9,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.system.chunks import work_in_chunks
+from tests.support.children import children
 
 ME = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(children(ME))
+    yield
+    assert set(children(ME)) <= before
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +37,13 @@ def doubled(items: Sequence[int]) -> tuple[int, list[int]]:
     return os.getpid(), [2 * item for item in items]
 
 
-def slow(items: Sequence[int]) -> tuple[int, list[int]]:
-    time.sleep(0.05)  # so that each process gets some
+def together(folder: Path, items: Sequence[int]) -> tuple[int, list[int]]:
+    """Go on when four processes have begun, so that each of them gets some."""
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(folder)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     return doubled(items)
 
 
@@ -43,23 +57,14 @@ def refused(items: Sequence[int]) -> tuple[int, list[int]]:
     raise ValueError(f"no {items[0]}")
 
 
-def has_children() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return True
-
-
 def everything(parts: Sequence[tuple[int, list[int]]]) -> list[int]:
     return [item for _, part in parts for item in part]
 
 
-def test_the_results_are_in_the_order_of_the_items() -> None:
-    parts = work_in_chunks(slow, range(1000), at_least=10)
+def test_the_results_are_in_the_order_of_the_items(tmp_path: Path) -> None:
+    parts = work_in_chunks(partial(together, tmp_path), range(1000), at_least=10)
     assert everything(parts) == list(range(0, 2000, 2))
     assert len(parts) == 16 and ME in (pids := {pid for pid, _ in parts}) and len(pids) == 4
-    assert not has_children()
 
 
 @pytest.mark.parametrize("count", [0, 1, 19])
@@ -70,7 +75,6 @@ def test_of_few_items_no_process_is_started(count: int) -> None:
 def test_what_killed_processes_leave_this_one_does() -> None:
     parts = work_in_chunks(killed, range(40), at_least=10)
     assert everything(parts) == list(range(0, 80, 2)) and {pid for pid, _ in parts} == {ME}
-    assert not has_children()
 
 
 def unsendable(items: Sequence[int]) -> tuple[int, list[int], Callable[[], None]]:
@@ -105,7 +109,6 @@ def test_where_no_further_process_can_be_started_the_others_do_all(
 
     monkeypatch.setattr(os, "fork", limited)
     assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
-    assert not has_children()
 
 
 def test_no_thread_is_needed_for_which_a_limit_on_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +122,6 @@ def test_no_thread_is_needed_for_which_a_limit_on_processes_may_leave_no_room(mo
 def test_an_error_of_the_work_is_raised_here() -> None:
     with pytest.raises(ValueError, match="no "):
         work_in_chunks(refused, range(40), at_least=10)
-    assert not has_children()
 
 
 WAITING = """
