@@ -58,7 +58,7 @@ def main(verb: str, words: list[str]) -> int:
     since = moment_of(options.since, now) if options.since is not None else None
     runs = _runs(options.name, lookup.runs_root())
     by = Grouping(options.by or (Grouping.USER if options.name is None else Grouping.RUN))
-    with without_garbage_collection():
+    with _without_garbage_collection():
         found = usage_of(runs, by=by, since=since, now=now)
         _print(found, by, since, as_json=options.json)
     return 0
@@ -76,7 +76,7 @@ def _print(found: Usage, by: Grouping, since: float | None, *, as_json: bool) ->
 
 
 @contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Let no garbage collection run: it would visit what is kept of thousands of runs again and again, a sixth of the time."""
     was_on = gc.isenabled()
     gc.disable()

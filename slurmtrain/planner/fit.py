@@ -243,15 +243,16 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
         if config.lora.r and dims.tp * dims.pp > 1:  # which adapters do not go with
             continue
         ways = sorted(_ways(config, dims), key=lambda way: (len(way[1]), way[0]))
-        if _most(ways[-1][2], dims) > limit:  # the change that needs least memory
+        if most_bytes(ways[-1][2], dims) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
-            if (total := _most(changed, dims)) <= limit:
+            if (total := most_bytes(changed, dims)) <= limit:
                 yield [*more, *as_overrides(dims, config).split(), *further], total
                 break
 
 
-def _most(config: Config, dims: ParallelDims) -> float:
+def most_bytes(config: Config, dims: ParallelDims) -> float:
+    """Return the bytes on the GPU of the fullest rank, by arithmetic; infinity if the sizes of the model are not known."""
     return max((stage.total for stage in memory_of(config, dims) or []), default=math.inf)
 
 

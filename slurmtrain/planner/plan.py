@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
-from slurmtrain.config.elastic import extreme_sizes
+from slurmtrain.config.elastic import extreme_sizes, usable_sizes
 from slurmtrain.config.parallel_dims import (
     AXES,
     ParallelDims,
@@ -23,7 +23,7 @@ from slurmtrain.config.parallel_dims import (
 from slurmtrain.config.schema import Config
 from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of
+from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of, most_bytes
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.saving import Saving, saving_of
@@ -61,7 +61,7 @@ class Plan:
         tokens: tokens to train on, for the cost.
         more_nodes: what becomes of the step on twice the nodes, and twice those, with the same global batch.
         no_further: why no larger size was looked at; None: it was.
-        fewest: the other end of a range of nodes; None: the number of nodes is fixed.
+        fewest: the other end of a range of nodes; None: only one number of them can be used.
     """
 
     config: Config
@@ -168,12 +168,11 @@ def plan_of(
 
 
 def fewest_of(asked: Config) -> FewestNodes | None:
-    """Return what a rank needs on the fewest nodes of a config as it was asked for; None: their number is fixed."""
-    if not asked.cluster.node_range.elastic:
+    """Return what a rank needs on the fewest nodes of a config as it was asked for; None: only one number can be used."""
+    if len(usable_sizes(asked)) == 1:
         return None
     config = next(extreme_sizes(asked))
-    stages = memory_of(config, parallel_dims_of(config)) or []
-    return FewestNodes(config.cluster.node_range.most, max((stage.total for stage in stages), default=math.inf))
+    return FewestNodes(config.cluster.node_range.most, most_bytes(config, parallel_dims_of(config)))
 
 
 def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:

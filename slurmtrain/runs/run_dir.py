@@ -456,7 +456,4 @@ class RunDir:
 
 
 def _is_event(value: object) -> bool:
-    if type(value) is not dict or type(value.get("event")) is not str:
-        return False
-    moment = value.get("time")
-    return (type(moment) is float and 0 <= moment < records.LATEST) or records.is_time(moment)  # without a call, mostly
+    return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))

@@ -1,4 +1,4 @@
-"""Reading many small files by several processes of this machine: a shared file system answers each of them later than one."""
+"""Work on many items by several processes of this machine, such as reading the files of thousands of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from slurmtrain.system.parent_death import end_with_parent
+from slurmtrain.system.parent_death import be_killed_with
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -103,13 +103,12 @@ def _help(
     """Be a helper. It ends with its parent, whatever ends that, leaves Ctrl-C to it, and errors of the work, too."""
     code = 1
     try:
-        end_with_parent(signal.SIGKILL)
+        be_killed_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if os.getppid() == parent:
-            found = {number: work(chunks[number]) for number in _taken(numbers)}
-            with open(writing, "wb") as pipe:
-                pipe.write(pickle.dumps(found))
-            code = 0
+        found = {number: work(chunks[number]) for number in _taken(numbers)}
+        with open(writing, "wb") as pipe:
+            pipe.write(pickle.dumps(found))
+        code = 0
     finally:
         os._exit(code)
 

@@ -57,7 +57,7 @@ def notes_of(plan: Plan, calibration: Calibration | None) -> list[str]:
             fits = ", and it does not fit"
         notes.insert(
             0,
-            f"this is for {nodes_text(plan.nodes)}; on {plan.fewest.nodes}, the fewest that SLURM may give, a rank has "
+            f"the plan is for {nodes_text(plan.nodes)}; on {plan.fewest.nodes}, the fewest that SLURM may give, a rank has "
             f"{in_gb(plan.fewest.memory)} GB{fits}",
         )
     if not sequence_lengths(plan.config.data):

@@ -288,7 +288,7 @@ def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
     for name, now in mine.items():
         was = there.get(name)
         if was != now and name in _CONTENTS:
-            return f"{_CONTENTS[name]} is another one: sha256 {was or 'of none'}, now {now or 'of none'}"
+            return f"{_CONTENTS[name]} is another one: its sha256 was {was or 'none'}, now {now or 'none'}"
         if was != now:
             return f"{name} was {was}, now {now}"
     return None

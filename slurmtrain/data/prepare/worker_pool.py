@@ -7,7 +7,6 @@ which then kills the processes: finished units are kept, and units that were beg
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -24,9 +23,9 @@ from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import Task, UnitProgress, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
+from slurmtrain.system.parent_death import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 
-PR_SET_PDEATHSIG = 1
 MAX_LEADING_BAD_RECORDS = 100  # bad records before the first good one
 
 
@@ -233,7 +232,7 @@ def _start_worker(task: Task) -> _Worker:
 
 def _serve(connection: Connection, task: Task, parent: int) -> None:
     """Run a process of the pool: prepare each unit that comes over the connection."""
-    _end_with(parent)
+    be_killed_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the worker processes are the parallelism
     try:
         tokenizer, _ = load_tokenizer(task.settings.tokenizer)
@@ -246,10 +245,3 @@ def _serve(connection: Connection, task: Task, parent: int) -> None:
             connection.send(record)
     except SlurmtrainError as error:
         connection.send(error)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when the process `parent` ends, even when that one is killed itself."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
-        os._exit(1)

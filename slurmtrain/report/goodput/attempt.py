@@ -117,17 +117,17 @@ def _inside_of_training(
         found = overlay(found, _lost(record, events, stepping, left), only=Cause.PRODUCTIVE)
     last_save = _step(leaving) if leaving is not None else None
     saves: list[Stretch] = []
-    finite, cause = records.finite, Cause.CHECKPOINT
-    for event in events.get(Event.CHECKPOINT, ()):  # thousands of them, so that each call counts
-        seconds = finite(event.get("seconds"))
-        # Nothing else is done meanwhile.
-        stall = seconds if last_save is not None and event.get("step") == last_save else finite(event.get("stall_s"))
+    finite = records.finite
+    for event in events.get(Event.CHECKPOINT, ()):
+        seconds, stall = finite(event.get("seconds")), finite(event.get("stall_s"))
+        if last_save is not None and event.get("step") == last_save:
+            stall = seconds  # nothing else is done meanwhile
         if seconds is not None and stall is not None and stall > 0:
             start = event["time"] - seconds
             until = start + stall
-            start, until = start if start > stepping else stepping, until if until < end else end  # as `clamp`
+            start, until = max(start, stepping), min(until, end)  # as `clamp`, for thousands of them
             if start < until:
-                saves.append((start, until, cause, ""))
+                saves.append((start, until, Cause.CHECKPOINT, ""))
     evaluations: list[Stretch] = []
     for event in events.get(Event.EVALUATED, ()):
         seconds, at = records.finite(event.get("seconds")) or 0.0, float(event["time"])

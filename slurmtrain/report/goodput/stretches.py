@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +33,10 @@ def times_of(events: Events, name: Event) -> list[float]:
 
 def lengths(inside: Iterable[Stretch]) -> dict[tuple[Cause, str], float]:
     """Return the seconds of each cause, and why they were lost."""
-    found = defaultdict[tuple[Cause, str], float](float)
+    found: dict[tuple[Cause, str], float] = {}
     for start, end, cause, because in inside:
-        found[cause, because] += end - start
+        key = cause, because
+        found[key] = found.get(key, 0.0) + (end - start)
     return found
 
 
@@ -44,10 +44,7 @@ def overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | None
     """Return `base` with the stretches of `layer` painted over it, or only over one cause of it."""
     over: list[Stretch] = []
     reached = -math.inf
-    layers = sorted(layer)
-    if not layers:
-        return base
-    for each in layers:
+    for each in sorted(layer):
         start, end, cause, because = each
         if start < reached:
             start = reached
@@ -68,12 +65,9 @@ def overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | None
                 begin, until, painted, why = over[index]
                 if begin >= end:
                     break
-                if until > end:
-                    until = end
+                begin, until = max(at, begin), min(end, until)
                 if begin > at:
                     found.append((at, begin, cause, because))
-                else:
-                    begin = at
                 if until > begin:
                     found.append((begin, until, painted, why))
                     at = until

@@ -270,6 +270,6 @@ def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too(capsys: pytest
     words = ["+cluster=h100x8", "model=llama3_70b", "parallel=fsdp", "train.global_batch_size=512"]
     text = " ".join(said([*words, "cluster.nodes=2-16"], capsys).split())
     assert "77.8 GB of 79.0 on a rank" in text
-    note = "this is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
+    note = "the plan is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
     assert note in text
     assert "the fewest" not in said([*words, "cluster.nodes=16"], capsys)

@@ -458,7 +458,8 @@ def test_another_template_makes_another_data_set(tmp_path: Path) -> None:
     record = {"prompt": "a", "completion": "b"}
     output = prepare(tmp_path, [record], chat_template="chatml")
     with pytest.raises(
-        ConfigError, match=r"the chat template \(prepare\.chat_template\) is another one: sha256 \w{64}, now of none"
+        ConfigError,
+        match=r"the chat template \(prepare\.chat_template\) is another one: its sha256 was \w{64}, now none",
     ):
         prepare_files(tmp_path / "raw.jsonl", output, chat_template="none")
     manifest = read_manifest(output)

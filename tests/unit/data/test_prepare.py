@@ -710,7 +710,9 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
             plan_of(tmp_path / "a.txt", tmp_path / "out", **settings)
         assert differs in refused.value.message
     shutil.copy(second, first)
-    with pytest.raises(ConfigError, match=f"tokenizer's file is another one: sha256 {digests[0]}, now {digests[1]}"):
+    with pytest.raises(
+        ConfigError, match=f"tokenizer's file is another one: its sha256 was {digests[0]}, now {digests[1]}"
+    ):
         plan_of(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), **ranks)
     with pytest.raises(ConfigError, match=r"the input b.txt is new"):
         plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
