@@ -103,6 +103,27 @@ def test_other_optimizers_are_restored_as_well(tmp_path: Path) -> None:
     assert_equal_state(optimizer, fresh_optimizer)
 
 
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
+@pytest.mark.parametrize("here", [True, False])
+def test_how_a_step_is_computed_is_this_runs_choice_and_not_the_checkpoints(
+    tmp_path: Path, name: str, here: bool
+) -> None:
+    """A checkpoint of a run on GPUs, with fused=True, continues on a device or in a layout without that."""
+
+    def make(value: bool, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = trained(steps=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        optimizer.param_groups[0][name] = value
+        return model, optimizer
+
+    model, optimizer = make(not here, lr=0.25)
+    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer).result()
+    model, optimizer = make(here, lr=0.5)
+    Checkpointer(tmp_path).restore(model=model, optimizer=optimizer)
+    (group,) = optimizer.param_groups
+    assert (group[name], group["lr"]) == (here, 0.25)
+
+
 @pytest.mark.parametrize(
     "value",
     [
