@@ -194,7 +194,9 @@ class Project:
     path: Path
     cluster: Cluster
 
-    def submit(self, *overrides: str, nodes: str | None = None, small: bool = True, words: tuple[str, ...] = ()) -> Run:
+    def submit(
+        self, *overrides: str, nodes: str | None = None, small: bool = True, words: tuple[str, ...] = (), **env: str
+    ) -> Run:
         """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other; `words` are options."""
         line = [
             "+cluster=sandbox",
@@ -207,7 +209,7 @@ class Project:
             "submit",
             *words,
         ]
-        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path)
+        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path, env=env)
         assert "submitted run" in done.stdout, done.stdout + done.stderr
         path = next(line.strip() for line in done.stdout.splitlines() if line.startswith("  /"))
         return Run(RunDir(Path(path)), self.cluster, self.path)
