@@ -297,9 +297,7 @@ def test_a_requeue_that_fails_loses_no_run(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int, jobs: int
 ) -> None:
     with_failing_requeue(tmp_path / "bin", monkeypatch, times=times)
-    run = project.submit(
-        "job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, "cluster.cpus_per_task=1", small=False
-    )
+    run = project.submit("job=command", two_lives(tmp_path), *ONE, "cluster.cpus_per_task=1", small=False)
     last = run.wait_for_end()
     assert (last.number, last.reason) == (2, "finished"), run.logs()
     assert len(run.run_dir.info()["job_ids"]) == jobs and int((tmp_path / "bin" / "left").read_text()) < times
@@ -314,7 +312,7 @@ def test_a_run_that_is_cancelled_just_before_its_requeue_stays_cancelled(
     wrapper = tmp_path / "bin" / "scontrol"
     cancel = f'[ "$1" != requeue ] || ({PYTHON} -m slurmtrain cancel "$(dirname "$PWD")") >{tmp_path}/said 2>&1\nexec'
     wrapper.write_text(wrapper.read_text().replace("exec", cancel))
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run = project.submit("job=command", two_lives(tmp_path), *ONE, small=False)
     run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "end", "cancelled")
     run.cluster.wait_for(run.job_id, "CANCELLED")
     assert len(run.attempts()) == 1 and "cancelled by `cancel RUN`" in (run.attempts()[0].sentence or ""), run.logs()
@@ -327,7 +325,7 @@ def test_a_bare_scancel_just_before_the_requeue_is_not_undone(
     with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
     wrapper = tmp_path / "bin" / "scontrol"
     wrapper.write_text(wrapper.read_text().replace("exec", '[ "$1" != requeue ] || scancel "${!#}"\nexec'))
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run = project.submit("job=command", two_lives(tmp_path), *ONE, small=False)
     run.cluster.wait_for(run.job_id, "CANCELLED")
     (only,) = run.attempts()
     assert only.verdict == "end" and "cancelled by scancel" in (only.sentence or ""), run.logs()
@@ -361,7 +359,6 @@ def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_el
         "job=command",
         two_lives(tmp_path),
         "cluster.setup=['test ! -e $SLURMTRAIN_RUN_DIR/bad-$SLURMD_NODENAME']",
-        "requeue.restart_delay_s=1",
         *ONE,
         small=False,
     )
@@ -382,7 +379,7 @@ def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out_until
         '[ "$SLURMD_NODENAME" = "$(cat bad)" ] && [ "$SLURMTRAIN_ATTEMPT" -lt 4 ] && exit 3\n'
         f'[ "$SLURMTRAIN_ATTEMPT" -gt 3 ] && exit 0; until [ -e {tmp_path}/go ]; do sleep 0.1; done; exit 75\n'
     )
-    words = [f"job.command='bash {tmp_path}/program'", "requeue.restart_delay_s=1", *ONE]
+    words = [f"job.command='bash {tmp_path}/program'", *ONE]
     run = project.submit("job=command", *words, "requeue.max_attempts_without_progress=2", small=False)
     run.wait_until(lambda: len(run.attempts()) == 3 and bool(run.attempts()[2].nodes), "started elsewhere")
     (bad,) = run.attempts()[0].nodes
@@ -425,7 +422,7 @@ def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one
     """The step that looks after the node of the batch script outlives a TERM to all steps, at which it looks at once."""
     (tmp_path / "program").write_text(f"trap '' TERM; until [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
     program = f"job.command='bash {tmp_path}/program'"
-    words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1", "requeue.restart_delay_s=1"]
+    words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1"]
     run = project.submit("job=command", program, *words, *WITH_GPUS, small=False)
     run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
     cluster, first = run.cluster, run.cluster.job(run.job_id)["BatchHost"]
@@ -488,7 +485,7 @@ exec {shutil.which("mkdir")} "$@"
     )
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run = project.submit("job=command", two_lives(tmp_path), *ONE, small=False)
     last = run.wait_for_end()
     first = run.attempts()[0]
     assert (last.number, last.reason) == (2, "finished"), run.logs()
