@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -285,12 +283,6 @@ def test_checkpoints_do_not_depend_on_the_wrapper() -> None:
     module = nn.Linear(2, 2)
     assert unwrap(module) is module
     assert state.flatten({"model": module})[0].keys() == {"model.weight", "model.bias"}
-
-
-def test_everything_but_tensors_is_json() -> None:
-    model, optimizer = trained()
-    _, plain = state.flatten({"model": model, "optimizer": optimizer, "own": Own(OrderedDict(a=(1, 2)))})
-    json.dumps(plain)
 
 
 def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
