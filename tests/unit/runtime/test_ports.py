@@ -49,7 +49,7 @@ def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_sta
         taken = str(somebody.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", taken)
-        once = ("cluster.tasks_per_node=2", "requeue.max_attempts_without_progress=1")
+        once = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=1", "requeue.max_attempts_without_progress=1")
         code, said = ended(start(project, "touch started", *once))
     assert code == 1 and not (project / "started").exists()
     assert f"MASTER_PORT={taken} from the environment is in use on" in said and "unset MASTER_ADDR" in said
