@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_tensors
 from tests.support.reading import checkpoint_tensors
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 WORDS = ["lora.r=4", "lora.dropout=0.1", "train.steps=6", "train.eval_every=0", "checkpoint.every_steps=0"]
 
