@@ -355,11 +355,8 @@ def test_a_rank_without_handlers_yet_survives_the_signal_and_obeys_it(project: P
     assert events(run, "restored") == []  # told to stop before the first step: nothing to save, nothing lost
 
 
-def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(
-    user_signal_sandbox: Cluster, tmp_path: Path
-) -> None:
-    project = make_project(tmp_path / "project", user_signal_sandbox)
-    run = project.submit(*LONG, "cluster.nodes=1", "cluster.tasks_per_node=1")
+def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(user_signal: Cluster, tmp_path: Path) -> None:
+    run = make_project(tmp_path / "project", user_signal).submit(*LONG, "cluster.nodes=1", "cluster.tasks_per_node=1")
     run.wait_for_step(7)
     run.preempt_by_high()
     run.finish()
