@@ -24,10 +24,10 @@ from slurmtrain.parallel.sharded import build_mesh, sequence_group
 from slurmtrain.runtime import rendezvous
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
-from slurmtrain.runtime.rendezvous import StopDuringStartError
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
 from slurmtrain.system import process, signals
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.signals import StopDuringStartError
 from tests.support.children import descendants
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
