@@ -81,7 +81,7 @@ def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experim
     bundle = unpacked.enter_context(unbundle.opened(Path(arguments.options["--from"]).expanduser()))
     config_dir = arguments.options.get("--config-dir")
     config, dims = unbundle.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
-    source = unbundle.source_of(bundle)
+    source = bundle.code
     unbundle.tell_differences(bundle, config)
     overrides = [*bundle.manifest["overrides"], *arguments.overrides]
     return _Experiment(config, dims, overrides, source, bundle.workdir or current_folder())

@@ -481,5 +481,3 @@ VERBS: dict[str, Verb] = {
         hidden=True,
     ),
 }
-# The batch scripts of runs that earlier versions have submitted call them by these names.
-VERBS |= {"settle": VERBS["finish-attempt"], "begin": VERBS["begin-attempt"], "again": VERBS["resubmit"]}

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from typing import Any
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config, JobConfig
@@ -45,7 +43,7 @@ from slurmtrain.launch.bundle_format import (
     some,
     with_digest,
 )
-from slurmtrain.launch.changes import changed, schema_version_of
+from slurmtrain.launch.changes import changed
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.runs.code_record import CodeRecord
@@ -371,19 +369,6 @@ def config_of(
                 hint="such as optim.lr=1e-4, or +cluster=NAME",
             )
     return changed(config, others, cwd, fixed=())
-
-
-def source_of(bundle: Bundle) -> CodeSource | None:
-    """Return what the new run's snapshot is made of; the bundle's own slurmtrain only if it reads configs of this one."""
-    source = bundle.code
-    if source is None:
-        return None
-    assert source.root is not None
-    own = schema_version_of(source.root)
-    if own is not None and own != SCHEMA_VERSION:
-        log.warning("the bundle's own slurmtrain has another config format, so this one is used instead")
-        shutil.rmtree(source.root / "slurmtrain")
-    return source
 
 
 def tell_differences(bundle: Bundle, config: Config) -> None:

@@ -27,9 +27,9 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.families import HUGGING_FACE, hugging_face_name, with_sizes
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
-from slurmtrain.earlier_names import DECODER
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.pretrained import load_pretrained
+from slurmtrain.our_decoder import DECODER
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext

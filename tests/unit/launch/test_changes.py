@@ -17,7 +17,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
+from slurmtrain.errors import EXIT_USAGE, UsageError
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.changes import changed
 from slurmtrain.launch.next_change import updates
@@ -291,20 +291,6 @@ def test_resume_with_other_nodes_and_more_steps(
     (event,) = [event for event in waiting.events() if event["event"] == "changed"]
     assert event["changed"] == {"cluster.nodes": [4, 2], "train.steps": [steps, steps + 100]}
     assert waiting.changed_keys() == {"cluster.nodes", "train.steps"}  # which its checkpoints may differ in
-
-
-def test_a_run_whose_code_is_older_than_its_new_config_is_refused_before_anything_changes(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_slurm.command("squeue", "exit 0")
-    package = waiting.code / "slurmtrain" / "config"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "migrations.py").write_text("SCHEMA_VERSION = 1\n")
-    before = waiting.config_file.read_text()
-    assert main(["resume", waiting.id, "cluster.nodes=2"]) == EXIT_CONFIG
-    assert "holds an older slurmtrain" in (told := capsys.readouterr().err) and "--code" in told
-    assert waiting.config_file.read_text() == before and len(fake_slurm.submitted) == 1
-    assert main(["resume", waiting.id]) == 0  # as it is, it goes on
 
 
 def test_resume_refuses_what_its_checkpoints_do_not_stand_for(
