@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import logs, redaction
 from tests.support.commands import Cli, FakeSlurm
+from tests.support.fake_slurm import FakeSlurm as StatefulFakeSlurm
 from tests.support.stranger import Stranger, a_stranger
 
 # A loaded machine is no failure.
@@ -140,6 +141,14 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     )
     for name in ("scontrol", "squeue", "scancel", "srun"):
         fake.command(name, f'echo "{name}: error: Unable to contact slurm controller" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
+    return fake
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatefulFakeSlurm:
+    """SLURM's commands, with jobs that are kept from 101 on."""
+    fake = StatefulFakeSlurm.install(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
     return fake
 
