@@ -97,8 +97,6 @@ def golden_of(name: str) -> tuple[Config, JobPaths]:
         return config_of("cluster=a100x4  requeue.standby_ranks=true"), PATHS
     if name == "stage":
         return config_of(STAGE), PATHS
-    if name == "first":
-        return config_of("cluster=a100x4"), replace(PATHS, choice="a100x4")
     if name in ("resubmit", "chain"):
         return config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS
     return config_of(f"cluster={name}"), PATHS
@@ -680,18 +678,6 @@ def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
 ) -> None:
     run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', verbs=verbs, SLURM_RESTART_COUNT="1")
     assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
-
-
-@pytest.mark.parametrize(("word", "code", "begins"), [("taken", 0, True), ("leave", 0, False), ("", 1, False)])
-def test_of_several_jobs_of_a_run_only_the_one_that_has_taken_it_claims_an_attempt(
-    run_dir: Path, tmp_path: Path, word: str, code: int, begins: bool
-) -> None:
-    python = str(tmp_path / "bin" / "slurmtrain-python")
-    script = render_script(Config(), JobPaths([run_dir], "code", python, choice="here"))
-    verbs = f'[ "$3 $5" = "take-run here" ] && echo {word}'
-    done = run_script(script, tmp_path, srun='touch "$here/../started"', verbs=verbs)
-    assert (done.returncode, (tmp_path / "started").exists()) == (code, begins), done.stderr
-    assert bool(list((run_dir / "attempts").iterdir())) == begins and scontrol_calls(tmp_path) == []
 
 
 def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
