@@ -30,13 +30,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Their tests take longest, and so are begun first.
-LONG = ("slurm", "faults", "distributed")
+LONG = ("slurm", "distributed", "faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist hand out files in their order here: its own begins those with few tests last, among them the longest."""
+    """Let xdist hand out groups in their order here: its own begins those with few tests last, among them the longest."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process of xdist")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """All tests of a real SLURM run in one process and share its sandbox; elsewhere, those of a file run in one process."""
+    path = item.path.relative_to(Path(__file__).parent)
+    item.add_marker(pytest.mark.xdist_group("slurm" if path.parts[0] == "slurm" else str(path)))
 
 
 @pytest.hookimpl(trylast=True)

@@ -468,12 +468,6 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.batch.begin_attempt",
         hidden=True,
     ),
-    "take-run": Verb(
-        "take-run RUN_DIRECTORY CHOICE",
-        "for the batch script: check whether this is the first job of cluster.choices to start",
-        "slurmtrain.cli.batch.take_run",
-        hidden=True,
-    ),
     "stage": Verb(
         "stage RUN_DIRECTORY ...",
         "for the batch script: copy code, environment and data to the nodes of a job",

@@ -71,7 +71,6 @@ ADDED: dict[str, Any] = {
     "search": dataclasses.asdict(SearchConfig()),
     "preflight": dataclasses.asdict(PreflightConfig()),
     "cluster.port_range": None,
-    "cluster.choices": [],
     "cluster.compile_cache": None,
     "cluster.switches": None,
     "cluster.switches_wait_min": None,

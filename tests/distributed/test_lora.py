@@ -22,8 +22,6 @@ from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_tensors
 from tests.support.reading import checkpoint_tensors
 
-pytest.importorskip("peft")
-
 WORDS = ["lora.r=4", "lora.dropout=0.1", "train.steps=6", "train.eval_every=0", "checkpoint.every_steps=0"]
 
 
@@ -112,7 +110,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("group", ["hf", "huggingface"])
 def test_adapters_beside_read_weights_are_exported_merged_and_alone(group: str, tmp_path: Path) -> None:
     """transformers computes from both folders what the model computes that was trained, and the base stays as it was."""
-    import peft
+    peft = pytest.importorskip("peft")
 
     base = tmp_path / "base"
     theirs.save("qwen2_5", base, vocab_size=256)

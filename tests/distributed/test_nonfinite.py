@@ -36,11 +36,11 @@ LENGTH = 64
 class Samples:
     """Sequences of random tokens below 128; `poisoned` ones begin with POISON."""
 
-    def __init__(self, poisoned: Sequence[int]):
-        self._poisoned = set(poisoned)
+    def __init__(self, poisoned: Sequence[int], length: int = 4096):
+        self._poisoned, self._length = set(poisoned), length
 
     def __len__(self) -> int:
-        return 4096
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(128, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
@@ -53,7 +53,7 @@ class PoisonedData:
     """As a `data._target_`."""
 
     def __init__(self, poisoned: Sequence[int] = (), **ignored: Any):
-        self.train, self.valid = Samples(poisoned), Samples([])
+        self.train, self.valid = Samples(poisoned), Samples([], length=8)
 
 
 class Fragile(Decoder):
@@ -154,6 +154,7 @@ def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
     gloo_ranks: GlooRanks, tmp_path: Path, layout: str
 ) -> None:
     ranks, words = LAYOUTS[layout]
+    words = [*words, "train.steps=9"]
     # What PowerSGD has put off is brought back, too, for which it has to be told.
     bad, good = [*poisoned(6), *words], [*without_updates(6, ask=layout == "PowerSGD"), *words]
     if ranks == 1:

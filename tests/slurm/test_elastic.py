@@ -30,6 +30,7 @@ class Seen(Paced):
         return super().forward(tokens)
 """
 SAME = [
+    "cluster.exclude='n[4-7]'",  # four nodes are all that there are, or there would be others for those that are lost
     "model._target_=seen.Seen",
     "model.dropout=0.0",  # whose masks depend on the rank
     f"train.steps={STEPS}",

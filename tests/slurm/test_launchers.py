@@ -100,7 +100,7 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(
     if not installed("deepspeed" if launcher == "deepspeed" else launcher.replace("torchrun", "torch")):
         pytest.skip(f"{launcher} is not installed")
     sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    again = ["requeue.restart_delay_s=0", "job.snapshot=none"]
+    again = ["job.snapshot=none"]
     again += ["job.checkpoints='out/checkpoint-*'", "job.checkpoint_complete=trainer_state.json"]
     run = project.submit(f"job.launcher={launcher}", *sizes, *again, *more, small=False, words=("--", *words))
     ranks = range(4)
@@ -148,7 +148,6 @@ def test_an_own_loop_with_our_lines_stops_and_resumes_under_a_launcher(project: 
     words = [launcher, "--no_local_rank"] if launcher == "deepspeed" else []
     run = project.submit(
         f"job.launcher={launcher}",
-        "requeue.restart_delay_s=0",
         *sizes,
         small=False,
         words=("--", *words, "own_loop.py", "--pause", "0.1"),
@@ -165,7 +164,7 @@ def test_an_own_loop_with_our_lines_stops_and_resumes_under_a_launcher(project: 
 @pytest.mark.slow
 def test_a_process_that_crashes_starts_all_nodes_again_together_and_is_named(project: Project) -> None:
     sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    shown = ["job.checkpoints='out/checkpoint-*'", "job.launcher=torchrun", "requeue.restart_delay_s=0"]
+    shown = ["job.checkpoints='out/checkpoint-*'", "job.launcher=torchrun"]
     run = project.submit(*shown, *sizes, small=False, words=("--", "train.py", "--crash"))
     run.wait_for_end()
     first, second = run.attempts()

@@ -32,7 +32,6 @@ def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_fi
     (project.path / "sitecustomize.py").write_text(OTHER_PACKAGES)
     run = project.submit(
         *("cluster.nodes=3", "cluster.tasks_per_node=1", "train.steps=4", "train.global_batch_size=12"),
-        "requeue.restart_delay_s=1",
     )
     run.finish()
     first, *_, last = run.attempts()

@@ -450,8 +450,8 @@ def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper:
 
 
 def test_what_slurm_would_refuse_in_one_array_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
-    said = sweeper.cli(*sweeper.words("cluster.nodes=1,8", "train.seed=1,2", LATER), check=False)
-    assert "partition low has 4 nodes, and the job needs 8" in said
+    said = sweeper.cli(*sweeper.words("cluster.nodes=1,16", "train.seed=1,2", LATER), check=False)
+    assert "partition low has 8 nodes, and the job needs 16" in said
     assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
     said = sweeper.cli(
         *sweeper.words("cluster.nodes=1,2", "train.seed=1,2", LATER, "+cluster.sbatch.licenses=none"), check=False

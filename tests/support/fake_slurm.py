@@ -243,6 +243,11 @@ class FakeSlurm:
             self.change(element, state="FAILED" if process.returncode else "COMPLETED")
         return subprocess.CompletedProcess(process.args, process.returncode, output, "")
 
+    def signal(self, job_id: str, number: int) -> None:
+        """Signal all processes of the job's steps, and not its batch script, as a preemption does."""
+        running = self._read("steps", {"running": {}})["running"]
+        _signal_below({pid for step, pid in running.items() if step.startswith(f"{job_id}.")}, number)
+
     def _read(self, name: str, default: Any) -> Any:
         file = self.directory / f"{name}.json"
         return json.loads(file.read_text()) if file.exists() else default
@@ -266,6 +271,20 @@ def _script(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)  # a process may be reading it
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def _signal_below(pids: set[int], number: int) -> None:
+    """Signal all processes that these have started, however far below."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    below = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    for pid in below - pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _number(path: Path) -> int:
@@ -470,7 +489,7 @@ def _scontrol(fake: FakeSlurm, words: list[str]) -> str:
     if verb == "show" and rest[0] == "hostnames":
         return "".join(f"{name}\n" for name in _names(rest[1]))
     if verb == "show" and rest[0] == "step":
-        running = fake._read("steps", {"running": []})["running"]
+        running = fake._read("steps", {"running": {}})["running"]
         found = [step for step in running if step == rest[1] or step.startswith(f"{rest[1]}.")]
         if not found:
             raise _FailedError(f"Job step {rest[1]} not found")
@@ -560,17 +579,16 @@ _ACTIONS = {
 
 def _begin_step(fake: FakeSlurm) -> str:
     """The next step of the job that srun is called in, which runs from now on: "101.0"."""
-    job, known = os.environ.get("SLURM_JOB_ID", "0"), fake._read("steps", {"running": [], "begun": {}})
+    job, known = os.environ.get("SLURM_JOB_ID", "0"), fake._read("steps", {"running": {}, "begun": {}})
     number = known["begun"].get(job, 0)
-    fake._write(
-        "steps", {"running": [*known["running"], f"{job}.{number}"], "begun": {**known["begun"], job: number + 1}}
-    )
+    running = {**known["running"], f"{job}.{number}": os.getpid()}
+    fake._write("steps", {"running": running, "begun": {**known["begun"], job: number + 1}})
     return f"{job}.{number}"
 
 
 def _end_step(fake: FakeSlurm, step: str) -> None:
     known = fake._read("steps", None)
-    fake._write("steps", {**known, "running": [each for each in known["running"] if each != step]})
+    fake._write("steps", {**known, "running": {name: pid for name, pid in known["running"].items() if name != step}})
 
 
 def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
@@ -617,8 +635,7 @@ def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
             )
 
     def pass_on(number: int, _: object) -> None:
-        for process in running.values():
-            process.send_signal(number)
+        _signal_below({os.getpid()}, number)  # as SLURM signals every process of a step
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
@@ -632,6 +649,5 @@ def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
         by_pid.pop(pid).returncode = code
         codes.append(code if code >= 0 else 128 - code)
         if code and options.get("kill-on-bad-exit", "0") in ("", "1"):
-            for process in by_pid.values():
-                process.terminate()
+            _signal_below({os.getpid()}, signal.SIGTERM)
     return max(codes)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
@@ -183,6 +187,27 @@ def test_pruning_keeps_the_newest(directory: Path) -> None:
     assert retention.prune(directory, Keep(last=2), 1) == ["checkpoint_0000001", "checkpoint_0000002"]
     assert steps(directory) == [3, 4]
     assert not list(directory.glob("*removed*"))
+
+
+def test_after_a_save_a_power_cut_loses_no_byte_and_no_name_of_the_checkpoint_and_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[int, int | set[str]] = {}
+    fsync = os.fsync
+
+    def state(path: int | Path) -> int | set[str]:
+        status = os.stat(path)
+        return set(os.listdir(path)) if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = state(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    Checkpointer(tmp_path).save(1, model=nn.Linear(3, 3)).result()
+    paths = [tmp_path, *tmp_path.rglob("*")]
+    assert {path.name for path in paths} >= {"00000001", "COMPLETE", "manifest.json", "rank00000.safetensors"}
+    assert [path for path in paths if synced.get(path.stat().st_ino) != state(path)] == []
 
 
 def test_lives_without_a_number_follow_one_another_and_fence_off_those_before(directory: Path) -> None:

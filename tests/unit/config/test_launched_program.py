@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,11 @@ def test_a_command_that_does_not_suit_its_launcher_is_refused(launcher: str, com
 
 
 def test_a_shell_reads_the_rank_by_itself_and_other_words_are_free() -> None:
-    validate(config_of(command='bash -c "echo $RANK"'))
-    validate(config_of(command="train.py --node $NODE_RANK --ranks $RANKS"))
+    for command in ('bash -c "echo $RANK"', "train.py --node $NODE_RANK --ranks $RANKS"):
+        config = config_of(command=command)
+        validate(config)
+        words = shlex.split(command)
+        assert shlex.split(program_of(config, "python"))[-len(words) :] == words
 
 
 def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() -> None:

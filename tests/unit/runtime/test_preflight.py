@@ -38,8 +38,8 @@ from slurmtrain.runtime.preflight.findings import ADVICE, Fault, Finding, error_
 from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
 from slurmtrain.runtime.preflight.shared_folder import WORD, SharedFolder
 from slurmtrain.runtime.preflight.waiting import begin
-from slurmtrain.runtime.rendezvous import StopDuringStartError
 from slurmtrain.runtime.shared_file_wait import Pauses
+from slurmtrain.system.signals import StopDuringStartError
 
 NODES, RANKS_OF_NODE = 8, 4
 EXPECTED = Expected(

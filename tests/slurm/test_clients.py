@@ -1,4 +1,4 @@
-"""The table of the page `clients`, further rows: Lightning, DeepSpeed, torchrun, an own loop, preempted, killed, compared."""
+"""The table of the page `clients`, row by row: each script is preempted, killed and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from tests.support.clients import SAVE_STEPS, Client, seen_row, table_row
 from tests.support.slurm_cluster import Cluster
 
 SAVES = ("--save-steps", str(SAVE_STEPS))
+STEPS = ("--steps", "40")
 RANKS = ("--nodes", "2", "--devices", "2")
 TORCHRUN = ("job.launcher=torchrun",)
 CLIENTS = [
+    Client("Trainer, plain", "hf_trainer.py", (*SAVES, *STEPS), plain=True),
+    Client("Trainer, SlurmtrainCallback", "hf_trainer_callback.py", (*SAVES, *STEPS)),
+    Client("Trainer, CheckpointedTrainer", "hf_trainer.py", (*SAVES, *STEPS)),
+    Client("Accelerate, plain", "accelerate_loop.py", SAVES, plain=True),
+    Client("Accelerate, AcceleratorCheckpointer", "accelerate_loop.py", SAVES),
     Client("Lightning, plain", "lightning_module.py", (*RANKS, *SAVES), plain=True),
     Client("Lightning, SlurmtrainCallback", "lightning_module.py", (*RANKS, *SAVES)),
     Client("DeepSpeed ZeRO-2, plain", "deepspeed_zero.py", SAVES, plain=True),
@@ -28,8 +34,8 @@ CLIENTS = [
         steps=15,
         tolerance=1e-4,
     ),
-    Client("torchrun, own loop with Checkpointer", "own_loop.py", ("--steps", "40"), TORCHRUN, save_steps=None),
-    Client("own loop, Checkpointer", "own_loop.py", ("--steps", "40"), save_steps=None),
+    Client("torchrun, own loop with Checkpointer", "own_loop.py", STEPS, TORCHRUN, save_steps=None),
+    Client("own loop, Checkpointer", "own_loop.py", STEPS, save_steps=None),
 ]
 
 
