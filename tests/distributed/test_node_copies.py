@@ -328,10 +328,12 @@ def restore_each(distributed: DistributedContext, path: Path) -> dict[str, Any]:
 
 
 def test_a_kill_at_any_stage_of_a_copy_leaves_a_state_that_is_restored(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    started = {}
     for stage, (where, _) in STAGES.items():
         (tmp_path / "stages" / stage).mkdir(parents=True)
-        endings = gloo_ranks.start_joined(2, die_in_second_copy, tmp_path / "stages" / stage, *where).endings()
-        assert -signal.SIGKILL in [ending.exit_code for ending in endings], stage
+        started[stage] = gloo_ranks.start_joined(2, die_in_second_copy, tmp_path / "stages" / stage, *where)
+    for stage, ranks in started.items():
+        assert -signal.SIGKILL in [ending.exit_code for ending in ranks.endings()], stage
     for answers in gloo_ranks(2, restore_each, tmp_path / "stages"):
         assert {stage: answer[:2] for stage, answer in answers.items()} == {
             stage: (step, True) for stage, (_, step) in STAGES.items()
