@@ -22,7 +22,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SlurmtrainError, SupersededError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.gradients import clip_gradients
-from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
@@ -154,6 +154,20 @@ L = 2  # blocks of the Decoder, which is L + 1 units of FSDP
 UNITS = L + 1
 
 
+def laid_out(
+    distributed: DistributedContext, model: Decoder, layout: dict[str, int], **options: Any
+) -> DistributedModel:
+    return parallelize(
+        model,
+        ParallelConfig(**options),
+        ParallelDims(**layout),
+        rank=distributed.environment.rank,
+        device=distributed.device,
+        group=distributed.device_group,
+        fill=lambda held: held,
+    )
+
+
 def counts(distributed: DistributedContext, names: list[str]) -> dict[str, dict[str, int]]:
     """Of each of these cases, which have the same ranks, one after the other."""
     return {name: counts_of(distributed, *CASES[name][1:4]) for name in names}
@@ -173,15 +187,7 @@ def counts_of(
         max_seq_len=16,
         tie_embeddings=layout.get("pp", 1) == 1,
     )
-    distributed_model = parallelize(
-        model,
-        ParallelConfig(**options),
-        ParallelDims(**layout),
-        rank=distributed.environment.rank,
-        device=distributed.device,
-        group=distributed.device_group,
-        fill=lambda held: held,
-    )
+    distributed_model = laid_out(distributed, model, layout, **options)
     tokens = torch.randint(64, (1, 16))
     forward_backward = build_forward_backward(distributed_model, micro_batches, 1)
     for _ in range(2):
@@ -274,15 +280,7 @@ SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 
 
 def norms(distributed: DistributedContext, layout: dict[str, int]) -> list[float]:
     """Of gradients that are all 2: as they are, when they are clipped, and afterwards."""
-    distributed_model = parallelize(
-        Decoder(**SIZES, tie_embeddings=False),
-        ParallelConfig(),
-        ParallelDims(**layout),
-        rank=distributed.environment.rank,
-        device=distributed.device,
-        group=distributed.device_group,
-        fill=lambda held: held,
-    )
+    distributed_model = laid_out(distributed, Decoder(**SIZES, tie_embeddings=False), layout)
     parameters = list(distributed_model.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)

@@ -22,16 +22,12 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.observe.phases import HostTimer, Window
 from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.train import build_trainer
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome
-from tests.distributed.test_training import SLOW_RATE, alone, experiment, fit, losses, trainer
+from tests.distributed.test_training import SLOW_RATE, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run
@@ -323,22 +319,13 @@ def profiled(
     fails: bool = False,
 ) -> Outcome:
     path.mkdir(exist_ok=True)
-    run, rank, stop = RunDir(path), distributed.environment.rank, StopFlag()
-    where = AttemptContext(run, attempt, supervised=True)
-    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    switch = ProfileSwitch(run, ProfileRequest()) if rank == 0 else None
-    hooks: list[TrainingHook] = [Asks(switch, run, wishes, stop, stop_at)] if switch is not None else []
-    agreement = StopAgreement(stop, distributed.control_group)
-    config = experiment(*PROFILED, *(overrides or []))
-    return build_trainer(
-        config,
-        distributed,
-        where,
-        agreement,
-        Timeline(),
-        hooks=[*hooks, *([Fails()] if fails else [])],
-        profile_switch=switch,
-    ).fit()
+    run, stop, words = RunDir(path), StopFlag(), [*PROFILED, *(overrides or [])]
+    hooks: list[TrainingHook] = [Fails()] if fails else []
+    switch = None
+    if distributed.environment.rank == 0:
+        switch = ProfileSwitch(run, ProfileRequest())
+        hooks.insert(0, Asks(switch, run, wishes, stop, stop_at))
+    return trainer(distributed, path, words, stop, attempt, hooks, profile_switch=switch).fit()
 
 
 def profile_names(path: Path) -> list[str]:
@@ -368,20 +355,6 @@ def test_a_touch_profiles_the_next_steps_on_the_chosen_ranks_once_and_no_bit_cha
     assert (event["first"], event["last"], event["ranks"], event["attempt"]) == (5, 6, [0, 1], 1)
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "plain" / "profiles").exists()
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
-
-
-def test_a_second_wish_during_a_profile_is_a_second_profile_and_the_end_cuts_it_short(tmp_path: Path) -> None:
-    profiled(alone(), tmp_path / "run", {1: "steps=1", 3: "steps=50"})
-    assert [name for name in profile_names(tmp_path / "run") if "/" not in name] == ["step_0000004", "step_0000007"]
-    assert [(each["first"], each["last"]) for each in events(tmp_path / "run", "profiled")] == [(4, 4), (7, 8)]
-    assert recorded_steps(tmp_path / "run/profiles/step_0000007/rank-0.trace.json.gz") == 2
-
-
-def test_a_wish_after_the_last_step_that_could_be_profiled_stays_for_a_resume(tmp_path: Path) -> None:
-    profiled(alone(), tmp_path / "run", {7: ""})
-    assert (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
-    profiled(alone(), tmp_path / "run", {}, ["train.steps=12", "checkpoint.allow=[config]"], attempt=2)
-    assert not (tmp_path / "run" / "profile").exists() and len(events(tmp_path / "run", "profiled")) == 1
 
 
 def test_a_preemption_during_a_profile_saves_first_and_the_next_attempt_takes_it(tmp_path: Path) -> None:

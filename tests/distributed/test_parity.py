@@ -20,16 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.forward_backward import build_forward_backward
+from tests.distributed.test_collectives import laid_out
 from tests.distributed.test_training import SLOW_RATE, StopAt, fit, losses
 from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
 from tests.support.gloo import GlooRanks
-from tests.support.local_runs import assert_same_tensors
-from tests.support.reading import checkpoint_tensors
+from tests.support.local_runs import assert_same_run
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +146,7 @@ REPLICAS = {"dp_replicate": 2}
 def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
     """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
     model = Decoder(vocab_size=VOCABULARY, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=FFN, max_seq_len=16)
-    distributed_model = parallelize(
-        model,
-        ParallelConfig(**options),  # type: ignore[arg-type]
-        ParallelDims(**layout),
-        rank=distributed.environment.rank,
-        device=distributed.device,
-        group=distributed.device_group,
-        fill=lambda held: held,
-    )
+    distributed_model = laid_out(distributed, model, layout, **options)
     tokens = torch.randint(VOCABULARY, (1, 16))
     forward_backward = build_forward_backward(distributed_model, 2, 1)
     sent, all_reduce = 0, dist.all_reduce
@@ -225,10 +215,7 @@ def test_compressed_steps_are_nearly_those_of_whole_gradients_and_go_on_after_a_
 
     norms = losses(tmp_path / "powersgd", "grad_norm")
     assert [step for step in whole if norms[step] != whole[step]] == [3, 4, 5, 6]  # from its start on
-    for field in ("loss", "grad_norm", "valid_loss"):
-        assert losses(tmp_path / "stopped", field) == losses(tmp_path / "powersgd", field)
-    stopped, undisturbed = (checkpoint_tensors(tmp_path / run / "checkpoints") for run in ("stopped", "powersgd"))
-    assert_same_tensors(stopped, undisturbed)
+    assert_same_run(tmp_path / "stopped", tmp_path / "powersgd")
     # What more ranks have not seen is forgotten by all of them: else they would wait for each other in different collectives.
     four = [*SHORT, *POWERSGD, "cluster.tasks_per_node=4", "train.steps=8", "checkpoint.allow=[config]"]
     gloo_ranks(4, fit, tmp_path / "stopped", four, None, 3)
