@@ -33,7 +33,14 @@ class SweepFiles:
     def __init__(self, path: Path):
         self.path, self.count = path, 0
         (path / "arrays").mkdir(parents=True)
-        info: dict[str, object] = {"created": T0, "slurm_conf": None, "pack": 1, "backend": "slurm", "overrides": [], "token": "t"}
+        info: dict[str, object] = {
+            "created": T0,
+            "slurm_conf": None,
+            "pack": 1,
+            "backend": "slurm",
+            "overrides": [],
+            "token": "t",
+        }
         (path / "sweep.json").write_text(json.dumps(info))
 
     def point(self, varied: dict[str, str], *records: dict[str, Any], left: str = "all", **best: str) -> str:
