@@ -440,6 +440,7 @@ def _rows(job: Job, each: bool) -> list[Job]:
 def _squeue(fake: FakeSlurm, words: list[str]) -> str:
     options, _ = _options(words)
     wanted = options.get("states", os.environ.get("SQUEUE_STATES", "")).upper()
+    partition = options.get("partition", os.environ.get("SQUEUE_PARTITION"))
     ids = options["jobs"].split(",") if "jobs" in options else None
     lines = []
     for job in fake.jobs:
@@ -449,6 +450,10 @@ def _squeue(fake: FakeSlurm, words: list[str]) -> str:
             ):
                 continue
             if ids is not None and not {row["id"], row["element"]} & {*ids}:
+                continue
+            if options.get("user", row["user"]) != row["user"] or partition not in (None, row["partition"]):
+                continue
+            if "me" in options and row["user"] != "me":
                 continue
             shown = {**row, "comment": row["comment"] or "(null)", "dependency": row["dependency"] or "(null)"}
 
