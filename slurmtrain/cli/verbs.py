@@ -422,8 +422,8 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.probe",
         "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
         "file systems, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
-        "value that SLURM does not report. --check compares a file with the cluster and exits with 0: it fits, 1: something "
-        "has changed, or 78: its jobs cannot run.",
+        "value that SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, "
+        "1: something, or 78: jobs of the file cannot run.",
         examples=(
             "probe  # writes conf/cluster/NAME.yaml for the default partition",
             "probe --partition gpu --out -  # only print it",

@@ -56,7 +56,6 @@ def change(
     *,
     code: bool = False,
     client: SlurmClient | None = None,
-    asked: float | None = None,
 ) -> list[str]:
     """Change a run none of whose ranks is at work, before it starts again. Nothing is changed if anything is wrong.
 
@@ -68,7 +67,6 @@ def change(
         cwd: the folder of the command, to which paths in them are relative.
         code: take a new snapshot, from the folder where the run was submitted.
         client: asked whether SLURM accepts the script, if it asks for other resources; None: SLURM is not asked.
-        asked: when a person has asked for it, in unix seconds, if that was earlier: see `next_change`.
 
     Returns:
         Sentences that say what is different now.
@@ -90,7 +88,7 @@ def change(
         if code:
             snapshot = _snapshot(config, info, fresh)
         facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides)}
-        facts |= {"attempts": _last_attempt(run_dir), **({"asked": asked} if asked is not None else {})}
+        facts["attempts"] = _last_attempt(run_dir)
         new: dict[str, Any] = {"config_hash": config_hash(config), "steps": steps_of(config)}
         new |= {"own_checkpoints": None} if "own_checkpoints" in info else {}
         new |= own_checkpoints_of(config)
@@ -151,7 +149,7 @@ def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
         RefusedError: it would not.
     """
     present = run_dir.script.read_text() if run_dir.script.is_file() else ""
-    if resources(script) == resources(present):
+    if _resources(script) == _resources(present):
         return
     proposed = run_dir.path / f"{_FRESH}{os.getpid()}.sbatch"
     proposed.write_text(without_past(script))
@@ -161,9 +159,9 @@ def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
         proposed.unlink(missing_ok=True)
 
 
-def resources(script: str) -> list[str]:
+def _resources(script: str) -> list[str]:
     """Return the options of sbatch in a script, in order."""
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
 def _last_attempt(run_dir: RunDir) -> int:

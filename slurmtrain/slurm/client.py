@@ -354,22 +354,6 @@ class SlurmClient:
         shown = self.glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
 
-    def batch_script(self, job_id: str) -> str:
-        """Return the batch script of a job, as it was submitted.
-
-        Raises:
-            ClusterError: SLURM does not know it, or was not reached.
-        """
-        return self._call(["scontrol", "write", "batch_script", job_id, "-"])
-
-    def hold(self, job_id: str) -> None:
-        """Keep a pending job from starting until it is released.
-
-        Raises:
-            ClusterError: SLURM refused, as for a job that has started, or was not reached.
-        """
-        self._call(["scontrol", "hold", job_id])
-
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])
 
