@@ -194,7 +194,7 @@ def preempted(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pre
     for name in ("length.py", "count.py", "train.sh"):
         (project.path / name).write_text("edited, not to be run\n")
     for run in (first, second):
-        run.wait_until(lambda run=run: (run.run_dir.path / "count-3").exists(), "counting")
+        run.wait_until((run.run_dir.path / "count-3").exists, "counting")
     wrapped.wait_until(lambda: all((wrapped.run_dir.path / f"up-{rank}").exists() for rank in "01"), "up")
     cancelled.wait_until(lambda: bool(cancelled.attempts()) and bool(cancelled.attempts()[0].nodes), "running")
     for nodes in (["n0", "n1"], ["n2"], ["n3"]):
