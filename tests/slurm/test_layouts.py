@@ -1,7 +1,7 @@
 """Preempted on a real SLURM under a layout that shares a model: the same bits as if nothing had happened.
 
-One layout by default: that all of them go on with the same bits is shown by tests/distributed/test_change_of_layout.py, and
-SLURM is the same for all.
+By hand: that all of them go on with the same bits is shown by tests/distributed/test_change_of_layout.py, and that SLURM's
+preemption changes no bit by test_training.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return make_project(tmp_path_factory.mktemp("layouts") / "project", sandbox)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(["parallel=fsdp", "cluster.tasks_per_node=1"], id="FSDP"),
-        pytest.param(["parallel=fsdp_tp"], id="FSDP x TP", marks=pytest.mark.slow),
-        pytest.param(
-            ["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"], id="FSDP x PP", marks=pytest.mark.slow
-        ),
+        pytest.param(["parallel=fsdp_tp"], id="FSDP x TP"),
+        pytest.param(["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"], id="FSDP x PP"),
     ],
 )
 def test_a_preempted_run_on_two_nodes_finishes_with_the_same_bits(project: Project, layout: list[str]) -> None:

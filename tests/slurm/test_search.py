@@ -91,6 +91,7 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
     assert len(table) == TRIALS
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, project: Path) -> None:
     bad = "optim.lr=choice(0.99,0.98)"
     few = ["hydra.sweeper.n_jobs=1", "search.max_failures_in_a_row=2"]
@@ -122,6 +123,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_a_slow_trial_holds_no_other_up_and_a_bad_one_is_stopped(sandbox: Cluster, project: Path) -> None:
     (project / "objective.py").write_text(PACED)
     pruner = ["search.pruner=median", "search.startup_trials=2", "search.prune_after_steps=2"]

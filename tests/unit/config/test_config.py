@@ -79,7 +79,6 @@ def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> Non
                 [
                     *rates,
                     "cluster.port_range=23000-23040",
-                    "cluster.choices=[a,b]",
                     "cluster.node_paths=[/scratch]",
                     "cluster.switches=1",
                     "cluster.switches_wait_min=5",

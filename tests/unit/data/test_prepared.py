@@ -652,4 +652,4 @@ def test_a_sample_far_into_1e11_tokens_is_there_at_once(sparse: Path) -> None:
     took = time.process_time() - began
     assert len(train) == -(-(10**11 - 1) // 4096)
     assert sample["inputs"].nonzero().tolist() == [[column]]
-    assert took < 1  # seconds: nothing is looped over; tests/bench/data.py measures it
+    assert took < 1  # seconds: nothing is looped over; `tests.bench data` measures it
