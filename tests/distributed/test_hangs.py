@@ -351,4 +351,4 @@ os.waitpid(child, 0)
 
 
 def test_a_process_that_a_rank_has_forked_can_end(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=True)
+    assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 0

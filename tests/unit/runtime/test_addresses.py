@@ -84,7 +84,8 @@ def test_a_port_that_a_job_has_just_left_can_be_used_at_once(three_ports: PortRa
     only = PortRange(three_ports.first, three_ports.first)
     with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
         listener.accept()[0].close()
-    bind_port("127.0.0.1", only, "n3").close()
+    with bind_port("127.0.0.1", only, "n3") as again:
+        assert again.getsockname()[1] == three_ports.first
 
 
 @pytest.fixture
