@@ -152,6 +152,10 @@ class FakeSlurm:
         """Let an exact command line print this, instead of what the state folder has: "sinfo --noheader --format=%N"."""
         self._write("answers", {**self._read("answers", {}), command: output})
 
+    def meanwhile(self, command: str, what: str) -> None:
+        """Let this happen, in bash, when a command is called next, before it does its work."""
+        self._write("meanwhile", {**self._read("meanwhile", {}), command: what})
+
     def command(self, name: str, body: str) -> None:
         """Put a bash script in a command's place; `$here` is this folder."""
         _script(self.directory / name, f"#!/bin/bash\nhere={self.directory}\n{body}\n")
@@ -326,6 +330,7 @@ def main(name: str, words: list[str], folder: str) -> int:
     here = Path(folder)
     fake = FakeSlurm(here)
     line = " ".join([name, *words])
+    _let_happen(fake, line)
     with _locked(here):
         with open(here / "calls", "a") as calls:
             calls.write(line.replace("\n", " ") + "\n")
@@ -361,6 +366,16 @@ def _locked(here: Path) -> Iterator[None]:
     with open(here / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _let_happen(fake: FakeSlurm, line: str) -> None:
+    planned = fake._read("meanwhile", {})
+    for command in [command for command in planned if f"{line} ".startswith(f"{command} ")]:
+        import subprocess
+
+        what = planned.pop(command)
+        fake._write("meanwhile", planned)
+        subprocess.run(["bash", "-c", what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _next_fault(fake: FakeSlurm, line: str) -> list[Any] | None:
