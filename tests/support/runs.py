@@ -29,9 +29,10 @@ from tests.support.interrupted_run import RunFiles
 
 RUN_ID = "20260101-000000-000aa"
 # Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
-WAITING = ("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time")
-WAITING += ("report.page.serve", "runtime.attempt_context", "runtime.take_run")
-for _name in WAITING:
+for _name in (
+    *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
+    *("report.page.serve", "runtime.attempt_context", "runtime.take_run"),
+):
     importlib.import_module(f"slurmtrain.{_name}")
 
 
