@@ -110,6 +110,11 @@ class FakeSlurm:
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if not names or line.partition(" ")[0] in names]
 
+    def confs(self) -> list[str]:
+        """The commands so far, each with the slurm.conf that it was run with: "squeue /etc/slurm/slurm.conf"."""
+        file = self.directory / "confs"
+        return file.read_text().splitlines() if file.exists() else []
+
     # What a test decides.
 
     def add(self, job_id: str, **facts: Any) -> None:
@@ -334,6 +339,8 @@ def main(name: str, words: list[str], folder: str) -> int:
     with _locked(here):
         with open(here / "calls", "a") as calls:
             calls.write(line.replace("\n", " ") + "\n")
+        with open(here / "confs", "a") as confs:
+            confs.write(f"{name} {os.environ.get('SLURM_CONF', 'none')}\n")
         fault = _next_fault(fake, line)
         answers = fake._read("answers", {})
         try:
