@@ -827,47 +827,48 @@ def test_the_batch_shell_outlives_the_signals_and_finishes_the_attempt_after_the
 
 # Copies on the nodes.
 
-COPYING = compose(["cluster=a100x4", "cluster.nodes=2", "cluster.stage.code=true"])
-# What the verbs `stage --look` and `stage --judge` do comes from $looked and $judged; srun notes its steps down, and those of
-# the ranks what they are given.
-JUDGES = (
-    'case "$*" in *" stage "*--look) eval "$looked"; exit ;; *" stage "*) eval "$judged"; exit ;; esac\n'
-    '[ "$3" = finish-attempt ] || exit 0\n'
-    'echo "${*:4}" >>"$here/../finished"; read -r word <"$here/../words"; sed -i 1d "$here/../words"; echo "$word"'
-)
+# srun notes down its steps, and of the ranks what they are given.
 STEPS = """case "$*" in
-  *--plan*) echo plan >>"$here/../steps"; eval "$planned" ;;
   *--copy*) echo "$*" | grep -o 'nodes=[0-9]*\\|copy .*' | tr '\\n' ' ' >>"$here/../steps"; eval "$copies" ;;
   *" rm -rf "*) eval "$removed"; echo "removed ${@: -1}" >>"$here/../steps" ;;
-  *) echo "ranks [$SLURMTRAIN_STAGE] [$SLURMTRAIN_NOT_STAGED]" >>"$here/../steps"; [ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137 ;;
+  *) echo "ranks [$SLURMTRAIN_STAGE]" >>"$here/../steps"; [ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 137 ;;
 esac"""
+ENDS = """case "$*" in *" stage "*--pack*) eval "$packs"; exit ;; esac
+[ "$3" = finish-attempt ] || exit 0
+echo "${*:4}" >>"$here/../finished"; read -r word <"$here/../words"; sed -i 1d "$here/../words"; echo "$word"
+"""
 
 
 def copying(
-    run_dir: Path, tmp_path: Path, words: str = "in-place done", **what: str
-) -> tuple[int, list[str], list[str]]:
-    """The exit code of the script, the steps that it started, and how its attempts ended."""
+    run_dir: Path, tmp_path: Path, *more: str, words: str = "in-place done", **what: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the script says, and the steps that it started."""
     (tmp_path / "words").write_text(words.replace(" ", "\n") + "\n")
-    given = dict.fromkeys(("planned", "copies", "removed"), "") | {"looked": "echo 1000 77", "judged": "echo"}
-    given |= {"TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"} | what
+    given = {**dict.fromkeys(("packs", "copies", "removed"), ""), "TMPDIR": "/local", "SLURM_JOB_NUM_NODES": "2"}
+    config = compose(["cluster=a100x4", "cluster.nodes=2", "cluster.stage.code=true", *more])
     again = 'echo "goes on" >>"$here/../steps"; touch "$here/../gone-on"'
     done = run_script(
-        script_for(run_dir, config=COPYING), tmp_path, srun=STEPS, verbs=JUDGES, squeue="echo 77", again=again, **given
+        script_for(run_dir, config=config),
+        tmp_path,
+        srun=STEPS,
+        verbs=ENDS,
+        squeue="echo 77",
+        again=again,
+        **(given | what),
     )
-    steps, finished = ((tmp_path / name) for name in ("steps", "finished"))
-    ends = [line.split("--exit-code ")[1] for line in finished.read_text().splitlines()]
-    return done.returncode, steps.read_text().replace(f"slurmtrain-stage-{os.getuid()}", "UID").splitlines(), ends
+    steps = (tmp_path / "steps").read_text().replace(f"slurmtrain-stage-{os.getuid()}", "UID")
+    return done, steps.splitlines()
 
 
 def test_the_nodes_copy_once_for_all_starts_of_the_ranks_and_the_copies_end_with_the_job(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    code, steps, ends = copying(run_dir, tmp_path, judged="echo n1")
+    done, steps = copying(run_dir, tmp_path, "cluster.stage.environment=true", packs="echo /archives/one.tar")
     folder = "/local/UID/cluster-77-0"
-    ranks = f"ranks [{folder}] [n1]"
-    copied = f"nodes=2 copy {folder} --jobs 1000 77 "
-    assert steps == ["plan", copied + ranks, ranks, f"removed {folder}"]
-    assert (code, ends) == (0, ["137", "0"])
+    python = tmp_path / "bin" / "slurmtrain-python"
+    copied = f"nodes=2 copy {folder} --archive /archives/one.tar --python {python} --live 77 "
+    assert steps == [f"{copied}ranks [{folder}]", f"ranks [{folder}]", f"removed {folder}"]
+    assert done.returncode == 0
 
 
 def test_copies_lie_in_another_folder_than_checkpoints_on_nodes_whose_dead_runs_are_removed() -> None:
@@ -875,45 +876,26 @@ def test_copies_lie_in_another_folder_than_checkpoints_on_nodes_whose_dead_runs_
     assert f"/{checkpoints}/".replace(str(os.geteuid()), "$(id -u)") not in golden_text("stage")
 
 
-@pytest.mark.parametrize(
-    "signalled", [{"planned": "exit 143"}, {"looked": "exit 75"}, {"copies": "exit 140"}, {"copies": "exit 143"}]
-)
-def test_a_signal_while_the_nodes_copy_ends_the_attempt_as_stopped(
-    run_dir: Path, tmp_path: Path, signalled: dict[str, str]
-) -> None:
-    _, steps, ends = copying(run_dir, tmp_path, "requeue", **signalled)
-    assert ends == ["75"] and not any("ranks" in step for step in steps)
-    assert "looked" not in signalled or not any("copy" in step for step in steps)
+@pytest.mark.parametrize(("code", "said"), [(1, ""), (143, ""), (124, "the copying was ended after 30 min")])
+def test_whatever_becomes_of_the_copying_the_ranks_start(run_dir: Path, tmp_path: Path, code: int, said: str) -> None:
+    """A rank that a signal has not reached asks SLURM about it when it starts."""
+    done, steps = copying(run_dir, tmp_path, copies=f"exit {code}")
+    assert done.returncode == 0 and sum("ranks" in step for step in steps) == 2
+    assert ("the copying was ended" in done.stderr) == bool(said) and said in done.stderr
+
+
+def test_without_the_tar_of_an_environment_nothing_is_copied(run_dir: Path, tmp_path: Path) -> None:
+    _, steps = copying(run_dir, tmp_path, "cluster.stage.environment=true", packs="exit 1")
+    assert steps == ["ranks []", "ranks []"]
 
 
 def test_a_run_that_goes_on_does_not_wait_until_its_copies_are_removed(run_dir: Path, tmp_path: Path) -> None:
     slow = 'until [ -e "$here/../gone-on" ]; do sleep 0.02; done'
-    code, steps, _ = copying(run_dir, tmp_path, "requeue", copies="exit 143", removed=slow)
-    assert code == 75 and steps[-2].endswith("goes on") and steps[-1] == "removed /local/UID/cluster-77-0"
+    done, steps = copying(run_dir, tmp_path, words="requeue", removed=slow)
+    assert done.returncode == 75 and steps[-2:] == ["goes on", "removed /local/UID/cluster-77-0"]
 
 
-def test_copying_that_takes_too_long_is_ended_and_said_so_and_a_dead_node_does_not_end_it_for_the_others(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    script = script_for(run_dir, config=COPYING)
-    assert 'timeout --kill-after=60 1800 "${slurmtrain_beside[@]}" --nodes' in script  # 30 minutes
-    assert '"${slurmtrain_beside[@]}" --no-kill --nodes="$1"' in golden_text("stage")  # it can go on with fewer
-    judged = 'echo "${@: -1}" >"$here/../seconds"; echo n1'
-    _, steps, _ = copying(run_dir, tmp_path, copies="exit 124", judged=judged)
-    assert "[n1]" in steps[1] and int((tmp_path / "seconds").read_text()) >= 0
-
-
-def test_without_copies_the_ranks_start_as_ever_unless_the_copies_are_required(run_dir: Path, tmp_path: Path) -> None:
-    _, steps, _ = copying(run_dir, tmp_path, planned="exit 1", judged="exit 1")
-    assert steps[:2] == ["plan", "ranks [] []"]
-    (tmp_path / "steps").unlink()
-    (tmp_path / "finished").unlink()
-    _, steps, ends = copying(run_dir, tmp_path, "end", judged="echo n1 has no sound copy; exit 78")
-    assert ends == ["78"] and not any("ranks" in step for step in steps)
-    assert (run_dir / "attempts" / "0003" / "setup-failed").read_text() == "n1 has no sound copy\n"
-
-
-def test_a_rank_uses_the_copies_of_its_node_only_where_they_are_sound(tmp_path: Path) -> None:
+def test_a_rank_uses_the_copies_of_its_node_only_where_there_are_some(tmp_path: Path) -> None:
     (tmp_path / "n0").mkdir()
     (tmp_path / "n0" / "use").write_text("export PYTHONPATH=/local SLURMTRAIN_PYTHON=/bin/echo\n")
     cluster = ClusterConfig(python="/bin/true", stage=StageConfig(code=True))
@@ -922,9 +904,8 @@ def test_a_rank_uses_the_copies_of_its_node_only_where_they_are_sound(tmp_path: 
     def rank(**variables: str) -> str:
         return subprocess.run(["bash", "-c", words], env=variables, capture_output=True, text=True, check=True).stdout
 
-    stage = str(tmp_path)
-    assert "-m slurmtrain train" in rank(SLURMTRAIN_STAGE=stage, SLURMD_NODENAME="n0", SLURMTRAIN_NOT_STAGED="n1 n2")
-    assert rank(SLURMTRAIN_STAGE=stage, SLURMD_NODENAME="n0", SLURMTRAIN_NOT_STAGED="n1 n0") == ""
+    assert "-m slurmtrain train" in rank(SLURMTRAIN_STAGE=str(tmp_path), SLURMD_NODENAME="n0")
+    assert rank(SLURMTRAIN_STAGE=str(tmp_path), SLURMD_NODENAME="n1") == ""
     assert rank(SLURMD_NODENAME="n0") == ""
 
 

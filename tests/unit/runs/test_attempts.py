@@ -15,7 +15,7 @@ import pytest
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempt_history, attempts, reached_step, requests, stage_record
+from slurmtrain.runs import attempt_history, attempts, reached_step, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
@@ -34,7 +34,7 @@ from slurmtrain.runtime.jobs.program_stop import told_facts
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
+from slurmtrain.slurm.node_ledger import BlamePolicy
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import StopCause
@@ -444,34 +444,6 @@ def test_nobody_is_blamed_for_what_it_says_of_most_nodes(run: RunDir, monkeypatc
     record_failure(run.attempt(2), 0, Failure(78, said, bad_nodes=("n0", "n1", "n2")))
     outcome = finish_attempt(run, failed.number, 78, Config(), None)
     assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ())
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    if trained:
-        begin(run, stepping=time.time(), said="stopped", nodes=["n0", "n1", "n2"])
-
-    def refused(*without: str) -> AttemptOutcome:
-        number = run.new_attempt()
-        folder = run.attempt(number)
-        folder.stage_dir.mkdir()
-        stage_record.write_refusal(folder, stage_record.Plan((), ("n0", "n1", "n2")), without)
-        folder.setup_failure_file.write_text(f"{without[0]} has no sound copy: disk full (cluster.stage.required)\n")
-        return finish_attempt(run, number, 78, Config(), SlurmSays(JobFacts("RUNNING")))
-
-    outcome = refused("n2")
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2",))
-    assert outcome.sentence.startswith("n2 has no sound copy: disk full (cluster.stage.required) (the fault of n2)")
-    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2"]
-    assert [each.node for each in read_ledger(ledger_file("here"))] == ["n2"]
-    outcome = refused("n0", "n1", "n2")  # what is copied may be at fault
-    assert outcome.reason is (Reason.BAD_NODE if trained else Reason.CONFIG)
-    assert outcome.bad_nodes == () and outcome.fault is None
 
 
 def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:
