@@ -211,9 +211,12 @@ def test_the_numbers_are_those_of_one_process(
             assert found[0][name] == value, name
 
 
-def test_a_pipeline_refuses_sequences_that_are_longer_than_those_before(gloo_ranks: GlooRanks) -> None:
+def test_a_pipeline_refuses_a_set_with_longer_sequences_than_it_trains_on(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
     longer = f"+eval.sets.longer={{_target_: {__name__}.Ragged, samples: 1, length: 65}}"
-    for ending in gloo_ranks.start_joined(2, measure, ["parallel.pp=2", "cluster.tasks_per_node=2", longer]).endings():
+    words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.steps=1", longer]
+    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
         assert "sequences of 65 tokens" in str(ending.error)
 
 
