@@ -32,7 +32,6 @@ def test_a_range_is_read_as_it_is_typed() -> None:
     assert PortRange.parse("29000-29100") == PortRange(29000, 29100) and PortRange.parse(" 29500 ") == PortRange(
         29500, 29500
     )
-    assert PortRange(5000, 5003).ports_from(6) == [5002, 5003, 5000, 5001]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +76,6 @@ def test_programs_of_several_jobs_hold_different_ports_of_a_range_and_one_that_w
     again = HeldPort(only)
     with socket.create_server(("", again.take())):
         again.release()
-
-
-def test_a_port_that_a_job_has_just_left_can_be_used_at_once(three_ports: PortRange) -> None:
-    """Its connections are still being closed, on the side that has closed them first."""
-    only = PortRange(three_ports.first, three_ports.first)
-    with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
-        listener.accept()[0].close()
-    bind_port("127.0.0.1", only, "n3").close()
 
 
 @pytest.fixture
