@@ -110,6 +110,11 @@ class FakeSlurm:
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if not names or line.partition(" ")[0] in names]
 
+    def confs(self) -> list[str]:
+        """The commands so far, each with the slurm.conf that it was run with: "squeue /etc/slurm/slurm.conf"."""
+        file = self.directory / "confs"
+        return file.read_text().splitlines() if file.exists() else []
+
     # What a test decides.
 
     def add(self, job_id: str, **facts: Any) -> None:
@@ -151,6 +156,10 @@ class FakeSlurm:
     def answer(self, command: str, output: str) -> None:
         """Let an exact command line print this, instead of what the state folder has: "sinfo --noheader --format=%N"."""
         self._write("answers", {**self._read("answers", {}), command: output})
+
+    def meanwhile(self, command: str, what: str) -> None:
+        """Let this happen, in bash, when a command is called next, before it does its work."""
+        self._write("meanwhile", {**self._read("meanwhile", {}), command: what})
 
     def command(self, name: str, body: str) -> None:
         """Put a bash script in a command's place; `$here` is this folder."""
@@ -326,9 +335,12 @@ def main(name: str, words: list[str], folder: str) -> int:
     here = Path(folder)
     fake = FakeSlurm(here)
     line = " ".join([name, *words])
+    _let_happen(fake, line)
     with _locked(here):
         with open(here / "calls", "a") as calls:
             calls.write(line.replace("\n", " ") + "\n")
+        with open(here / "confs", "a") as confs:
+            confs.write(f"{name} {os.environ.get('SLURM_CONF', 'none')}\n")
         fault = _next_fault(fake, line)
         answers = fake._read("answers", {})
         try:
@@ -361,6 +373,16 @@ def _locked(here: Path) -> Iterator[None]:
     with open(here / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _let_happen(fake: FakeSlurm, line: str) -> None:
+    planned = fake._read("meanwhile", {})
+    for command in [command for command in planned if f"{line} ".startswith(f"{command} ")]:
+        import subprocess
+
+        what = planned.pop(command)
+        fake._write("meanwhile", planned)
+        subprocess.run(["bash", "-c", what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _next_fault(fake: FakeSlurm, line: str) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib
 import io
 import json
 import signal
@@ -27,6 +28,12 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
 
 RUN_ID = "20260101-000000-000aa"
+# Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
+for _name in (
+    *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
+    *("report.page.serve", "runtime.attempt_context"),
+):
+    importlib.import_module(f"slurmtrain.{_name}")
 
 
 def submitted_run(project: Path, *words: str, job_ids: Sequence[str] = ()) -> RunDir:

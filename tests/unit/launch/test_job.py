@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from tests.support.fake_slurm import NO_REPLY, FakeSlurm
+from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
 
 CLUSTER = (
     *("+cluster=a100x4", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
@@ -144,6 +144,7 @@ def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
 
 DISABLED = "Requested operation is presently disabled"
 NO_STEP = "Unable to create step for job 101: Requested node configuration is not available"
+CANCEL = f"{sys.executable} -m slurmtrain cancel"
 BREAK = 'echo "{" >"$SLURMTRAIN_RUN_DIR/config.yaml"; '
 # How the ranks end -> the exit code of the job, its state in SLURM, what is decided for each attempt, the last sentence.
 ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
@@ -204,6 +205,34 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "resubmit refused": (
         Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.refuse("Invalid account")),
         *(75, "FAILED", "end", "no new job could be submitted: sbatch refused the job: .*Invalid account"),
+    ),
+    "requeue fails twice": (
+        Job("exit 75", prepare=fails("scontrol requeue", UNREACHABLE, times=2)),
+        *(75, "PENDING", "requeue", "it is requeued"),
+    ),
+    "sbatch says nothing": (
+        Job("exit 75", ("requeue=resubmit",), prepare=fails("sbatch", NO_REPLY, times=1, done=True)),
+        *(75, "FAILED", "resubmit", "it is submitted again"),
+    ),
+    "cancelled before the requeue": (
+        Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", f"{CANCEL} {job.run}")),
+        *(75, "CANCELLED", "end", "; cancelled by `cancel RUN`"),
+    ),
+    "scancelled before the requeue": (
+        Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", "scancel 101")),
+        *(75, "CANCELLED", "end", "; cancelled by scancel before it was requeued"),
+    ),
+    "cancelled before the next job": (
+        Job(
+            "exit 75",
+            ("requeue=resubmit",),
+            prepare=lambda job: job.slurm.meanwhile("sbatch", f"{CANCEL} {job.run}"),
+        ),
+        *(75, "CANCELLED", "end", "; cancelled by `cancel RUN`"),
+    ),
+    "scancelled before the next job": (
+        Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.meanwhile("sbatch", "scancel 101")),
+        *(75, "CANCELLED", "end", "; cancelled by scancel before it was submitted again"),
     ),
     # Nothing of ours can read this run any more. A stop is a stop all the same, and a cancel a cancel.
     "unreadable": (Job(BREAK + "exit 75", variables={"SQUEUE_STATES": "PENDING"}), 75, "PENDING", "None", "None"),
@@ -398,6 +427,9 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     for name in ("set-up", "no start in place", "unreadable, crashed"):
         assert len(ended[name].slurm.jobs) == 1
     assert "submitted again as job 102" in ended["requeue refused"].logs[0]
+    for name in ("cancelled before the next job", "scancelled before the next job"):
+        assert [job["state"] for job in ended[name].slurm.jobs] == ["CANCELLED", "CANCELLED"]
+    assert len(ended["sbatch says nothing"].slurm.jobs) == 2  # one of them for the first start
     failed = ended["resubmit refused"]
     assert f"no new job was submitted; continue with: resume {failed.run.name}" in failed.logs[0]
 
