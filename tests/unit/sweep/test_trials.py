@@ -218,6 +218,26 @@ def test_a_log_with_lines_lost_doubled_or_swapped_can_still_be_gone_on_with(tmp_
         assert (again.lines, again.trials) == (log.lines, log.trials) and again.ignored == log.ignored
 
 
+@pytest.mark.parametrize("pruner", [Pruner.MEDIAN, Pruner.ASHA])
+def test_what_was_killed_before_its_verdict_was_noted_is_pruned_all_the_same(tmp_path: Path, pruner: Pruner) -> None:
+    words = ["optim.lr=interval(0.001,0.9)", "hydra.sweeper.sampler.seed=3"]
+    settings = {"pruner": pruner, "startup_trials": 1, "prune_after_steps": 1}
+    log, study = TrialLog(tmp_path / "trials.jsonl"), study_of(*words, **settings)
+    for number, value in enumerate([0.5, float("nan")]):
+        chosen = study.ask()
+        log.add(LogEvent.ASKED, number, overrides=chosen.overrides, params=chosen.params, attributes=chosen.attributes)
+        log.add(LogEvent.VALUE, number, step=1, value=value)
+        assert study.report(number, 1, value) == (number == 1)
+        if number == 0:
+            log.add(LogEvent.TOLD, number, state="complete", value=value)
+            study.tell(number, TrialState.COMPLETE, value)
+    again, study = TrialLog(tmp_path / "trials.jsonl"), study_of(*words, **settings)
+    study.replay(again.lines, again.trials)
+    assert study.given_up == {1}
+    study.tell(1, TrialState.PRUNED, None)  # whose last value is not a number
+    assert study.ask().overrides
+
+
 @pytest.mark.parametrize("sampler", ["random", "grid"])
 def test_a_sampler_that_chooses_otherwise_gets_the_trials_as_they_are(
     tmp_path: Path, sampler: str, caplog: pytest.LogCaptureFixture
