@@ -268,12 +268,12 @@ def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code
 
 
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
-    runs = [make("finished", "job.snapshot=cwd", f"job.name={name}") for name in ("one", "two")]
-    for run in runs:
+    one, two = (make("finished", "job.snapshot=cwd", f"job.name={name}") for name in ("one", "two"))
+    for run in (one, two):
         run.code.rename(run.path.parent / "code")
         run.code.symlink_to("../code")
         (run.code / "train.py").write_text(run.path.parent.name)
-    assert compared(*runs)["files"] == ["train.py"] and compared(runs[0], runs[0])["files"] == []
+    assert compared(one, two)["files"] == ["train.py"] and compared(one, one)["files"] == []
 
 
 def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make) -> None:
