@@ -42,9 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """All tests of a real SLURM run in one process and share its sandbox; elsewhere, those of a file run in one process."""
-    path = item.path.relative_to(Path(__file__).parent)
-    item.add_marker(pytest.mark.xdist_group("slurm" if path.parts[0] == "slurm" else str(path)))
+    """All tests that use the sandbox of tests/slurm run in one process and share it; of the others, those of a file."""
+    shared = "sandbox" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("slurm" if shared else str(item.path.relative_to(Path(__file__).parent))))
 
 
 @pytest.hookimpl(trylast=True)
@@ -52,9 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no process is left alone with one of them at the end."""
     sizes = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[int, int]:
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
+        in_slurm = "sandbox" in getattr(item, "fixturenames", ())
+        return not in_slurm, LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
 
     items.sort(key=place)
 

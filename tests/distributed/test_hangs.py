@@ -255,37 +255,6 @@ def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(proje
     assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
 
 
-LOCKED = """
-import ctypes, os, time
-import slurmtrain
-
-def dig():
-    ctypes.PyDLL(None).sleep(1000)
-
-run = slurmtrain.init(device="cpu", watchdog=3)
-for step in range(30):
-    time.sleep(0.1)
-    if run.rank == 1 and step == 20 and os.environ["SLURMTRAIN_ATTEMPT"] == "1":
-        dig()
-    slurmtrain.should_stop()
-"""
-
-
-@pytest.mark.slow  # 30 s; that stacks are read where they are written is in test_watchdog.py
-def test_under_a_launcher_which_has_one_log_for_all_ranks_the_page_has_the_stacks_of_the_right_one(
-    project: Project,
-) -> None:
-    run = run_program(project, LOCKED, "job.launcher=torchrun")
-    first, second = run.attempts()
-    assert (first.reason, second.reason) == ("hang", "finished")
-    assert first.sentence is not None
-    said = f"hung: rank 1 on {first.nodes[0]} is in a call that holds Python's interpreter lock in step 2"
-    assert first.sentence.startswith(said) and "dig (own.py:" in first.sentence, first.sentence
-    assert list(run.run_dir.attempt(1).rank_logs()) == [0], "one log for both"
-    assert "in dig" in run.run_dir.attempt(1).hang_page.read_text()
-    assert not any(run.run_dir.attempt(number).stacks_files() for number in (1, 2))
-
-
 ALONE = """
 import ctypes, os, signal, time
 import slurmtrain
@@ -382,4 +351,4 @@ os.waitpid(child, 0)
 
 
 def test_a_process_that_a_rank_has_forked_can_end(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=True)
+    assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 0

@@ -220,6 +220,16 @@ def told_too_early(project: Project, lane: Lane) -> Run:
     return run
 
 
+def time_limited(project: Project, node: str) -> Run:
+    """Runs into its time limit, which takes minutes."""
+    limit = ["cluster.time_limit_min=2", "cluster.signal_lead_s=30"]
+    rare = ["train.eval_every=0", "checkpoint.every_steps=0"]
+    run = project.submit(*ONE, *limit, *rare, "train.steps=150", "+model.pause_s=1.0", nodes=node)
+    run.wait_for_attempt(2, timeout_s=600)
+    run.finish()
+    return run
+
+
 SCENES: tuple[Callable[[Project, Lane], object], ...] = (
     *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied, cancelled, told_too_early),
 )
@@ -231,17 +241,9 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def time_limited(project: Project) -> Run:
-    """Runs into its time limit on a node of its own, which takes minutes: submitted first, looked at last."""
-    limit = ["cluster.time_limit_min=2", "cluster.signal_lead_s=30"]
-    rare = ["train.eval_every=0", "checkpoint.every_steps=0"]
-    return project.submit(*ONE, *limit, *rare, "train.steps=150", "+model.pause_s=1.0", nodes="n7")
-
-
 @pytest.fixture(scope="module")
-def scenes(project: Project, time_limited: Run) -> Iterator[Scenes]:
-    """All scenes, two at a time, each on nodes of its own: most of the time they wait for SLURM."""
+def scenes(project: Project) -> Iterator[Scenes]:
+    """All scenes, two at a time, each on nodes of its own: most of the time they wait for SLURM. The longest is beside them."""
     lanes: SimpleQueue[Lane] = SimpleQueue()
     for lane in LANES:
         lanes.put(lane)
@@ -253,8 +255,9 @@ def scenes(project: Project, time_limited: Run) -> Iterator[Scenes]:
         finally:
             lanes.put(lane)
 
-    with ThreadPoolExecutor(len(LANES)) as pool:
-        yield {scene: pool.submit(play, scene) for scene in SCENES}
+    with ThreadPoolExecutor(1 + len(LANES)) as pool:
+        limited = pool.submit(time_limited, project, "n7")
+        yield {time_limited: limited} | {scene: pool.submit(play, scene) for scene in SCENES}
 
 
 def test_ranks_on_two_nodes_train_together(scenes: Scenes) -> None:
@@ -388,6 +391,12 @@ def command(pid: int) -> bytes:
         return b""
 
 
+def test_the_time_limit_saves_requeues_and_finishes(scenes: Scenes) -> None:
+    run = scenes[time_limited].result()
+    assert [attempt.reason for attempt in run.attempts()] == ["time limit", "finished"]
+    assert_steps_join(run, total=150)
+
+
 def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(user_signal: Cluster, tmp_path: Path) -> None:
     run = make_project(tmp_path / "project", user_signal).submit(*LONG, *ONE, nodes="n0")
     run.wait_for_step(7)
@@ -396,11 +405,3 @@ def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(user_s
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
     assert run.attempts()[0].cause == "SIGUSR2"
     assert_steps_join(run, total=STEPS)
-
-
-def test_the_time_limit_saves_requeues_and_finishes(time_limited: Run) -> None:
-    time_limited.wait_for_attempt(2, timeout_s=600)
-    time_limited.finish()
-    *before, _ = time_limited.attempts()
-    assert {attempt.reason for attempt in before} == {"time limit"}
-    assert_steps_join(time_limited, total=150)

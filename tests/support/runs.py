@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import importlib
 import io
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,14 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
+
+RUN_ID = "20260101-000000-000aa"
+# Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
+for _name in (
+    *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
+    *("report.page.serve", "runtime.attempt_context"),
+):
+    importlib.import_module(f"slurmtrain.{_name}")
 
 
 def submitted_run(project: Path, *words: str, job_ids: Sequence[str] = ()) -> RunDir:
@@ -82,6 +93,15 @@ class Job:
     slurm: FakeSlurm
     monkeypatch: pytest.MonkeyPatch
     job_id: str = "7"
+
+    @classmethod
+    def waiting(cls, folder: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, **facts: object) -> Job:
+        """Job 7 of a run that this person submitted, where the verbs look for runs. The test says what SLURM knows of it."""
+        monkeypatch.setenv("SLURMTRAIN_RUNS", str(folder))
+        mine = {"user": getpass.getuser(), "host": socket.gethostname(), "created": time.time() - 600}
+        made = cls(RunFiles(folder / "train" / RUN_ID, **{**mine, **facts}), slurm, monkeypatch)
+        made.run.event(Event.SUBMITTED, job_id="7")
+        return made
 
     @property
     def run(self) -> RunDir:

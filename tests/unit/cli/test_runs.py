@@ -18,7 +18,6 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
@@ -243,17 +242,6 @@ def test_only_steps_and_metrics_that_both_have_are_compared_and_the_latest_recor
         "y": {"step": 6, "a": 3.0, "b": 4.0},
     }
     assert (found["steps"], found["parted_at"]) == (3, 5)
-
-
-def test_fields_that_a_frozen_config_leaves_out_since_nothing_uses_them_do_not_differ(make: Make) -> None:
-    a = make("finished", "observe.profile_steps=3-4", "observe.wandb.project=lm", "watchdog.min_s=99")
-    b = make("finished", "preflight.mode=off")
-    assert compared(a, b)["config"] == [
-        {"key": "watchdog.min_s", "a": 99.0, "b": WatchdogConfig().min_s},
-        {"key": "observe.wandb.project", "a": "lm", "b": None},
-        {"key": "observe.profile_steps", "a": "3-4", "b": None},
-        {"key": "preflight.mode", "a": "quick", "b": "off"},
-    ]
 
 
 def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make) -> None:

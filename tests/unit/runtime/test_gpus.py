@@ -1,4 +1,4 @@
-"""The GPUs of a node are sampled in a thread of its first rank, by NVML, and nothing of that can harm the training."""
+"""GPUs: which a job has, what speaks against them, how they are used, and what takes their memory when it runs out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.gpu_use import Sample, read_gpu_use, total_of
 from slurmtrain.runtime import gpu_sampler
-from slurmtrain.runtime.gpu_sampler import GpuSampler, Nvml, own_gpus, start_gpu_sampler
+from slurmtrain.runtime.gpu_memory import GIB, explain_out_of_memory, out_of_memory
+from slurmtrain.runtime.gpu_sampler import GpuSampler, Nvml, start_gpu_sampler
+from slurmtrain.runtime.preflight.facts import GpuFacts
+from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
 from slurmtrain.slurm.environment import Environment
 
 
 class FakeNvml:
     """The functions of `pynvml` that are used, over GPUs whose numbers a test sets."""
 
+    NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
     NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
     nvmlEventTypeXidCriticalError = 8
 
@@ -37,7 +42,22 @@ class FakeNvml:
         self.mig = False
         self.lost: int | None = None
 
+    def answers(self, **answers: Any) -> FakeNvml:
+        """Let functions return this, or raise it."""
+
+        def give(value: Any) -> Any:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        for name, value in answers.items():
+            setattr(self, name, lambda *_, value=value: give(value))
+        return self
+
     def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
         pass
 
     def nvmlDeviceGetCount(self) -> int:
@@ -57,7 +77,7 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         self.check(handle)
-        return SimpleNamespace(used=70_000_000_000)
+        return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return 1000 * self.watts[handle]
@@ -83,6 +103,26 @@ class FakeNvml:
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         self.check(handle)
         return handle
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        return 0, 0, 0, 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        return 0x4
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [SimpleNamespace(pid=9)]
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
+        return recovery_action(0)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
+        return 0, 0
+
+
+def recovery_action(number: int, code: int = 0) -> list[Any]:
+    """What nvmlDeviceGetFieldValues returns for one field."""
+    return [SimpleNamespace(fieldId=230, nvmlReturn=code, value=SimpleNamespace(uiVal=number))]
 
 
 @pytest.fixture
@@ -139,15 +179,10 @@ def test_a_lost_gpu_ends_the_samples_of_no_other(
 
 
 def test_watts_that_are_not_told_are_not_0(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    def refuse(handle: int) -> int:
-        if handle == 0:
-            raise nvml.NVMLError("Not Supported")
-        return 400_000
-
-    nvml.nvmlDeviceGetPowerUsage = refuse  # type: ignore[method-assign]
+    nvml.answers(nvmlDeviceGetPowerUsage=nvml.NVMLError("Not Supported"))
     sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
     (node,) = read_gpu_use(attempt_dir)
-    assert (node.gpus[0].power_w, node.gpus[1].power_w, total_of([node]).power_w) == (None, 400.0, 400.0)
+    assert node.gpus[0].power_w is None and total_of([node]).power_w is None
 
 
 def test_a_process_that_was_stopped_has_not_looked_meanwhile(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
@@ -164,25 +199,25 @@ def test_a_slice_that_does_not_tell_its_use_is_not_idle(nvml: FakeNvml, attempt_
     assert Nvml(nvml, {}).sample(0) == Sample(None, 70.0, 500.0, 60.0, 3)
 
 
+# What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
+SECOND = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
+
+
 @pytest.mark.parametrize(
-    ("given", "own"),
-    [("2,3", [2, 3]), ("0,1,2,3", [0, 1, 2, 3]), ("", [0, 1, 2, 3]), ("6,7", [0, 1, 2, 3]), ("GPU-1", [0, 1, 2, 3])],
+    ("count", "variables", "own"),
+    [
+        (4, {"SLURM_JOB_GPUS": "2,3"}, [2, 3]),
+        (4, {"SLURM_JOB_GPUS": ""}, [0, 1, 2, 3]),
+        (4, {"SLURM_JOB_GPUS": "6,7"}, [0, 1, 2, 3]),
+        (4, {"SLURM_JOB_GPUS": "GPU-1"}, [0, 1, 2, 3]),
+        (4, SECOND, [1, 2]),
+        (2, SECOND, [0, 1]),  # cgroups hide the others, and NVML counts from 0
+        (8, {"CUDA_VISIBLE_DEVICES": "2,5"}, [2, 5]),  # without SLURM, those that a program sees
+        (2, {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"}, [0, 1]),
+    ],
 )
-def test_only_the_gpus_of_the_job_are_sampled(given: str, own: list[int]) -> None:
-    assert own_gpus(4, {"SLURM_JOB_GPUS": given}) == own
-    assert list(Nvml(FakeNvml(4), {"SLURM_JOB_GPUS": given}).names()) == own
-
-
-def test_the_numbers_of_gpus_are_those_of_this_node_and_not_of_the_first_one() -> None:
-    # What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
-    second = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
-    assert own_gpus(4, second) == [1, 2]
-    assert own_gpus(2, second) == [0, 1]  # cgroups hide the others, and NVML counts from 0
-
-
-def test_without_slurm_the_gpus_are_those_that_a_program_sees() -> None:
-    assert own_gpus(8, {"CUDA_VISIBLE_DEVICES": "2,5"}) == [2, 5]
-    assert own_gpus(2, {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"}) == [0, 1]
+def test_only_the_gpus_of_the_job_are_sampled(count: int, variables: dict[str, str], own: list[int]) -> None:
+    assert list(Nvml(FakeNvml(count), variables).names()) == own
 
 
 def test_only_the_first_rank_of_a_node_with_gpus_looks(
@@ -196,22 +231,13 @@ def test_only_the_first_rank_of_a_node_with_gpus_looks(
     assert start_gpu_sampler(attempt_dir, second) is None
 
 
-def test_a_full_disk_costs_no_sample(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    sampler = sampler_of(nvml, AttemptDir(attempt_dir.path / "later"), [0.0, 30.0, 90.0])
-    sampler.look()
-    (attempt_dir.path / "later").mkdir()
-    sampler.look()
-    (node,) = read_gpu_use(AttemptDir(attempt_dir.path / "later"))
-    assert node.gpus[0].sampled_s == 90.0
-
-
 @pytest.mark.parametrize("breaks", ["no package", "no driver", "a driver that stops to answer"])
 def test_without_a_package_or_a_driver_the_thread_ends_without_a_word(
     breaks: str, attempt_dir: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nvml = FakeNvml()
     if breaks == "no driver":
-        monkeypatch.setattr(nvml, "nvmlInit", lambda: exec("raise OSError('no libnvidia-ml')"))
+        nvml.answers(nvmlInit=OSError("no libnvidia-ml"))
     if breaks == "a driver that stops to answer":
         monkeypatch.setattr(Nvml, "xids", lambda self: exec("raise nvml.NVMLError('GPU is lost')", {"nvml": nvml}))
     monkeypatch.setitem(sys.modules, "pynvml", None if breaks == "no package" else nvml)
@@ -221,3 +247,72 @@ def test_without_a_package_or_a_driver_the_thread_ends_without_a_word(
     assert thread is not None
     thread.join(timeout=30)
     assert not thread.is_alive() and capsys.readouterr() == ("", "")
+
+
+def test_nvml_is_read_into_facts() -> None:
+    found = read_gpus({}, FakeNvml())
+    assert found is not None and len(found) == 2
+    assert found[0] == GpuFacts(0, "GPU number 0", 80.0, 70.0, (9,), 3, False, False, "", False, (), False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"nvmlDeviceGetTotalEccErrors": 7}, {"ecc_errors": 7}),
+        ({"nvmlDeviceGetRemappedRows": (0, 3, 1, 1)}, {"remap_pending": True, "remap_failed": True}),
+        ({"nvmlDeviceGetFieldValues": recovery_action(1)}, {"needs": "a reset", "needs_later": False}),
+        (
+            {"nvmlDeviceGetFieldValues": recovery_action(4)},
+            {"needs": "to be drained and reset", "needs_later": True},
+        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x48}, {"slowed_by": ("a hardware slowdown", "heat (hardware)")}),
+        ({"nvmlDeviceGetTotalEccErrors": FakeNvml.NVMLError("Not Supported")}, {"ecc_errors": None}),
+        # A driver that is too old to say what a GPU needs.
+        ({"nvmlDeviceGetFieldValues": recovery_action(0, code=3)}, {"needs": None}),
+        ({"nvmlDeviceGetFieldValues": FakeNvml.NVMLError("Not Supported")}, {"needs": None}),
+    ],
+)
+def test_what_speaks_against_a_gpu_is_read(answers: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = read_gpus({}, FakeNvml().answers(**answers))
+    assert found is not None
+    assert {name: getattr(found[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+def test_a_driver_that_does_not_answer_is_told_in_its_own_words(broken: str) -> None:
+    with pytest.raises(NoAnswerError, match="Driver/library version mismatch"):
+        read_gpus({}, FakeNvml().answers(**{broken: FakeNvml.NVMLError("Driver/library version mismatch")}))
+
+
+def test_where_nvml_cannot_be_asked_nothing_is_known_of_the_gpus() -> None:
+    missing = FakeNvml.NVMLError("NVML Shared Library Not Found")
+    missing.value = 12
+    assert read_gpus({}, FakeNvml().answers(nvmlInit=missing)) is None
+
+
+RANK = Environment("slurm", rank=3, world_size=4, node_rank=1, nodes=("n0", "n1"), tasks_per_node=(2, 2))
+SAID = "CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which"
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "free_gib", "exit_code", "message"),
+    [
+        (0, 9, 78, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
+        (0, 3, 1, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5 and other processes 7.0"),
+        (120, 9, 1, "in step 121, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
+    ],
+)
+def test_it_ends_a_run_that_has_never_done_a_step_unless_others_take_the_memory(
+    steps_done: int, free_gib: int, exit_code: int, message: str
+) -> None:
+    own = int(69.5 * GIB), 70 * GIB
+    error = out_of_memory(SAID, RANK, steps_done, free=free_gib * GIB, total=80 * GIB, own=own)
+    assert error.exit_code == exit_code
+    assert error.message == f"rank 3 on n1 ran out of GPU memory {message}"
+    assert error.hint is not None and "train.micro_batch_size" in error.hint
+    assert ("nvidia-smi" in error.hint) == ("other processes" in message)
+
+
+def test_on_a_cpu_the_error_stays_as_it_is() -> None:
+    with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(RANK, torch.device("cpu"), lambda: 0):
+        raise torch.OutOfMemoryError(SAID)
