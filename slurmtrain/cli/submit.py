@@ -73,18 +73,17 @@ class _Experiment:
 
 def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experiment:
     """Return what a bundle holds, with the overrides of the command line. It is unpacked until `unpacked` is closed."""
-    from slurmtrain.launch import unbundle
+    from slurmtrain.launch import bundle as bundles
 
     for option in ("--config-name", "--config-path"):
         if option in arguments.options:
             raise UsageError(f"--from contains a whole config, so there is nothing to compose from {option}")
-    bundle = unpacked.enter_context(unbundle.opened(Path(arguments.options["--from"]).expanduser()))
+    bundle = unpacked.enter_context(bundles.opened(Path(arguments.options["--from"]).expanduser()))
     config_dir = arguments.options.get("--config-dir")
-    config, dims = unbundle.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
-    source = unbundle.source_of(bundle)
-    unbundle.tell_differences(bundle, config)
+    config, dims = bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
+    bundles.tell_differences(bundle)
     overrides = [*bundle.manifest["overrides"], *arguments.overrides]
-    return _Experiment(config, dims, overrides, source, bundle.workdir or current_folder())
+    return _Experiment(config, dims, overrides, bundle.code, bundle.workdir or current_folder())
 
 
 def _submit_or_show(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:

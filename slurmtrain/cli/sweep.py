@@ -168,7 +168,12 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
     now = sweeps.states_of(sweep)
     points = [
-        collect.Point(point.number, point.varied, _run_dir_of(sweep, point), now[point.run_id].status)
+        collect.Point(
+            point.number,
+            {key: collect.value_of(text) for key, text in point.varied.items()},
+            _run_dir_of(sweep, point),
+            now[point.run_id].status,
+        )
         for point in sweep.points()
     ]
     print_collected(collect.table_of(points, metric=options.metric, mode=options.mode), options)

@@ -96,12 +96,6 @@ def requeue(run_dir: RunDir, overrides: Sequence[str] = ()) -> str:
         return _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2")
     _check_changeable(run_dir, state(run_dir), overrides)
     local = run_dir.info()["backend"] == Backend.LOCAL
-    if not local:
-        with claimed_alone(run_dir):
-            now = state(run_dir)
-            _check_changeable(run_dir, now, overrides)
-            if now.status in WAITING:
-                return _change_waiting(run_dir, now, overrides)
     from slurmtrain.launch.next_change import record_next_change
 
     with record_next_change(run_dir, overrides, current_folder(), None if local else client(run_dir)) as lines:
@@ -130,25 +124,12 @@ def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         why = "it does not start again by itself (requeue.mode=off)"
     elif _by_hand(run_dir, now):
         why = "it was started by hand"
+    elif now.status in WAITING:
+        why = "its job waits in the queue"
     if why is not None:
         raise ClusterError(
             f"run {run_dir.id} cannot be changed while it is alive: {why}", hint=f"cancel it, then {resume}"
         )
-
-
-def _change_waiting(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> str:
-    """Change a run whose job waits, and let it start as soon as it can. Called by who has claimed the run."""
-    from slurmtrain.launch.next_change import change_pending
-
-    slurm, job_id = client(run_dir), _job_id(now)
-    left = [job for job in jobs_in_queue(run_dir, now) if job != job_id]
-    if left:  # whoever let this job take their place was killed before they were cancelled
-        slurm.cancel(*left)
-    lines = change_pending(run_dir, job_id, overrides, current_folder(), slurm)
-    run_dir.event(Event.REQUEUE_ASKED)
-    if now.reason != "Dependency" and run_dir.info()["job_ids"][-1] == job_id:
-        slurm.start_now(job_id)
-    return "\n".join([f"run {run_dir.id} is changed, and waits to start", *lines])
 
 
 def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, changed: bool = False) -> str:

@@ -6,6 +6,7 @@ of how points are made or submitted, and nothing of how a table is shown or writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -233,6 +234,15 @@ def _configured(points: Sequence[Point]) -> Goal:
             except (UnreadableRecordError, TypeError, KeyError):
                 break
     return Goal(Keep.metric, Keep.mode)
+
+
+def value_of(text: str) -> Cell:
+    """Return the value of a varied key, which a sweep keeps as text: a number, true or false, else the text itself."""
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            value = number(text)
+            return value if abs(value) < math.inf else text
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _cell(value: Any) -> Cell:

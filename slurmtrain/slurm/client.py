@@ -181,14 +181,6 @@ class SlurmClient:
             found += parse_sacct(answer.stdout)
         return found
 
-    def live_jobs(self) -> list[str]:
-        """Return the ids of this user's jobs that SLURM has not ended, those of the tasks of arrays, too.
-
-        Raises:
-            ClusterError: squeue is missing, or the controller does not answer.
-        """
-        return self._call([*SQUEUE, "--me", "--format=%A"], before=SHIELD).split()
-
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
@@ -353,22 +345,6 @@ class SlurmClient:
             return []
         shown = self.glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
-
-    def batch_script(self, job_id: str) -> str:
-        """Return the batch script of a job, as it was submitted.
-
-        Raises:
-            ClusterError: SLURM does not know it, or was not reached.
-        """
-        return self._call(["scontrol", "write", "batch_script", job_id, "-"])
-
-    def hold(self, job_id: str) -> None:
-        """Keep a pending job from starting until it is released.
-
-        Raises:
-            ClusterError: SLURM refused, as for a job that has started, or was not reached.
-        """
-        self._call(["scontrol", "hold", job_id])
 
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])

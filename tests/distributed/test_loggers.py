@@ -24,9 +24,10 @@ from tests.support import wandb_files
 from tests.support.gloo import wait_until
 from tests.support.local_runs import Project
 
+# Looked for and not imported: all processes of xdist collect this file.
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install 'slurmtrain[{name}]'")
-    for name in ("wandb", "mlflow")  # found, and not imported by those who only collect
+    for name in ("wandb", "mlflow")
 ]
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

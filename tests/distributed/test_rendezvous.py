@@ -58,8 +58,15 @@ def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
 
 
-def test_all_ranks_meet_in_three_groups(gloo_ranks: GlooRanks) -> None:
-    assert gloo_ranks(3, sums) == [[6.0, 6.0, 6.0]] * 3
+WORDS = ("", "ä", "x" * 100_000)
+
+
+def meet_and_talk(distributed: DistributedContext) -> tuple[list[float], list[str]]:
+    return sums(distributed), [hear(distributed, word) for word in WORDS]
+
+
+def test_all_ranks_meet_in_three_groups_and_hear_what_rank_0_tells_as_it_was(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks(3, meet_and_talk) == [([6.0, 6.0, 6.0], list(WORDS))] * 3
 
 
 def time_outs_of_layouts(distributed: DistributedContext) -> set[float]:
@@ -103,11 +110,6 @@ def port_of_the_store(directory: Path, ports: str) -> int:
 def test_ranks_meet_on_a_port_of_the_range_that_a_firewall_lets_through(gloo_ranks: GlooRanks) -> None:
     ports = gloo_ranks.start(2, port_of_the_store, "23000-23040").results()
     assert ports[0] == ports[1] and 23000 <= ports[0] <= 23040
-
-
-def test_what_rank_0_tells_arrives_as_it_was(gloo_ranks: GlooRanks) -> None:
-    for word in ("", "ä", "x" * 100_000):
-        assert gloo_ranks(2, hear, word) == [word, word]
 
 
 def test_two_worlds_on_one_machine_do_not_mix(gloo_ranks: GlooRanks) -> None:

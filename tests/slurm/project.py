@@ -79,7 +79,7 @@ SMALL = [
     "train.eval_every=20",
     "train.tensorboard=false",
     "checkpoint.every_steps=10",
-    "requeue.restart_delay_s=1",
+    "requeue.restart_delay_s=3",
 ]
 
 
@@ -183,7 +183,7 @@ def counting(steps: int, pause_s: float = 0.0) -> list[str]:
         f"job.command='{sys.executable} counting.py {steps} {pause_s}'",
         "cluster.nodes=1",
         "cluster.tasks_per_node=1",
-        "requeue.restart_delay_s=1",
+        "requeue.restart_delay_s=3",
     ]
 
 
@@ -202,7 +202,7 @@ class Project:
             "+cluster=sandbox",
             "cluster.sandbox=null",
             f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
-            "requeue.restart_delay_s=1",  # 0 leaves it to SLURM, which waits for seconds
+            "requeue.restart_delay_s=3",  # SLURM waits for longer where this is over before the job has left its nodes
             *(SMALL if small else []),
             *([f"+cluster.sbatch.nodelist='{nodes}'"] if nodes else []),
             *overrides,

@@ -194,7 +194,7 @@ def preempted(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pre
     for name in ("length.py", "count.py", "train.sh"):
         (project.path / name).write_text("edited, not to be run\n")
     for run in (first, second):
-        run.wait_until(lambda run=run: (run.run_dir.path / "count-3").exists(), "counting")
+        run.wait_until((run.run_dir.path / "count-3").exists, "counting")
     wrapped.wait_until(lambda: all((wrapped.run_dir.path / f"up-{rank}").exists() for rank in "01"), "up")
     cancelled.wait_until(lambda: bool(cancelled.attempts()) and bool(cancelled.attempts()[0].nodes), "running")
     for nodes in (["n0", "n1"], ["n2"], ["n3"]):
@@ -257,18 +257,25 @@ def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(preempte
 
 @pytest.fixture(scope="module")
 def brief(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Runs of one attempt, at the same time."""
+    """Runs of one attempt, but for one that crashes again, at the same time."""
     project = make_project(tmp_path_factory.mktemp("brief") / "project", sandbox)
     own = project.path / "my_conf" / "model"
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text(
         "_target_: paced.Paced\nvocab_size: 256\ndim: 16\nn_layers: 1\nn_heads: 2\nmax_seq_len: 64\n"
     )
+    (project.path / "seal.py").write_text("raise ValueError('the seventh seal')\n")
     command = ["job=command", "requeue.max_attempts_without_progress=1", *ONE]
     hooks = [f"hooks.on_{event}='echo $SLURMTRAIN_EVENT $SLURMTRAIN_EXIT_CODE'" for event in ("failure", "finish")]
     words = {
         "own model": [*("--config-dir", "my_conf", "+experiment=smoke", "model=mine", "train.steps=5"), *ONE],
         "crash": [*command, "job.command='bash -c \"exit 3\"'", *hooks],
+        "crash loop": [
+            *command,
+            f"job.command='{PYTHON} seal.py'",
+            "requeue.max_attempts_without_progress=2",
+            "requeue.blame_threshold=0",
+        ],
         # srun has been seen to leave with 0 where it had lost its ranks; this one never starts any.
         "lost": [*command, "job.command=true", "cluster.setup=['srun() { :; }']"],
         "set-up fails": [*command, "job.command=true", "cluster.setup=['export FINE=1','ls /no/such/folder']"],
@@ -289,6 +296,15 @@ def test_a_program_that_fails_is_a_crash_with_its_exit_code(brief: dict[str, Run
     assert "exit code 3" in run.status()
     assert run.cluster.job(run.job_id)["ExitCode"] == "3:0"
     assert (run.run_dir.attempt(1).path / "hook.log").read_text() == "failure 3\n"
+
+
+def test_a_crash_loop_ends_after_the_budget_and_says_why(brief: dict[str, Run]) -> None:
+    run = brief["crash loop"]
+    run.wait_for_end()
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
+    run.cluster.wait_for(run.job_id, "FAILED")
+    assert "2 attempts in a row without" in run.status()
+    assert "the seventh seal" in (run.run_dir.attempt(2).path / "rank-0.log").read_text()
 
 
 def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(brief: dict[str, Run]) -> None:
@@ -603,7 +619,7 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
     data.write_text("some words")
     (project.path / "looks.py").write_text(LOOKS)
     (project.path / "helper.py").write_text("")
-    stage = ["code=true", "environment=true", f"data=['{data}']", f"dir='{local}'", "required=true"]
+    stage = ["code=true", "environment=true", f"data=['{data}']", f"dir='{local}'"]
     run = project.submit(
         "job=command",
         r"job.command='python \${SLURMTRAIN_CODE}/looks.py'",
@@ -628,8 +644,7 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
         assert found == [(node, "code", "helper.py"), (node, "environment"), (node, "data", "words")]
         assert each["words"] == "some words"
     assert len({each["made"] for each in seen.values()}) == 2  # copied once on each of two nodes
-    (staged,) = events(run, "staged")
-    assert staged["without"] == {} and staged["attempt"] == 1
+    assert "uses the shared folders" not in run.logs()
     assert list(top.iterdir()) == []  # they are gone with the job
     assert len(list(run.run_dir.path.parent.parent.glob(".environments-*/*.tar"))) == 1
 

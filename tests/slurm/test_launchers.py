@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -136,29 +135,6 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(
                 "together": 6 if {"--gloo", "--accelerate"} & set(words) else 0,
                 "arguments": [*own, *arguments],
             }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_an_own_loop_with_our_lines_stops_and_resumes_under_a_launcher(project: Project, launcher: str) -> None:
-    if not installed(launcher.replace("torchrun", "torch")):
-        pytest.skip(f"{launcher} is not installed")
-    shutil.copy(Path(__file__).parents[2] / "jobs" / "own_loop.py", project.path)
-    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    words = [launcher, "--no_local_rank"] if launcher == "deepspeed" else []
-    run = project.submit(
-        f"job.launcher={launcher}",
-        *sizes,
-        small=False,
-        words=("--", *words, "own_loop.py", "--pause", "0.1"),
-    )
-    log = run.run_dir.attempts / "0001" / "rank-0.log"
-    run.wait_until(lambda: log.exists() and "step 10/100" in log.read_text(), "training")
-    run.preempt_by_high()
-    run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"], run.logs()
-    first, second = run.attempts()
-    assert first.program_code == 75 and first.committed_step is not None and second.committed_step == 100
 
 
 @pytest.mark.slow

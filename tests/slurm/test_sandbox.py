@@ -69,12 +69,13 @@ def test_another_user_cannot_run_anything_in_somebodys_sandbox(sandbox: Cluster,
         assert refused.returncode != 0 and "Permission denied" in refused.stderr, refused
 
 
-@pytest.mark.parametrize(("settings", "told"), [("sandbox", "TERM"), ("user_signal", "USR2")])
+@pytest.mark.parametrize(("settings", "told"), [(None, "TERM"), ("user_signal", "USR2")])
 def test_preemption_sends_term_or_the_jobs_own_signal_where_so_configured(
-    settings: str, told: str, tmp_path: Path, request: pytest.FixtureRequest
+    settings: str | None, told: str, sandbox: Cluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    cluster: Cluster = request.getfixturevalue(settings)
-    out = tmp_path / "out"
+    if settings is not None:
+        request.getfixturevalue(settings)
+    cluster, out = sandbox, tmp_path / "out"
     job = cluster.sbatch("-w", "n0", "-o", str(out), "--signal=USR2@60", script=TELL_SIGNALS, cwd=tmp_path)
     cluster.wait_for_text(out, "ready")
     cluster.submit_high(nodes=["n0"], seconds=0.1)

@@ -23,9 +23,9 @@ from slurmtrain.system.parent_death import be_killed_with
 
 Result = TypeVar("Result")
 
-# Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it. That is cheap
-# (60 ms of CPU, and 10 to meet the others), and a rank has nothing of another test: no lock that some thread of the test process
-# held, no process groups and caches of their meshes, no variables, signal handlers, threads or default types.
+# Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it. That costs
+# 70 ms of CPU a rank, and no rank has anything of another test: no lock that some thread of the test process held, no groups
+# and caches of their meshes, no variables, signal handlers, threads or default types.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "tests.support.rank_server"])
 

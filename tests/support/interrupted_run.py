@@ -18,10 +18,11 @@ from tests.support.run_info import run_info
 WITHIN = 0.01  # of the time on the clock, to which the seconds by cause have to add up
 T0 = 1_700_000_000.0  # when the run was submitted, in unix seconds
 GPUS = 16.0
+TIMES = ("started", "stepping", "ended", "last_sign", "last_logged")
 
 
 class RunFiles:
-    """Writes the files of one run. Times are seconds after T0."""
+    """Writes the files of one run. Times are seconds after T0, or unix seconds."""
 
     def __init__(self, path: Path, **facts: object):
         self.run = RunDir(path)
@@ -41,12 +42,19 @@ class RunFiles:
         folder = self.run.attempt(number).path
         folder.mkdir()
         if claimed is not None:
-            (folder / "job").write_text(f"{job} {restart} {T0 + claimed}\n")
-        times = ("started", "stepping", "ended", "last_sign", "last_logged")
-        values = {name: T0 + value if name in times else value for name, value in fields.items()}
+            at = claimed if claimed > T0 else T0 + claimed
+            (folder / "job").write_text(f"{job} {restart} {at:.6f}\n")
+        values = {
+            name: T0 + value if name in TIMES and value is not None and value < T0 else value
+            for name, value in fields.items()
+        }
         nodes = values.pop("nodes", ["n1", "n2"])
         record = Attempt(number, **{"job_id": job, "restart_count": restart, "gpus": GPUS, "nodes": nodes, **values})
         (folder / "attempt.json").write_text(json.dumps(asdict(record)))
+
+    def config(self, **sections: object) -> None:
+        """Write its config anew, with these sections beside those of a training."""
+        self.run.config_file.write_text(json.dumps({"job": {"name": "train", "kind": "train"}, **sections}))
 
     def failed(self, number: int, at: float) -> None:
         record = {"rank": 3, "exit_code": 1, "sentence": "ValueError", "time": T0 + at}

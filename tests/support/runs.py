@@ -1,18 +1,39 @@
-"""Runs without a job: a run directory as `submit` leaves it, and attempts as a job would have recorded them."""
+"""Runs without a job: run directories as `submit` and a job leave them, and what a job's batch script asks of one."""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
+import importlib
+import io
+import json
+import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.interrupted_run import RunFiles
+
+RUN_ID = "20260101-000000-000aa"
+# Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
+for _name in (
+    *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
+    *("report.page.serve", "runtime.attempt_context", "runtime.take_run"),
+):
+    importlib.import_module(f"slurmtrain.{_name}")
 
 
 def submitted_run(project: Path, *words: str, job_ids: Sequence[str] = ()) -> RunDir:
@@ -29,3 +50,110 @@ def add_attempt(run: RunDir, **fields: Any) -> Attempt:
     attempt = Attempt(run.new_attempt(), **{"started": time.time(), **fields})
     attempts.write_attempt(run, attempt)
     return attempt
+
+
+def printed(*words: str, code: int = 0) -> str:
+    """What a command line prints, called in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*words]) == code
+    return out.getvalue()
+
+
+def shown(*words: str) -> Any:
+    """What a command line prints with --json."""
+    return json.loads(printed(*words, "--json"))
+
+
+def no_waiting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[float], object] = lambda waited_s: None) -> None:
+    """Let waiting take no time, while the clock says that it did.
+
+    Args:
+        meanwhile: called at each wait, with the seconds that were waited so far.
+    """
+    clock, pause, waited = time.monotonic, time.sleep, [0.0]
+
+    def wait(*arguments: Any) -> None:
+        waited[0] += arguments[-1]
+        pause(min(arguments[-1], 1e-3))  # subprocess awaits the end of a process in this way, too
+        meanwhile(waited[0])
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + waited[0])
+    monkeypatch.setattr(time, "sleep", wait)
+    monkeypatch.setattr(signal, "sigtimedwait", wait)
+
+
+@dataclass
+class Job:
+    """The job of a run that is made of files, as its batch script asks for it; SLURM knows of it what a test says.
+
+    What the ranks of an attempt leave in its folder, the test writes.
+    """
+
+    files: RunFiles
+    slurm: FakeSlurm
+    monkeypatch: pytest.MonkeyPatch
+    job_id: str = "7"
+
+    @classmethod
+    def waiting(cls, folder: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, **facts: object) -> Job:
+        """Job 7 of a run that this person submitted, where the verbs look for runs. The test says what SLURM knows of it."""
+        monkeypatch.setenv("SLURMTRAIN_RUNS", str(folder))
+        mine = {"user": getpass.getuser(), "host": socket.gethostname(), "created": time.time() - 600}
+        made = cls(RunFiles(folder / "train" / RUN_ID, **{**mine, **facts}), slurm, monkeypatch)
+        made.run.event(Event.SUBMITTED, job_id="7")
+        return made
+
+    @property
+    def run(self) -> RunDir:
+        return self.files.run
+
+    def is_on(self, node: str = "n0", *, job_id: str | None = None, restarts: int = 0) -> None:
+        """This process is the batch script's from now on, on this node."""
+        self.job_id = job_id or self.job_id
+        facts = {"SLURM_JOB_ID": self.job_id, "SLURM_RESTART_COUNT": str(restarts), "SLURMD_NODENAME": node}
+        for name, value in {**facts, "SLURM_CLUSTER_NAME": "fake"}.items():
+            self.monkeypatch.setenv(name, value)
+
+    def attempt(self, left: Mapping[str, object] | None = None, *, opened: bool = True, **fields: Any) -> int:
+        """An attempt that was claimed now, and opened by its rank 0 with these fields of its record.
+
+        Args:
+            left: what its ranks, srun and the batch script have left in its folder: text, or a record.
+            opened: False: rank 0 never came so far.
+        """
+        number = len(self.run.attempt_numbers()) + 1
+        now = time.time()
+        fields = {"job": self.job_id, "nodes": ["n0", "n1"], "started": now, **fields}
+        self.files.attempt(number, None if fields["job"] is None else now - 1e-3, **fields)
+        if not opened:
+            self.run.attempt(number).record_file.unlink()
+        for name, content in (left or {}).items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (self.run.attempt(number).path / name).write_text(text)
+        return number
+
+    def ends(self, number: int, exit_code: int, *words: str) -> dict[str, Any]:
+        """The record of an attempt, once the batch script has had it judged; `printed` is what the script was told."""
+        told = printed("finish-attempt", str(self.run.path), f"--attempt={number}", f"--exit-code={exit_code}", *words)
+        return {**self.record(number), "printed": told.strip()}
+
+    def starts(self, *, restarts: int = 1) -> str:
+        """What the batch script is told when SLURM starts the job: "" to go on, else "done", "end" or "change"."""
+        self.monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        return printed("begin-attempt", str(self.run.path)).strip()
+
+    def record(self, number: int) -> dict[str, Any]:
+        path = self.run.attempt(number).record_file
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def commit(self, step: int) -> None:
+        """A committed checkpoint."""
+        folder = self.run.checkpoints / f"checkpoint_{step:07d}"
+        folder.mkdir()
+        (folder / "COMPLETE").touch()
+
+
+def failure(sentence: str, exit_code: int = 1, rank: int = 0, **facts: object) -> dict[str, object]:
+    """What a rank leaves that failed just now: its failed-RANK.json."""
+    return {"rank": rank, "exit_code": exit_code, "sentence": sentence, "time": time.time(), **facts}

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file.content import ClusterFile, Entry
-from slurmtrain.launch.cluster_file.notes import notes_of
-from slurmtrain.launch.cluster_file.observed import observed
 from slurmtrain.launch.cluster_file.shape import Shape, shape_entries, shape_of, within
 from slurmtrain.launch.cluster_file.words import DAY_MIN, in_words, listed
 from slurmtrain.launch.login_node import LoginNode
@@ -65,14 +63,7 @@ def describe(
         f"Use it: python -m slurmtrain +cluster={file_name} submit. Has the cluster changed since? "
         f"python -m slurmtrain probe --check {file_name}"
     )
-    return ClusterFile(
-        file_name,
-        chosen.name,
-        title,
-        tuple(entries),
-        notes_of(facts, chosen, account, qos, login),
-        observed(facts, chosen, account, qos),
-    )
+    return ClusterFile(file_name, chosen.name, title, tuple(entries))
 
 
 def choose_partition(facts: ClusterFacts, name: str | None) -> Partition:
@@ -210,7 +201,6 @@ def _software(facts: ClusterFacts, login: LoginNode) -> Iterable[Entry]:
 
 def _storage(login: LoginNode) -> Iterable[Entry]:
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
-    measured = next((each for each in login.folders if each.write_mb_per_s is not None), None)
-    if measured is not None:
-        why += f". One process here wrote {measured.write_mb_per_s:.0f} MB/s, roughly"
+    if login.write_mb_per_s is not None:
+        why += f". One process here wrote {login.write_mb_per_s:.0f} MB/s, roughly"
     yield Entry("storage_gb_per_s", None, why, question=True)

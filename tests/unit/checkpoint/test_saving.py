@@ -508,18 +508,6 @@ def test_the_copy_of_the_state_locks_no_more_host_memory_than_it_needs_and_it_is
     assert len(driver.locked) == 2, "both are in use"
 
 
-def test_memory_that_was_locked_is_nobody_elses_when_it_is_freed(driver: Driver) -> None:
-    """A fork does not have it: memory of malloc, which others get later, would end the fork."""
-    for size in (20 * MIB, 24 * MIB, 28 * MIB):  # malloc takes such sizes from its own memory once it has freed one
-        allocated = host_memory.allocate_pages(size, for_gpu=True)
-        driver.locked.clear()
-        host_memory._locked.clear()
-        address = allocated.data_ptr()
-        del allocated
-        mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        assert not any(int(begin, 16) <= address < int(end, 16) for begin, end in mapped), "it is unmapped"
-
-
 def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(driver: Driver) -> None:
     first, second = Staging(), Staging()
     image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())

@@ -389,7 +389,6 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean n_layers?; +model.layrs=3 adds it"),
         (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
         (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
-        (["submit", "model.width=64"], "model has no key 'width'", "it is called model.dim, as in Llama's own files"),
         (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean n_layers?"),
         (["submit", "data=files", "data.pths=x"], "data has no key 'pths'", "did you mean paths?"),
         (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),

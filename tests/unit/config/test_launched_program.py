@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,6 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.script_parts import JobPaths
-from tests.unit.launch.test_script import PATHS
 
 
 def config_of(*words: str, command: str = "train.py", launcher: str = "torchrun") -> Config:
@@ -41,7 +41,7 @@ def test_processes_of_a_node_are_derived_from_the_cluster(words: list[str], shap
 @pytest.mark.parametrize("nodes", ["2", "2-4"])
 def test_a_launcher_is_one_task_of_each_node_with_all_of_its_cpus(nodes: str) -> None:
     sizes = ["cluster.nodes=" + nodes, "cluster.tasks_per_node=4", "cluster.cpus_per_task=8"]
-    script = render_script(config_of(*sizes), JobPaths(PATHS.run_dirs, "code", PATHS.python))
+    script = render_script(config_of(*sizes), JobPaths([Path("/runs/train/RUN")], "code", "python"))
     lines = script.splitlines()
     assert "#SBATCH --cpus-per-task=32" in lines and "--cpus-per-task=32 \\" in [line.strip() for line in lines]
     assert ("#SBATCH --ntasks-per-node=1" in lines) == (nodes == "2")

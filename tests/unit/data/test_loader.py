@@ -226,12 +226,22 @@ def test_what_get_batch_draws_comes_back_after_a_restart_and_is_new_in_each_batc
     assert len({float(value) for batch in undisturbed for value in batch["noise"].flatten()}) == 5 * 8 * 3
 
 
-def test_workers_leave_the_global_random_state_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    run_steps(20, 2, num_workers=1)
-    assert torch.equal(torch.rand(1), expected)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_random_state_of_the_training_alone(workers: int) -> None:
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    seed()
+    expected = draw()
+    seed()
+    with loader(Noisy(20), num_workers=workers) as batches:
+        next(batches)
+    assert draw() == expected
 
 
 def test_workers_survive_the_signals_of_a_preemption() -> None:

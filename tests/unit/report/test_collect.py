@@ -1,8 +1,7 @@
-"""From a set of runs to a table: what is in it, in every format it can be written in."""
+"""`sweep collect`: the points of a sweep as a table, in every format that it can be written in, and as a picture."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -11,220 +10,241 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-import yaml
 
-from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.collect import add_collect_options, columns_that_fit, print_collected
-from slurmtrain.errors import UsageError
-from slurmtrain.observe import MetricsLog
-from slurmtrain.report.collect import Goal, Point, Table, as_it_counts, table_of
-from slurmtrain.report.table_files import column_kind, format_of, table_bytes, write_whole
-from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.cli import main
+from slurmtrain.errors import EXIT_USAGE
+from slurmtrain.report.table_files import column_kind
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.interrupted_run import T0, RunFiles
+from tests.support.runs import printed
 
-MakePoint = Callable[..., Point]
 Out = pytest.CaptureFixture[str]
-NAN = math.nan
+FIRST_COLUMNS = ["point", "run", "state"]
+
+
+class SweepFiles:
+    """A sweep of files: each point is a run that has logged some records and has finished."""
+
+    def __init__(self, path: Path):
+        self.path, self.count = path, 0
+        (path / "arrays").mkdir(parents=True)
+        info: dict[str, object] = {
+            "created": T0,
+            "slurm_conf": None,
+            "pack": 1,
+            "backend": "slurm",
+            "overrides": [],
+            "token": "t",
+        }
+        (path / "sweep.json").write_text(json.dumps(info))
+
+    def point(self, varied: dict[str, str], *records: dict[str, Any], left: str = "all", **best: str) -> str:
+        """The id of the run of a new point.
+
+        Args:
+            left: "all" or "nothing" of its run directory.
+            best: best_metric and best_mode of its config.
+        """
+        run_id = f"20260101-000000-{self.count:03d}aa"
+        line = {"number": self.count, "varied": varied, "identity": run_id, "shape": "s", "run_id": run_id}
+        with (self.path / "points.jsonl").open("a") as points:
+            points.write(json.dumps(line) + "\n")
+        self.count += 1
+        if left == "all":
+            run = RunFiles(self.path / run_id, name="s")
+            run.attempt(1, 1, started=2, ended=9, verdict="done", reason="finished")
+            if best:
+                run.config(checkpoint=best)
+            run.run.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return run_id
+
+    def rows(self, *words: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(printed("sweep", "collect", self.path.name, "--json", *words))
+        return found
+
+    def written(self, *words: str) -> str:
+        return printed("sweep", "collect", self.path.name, *words)
+
+    def refused(self, capsys: Out, *words: str) -> str:
+        capsys.readouterr()
+        assert main(["sweep", "collect", self.path.name, *words]) == EXIT_USAGE
+        return capsys.readouterr().err
 
 
 @pytest.fixture
-def point(tmp_path: Path) -> MakePoint:
-    """A point whose run has logged these records."""
-    numbers = iter(range(10_000))
-
-    def make(varied: dict[str, Any], *records: dict[str, Any], best: tuple[str, str] | None = None) -> Point:
-        run = create_run_dir(tmp_path / "runs", "sweep")
-        if best is not None:
-            run.config_file.write_text(yaml.safe_dump({"checkpoint": {"best_metric": best[0], "best_mode": best[1]}}))
-        log = MetricsLog(run.metrics_file, -1)
-        for record in records:
-            log.write(**record)
-        log.close()
-        return Point(next(numbers), varied, run, "finished")
-
-    return make
-
-
-def rows(table: Table) -> list[dict[str, Any]]:
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+def sweep(tmp_path: Path, slurm: FakeSlurm, project: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFiles:
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+    return SweepFiles(tmp_path / "runs" / "s.sweep-1")
 
 
 # What is in it.
 
 
-def test_there_is_a_row_for_every_point_also_for_one_that_never_ran(point: MakePoint) -> None:
-    ran = point({"lr": 0.1}, {"step": 10, "loss": 2.0, "valid_loss": 2.5}, {"step": 20, "loss": 1.0, "valid_loss": 3.0})
-    silent = point({"lr": 0.2})
-    gone = Point(7, {"lr": 0.3}, RunDir(Path("/nowhere/sweep/x")), "lost")
-    unborn = Point(8, {"lr": 0.4}, None, "planned")
-    table = table_of([ran, silent, gone, unborn])
-    assert table.columns == ("point", "run", "state", "lr", "step", "best_valid_loss", "valid_loss", "loss")
-    assert ran.run_dir is not None and silent.run_dir is not None
-    assert table.rows == (
-        (0, ran.run_dir.id, "finished", 0.1, 20, 2.5, 3.0, 1.0),
-        (1, silent.run_dir.id, "finished", 0.2, None, None, None, None),
-        (7, "x", "lost", 0.3, None, None, None, None),
-        (8, None, "planned", 0.4, None, None, None, None),
-    )
-
-
-def test_varied_keys_have_a_column_each_in_the_order_of_their_first_appearance(point: MakePoint) -> None:
-    table = table_of([point({"b.x": 1, "a": None}), point({"c": [1, "z"], "b.x": True}), point({})])
-    assert table.varied == ("b.x", "a", "c") == table.columns[3:6]
-    # null was chosen, while an empty cell was not.
-    assert [row[3:6] for row in table.rows] == [(1, "null", None), (True, None, '[1, "z"]'), (None, None, None)]
-
-
-def test_the_last_value_is_the_last_that_was_measured_of_each_metric(point: MakePoint) -> None:
-    table = table_of(
-        [
-            point(
-                {},
-                {"step": 1, "valid_loss": 4.0, "note": "text"},
-                {"step": 2, "loss": 3.0, "ok": True},
-                {"step": 3, "loss": None},
-            )
-        ]
-    )
-    assert table.columns[3:] == ("step", "best_valid_loss", "valid_loss", "loss")
-    assert table.rows[0][3:] == (2, 4.0, 4.0, 3.0)
-
-
-def test_what_a_resumed_run_has_logged_again_counts_once_and_its_old_future_is_no_best(point: MakePoint) -> None:
-    steps = [(10, 5.0), (20, 4.0), (30, 0.5), (40, 0.4), (30, 3.0), (40, 2.0)]
-    table = table_of([point({}, *({"step": step, "valid_loss": loss} for step, loss in steps))])
-    assert rows(table)[0]["best_valid_loss"] == 2.0 and rows(table)[0]["valid_loss"] == 2.0
-    assert as_it_counts(steps) == [(10, 5.0), (20, 4.0), (30, 3.0), (40, 2.0)]
-    assert as_it_counts([(30, 1.0), (20, 2.0)]) == [(20, 2.0)]
-
-
-def test_a_torn_line_of_a_killed_run_is_left_out(point: MakePoint) -> None:
-    made = point({}, {"step": 1, "loss": 3.0})
-    assert made.run_dir is not None
-    with made.run_dir.metrics_file.open("a") as file:
-        file.write('{"step": 2, "lo{"step": 3, "loss": 1.0}\n[1]\n{"step": 4, "loss": 2.0}\n{"step": 5, "loss": 0.')
-    assert rows(table_of([made]))[0]["step"] == 4
-    assert rows(table_of([made]))[0]["best_loss"] == 2.0
+def test_there_is_a_row_for_every_point_with_its_last_and_best_values_also_for_one_that_never_ran(
+    sweep: SweepFiles,
+) -> None:
+    logged = ({"step": 10, "loss": 2.0, "valid_loss": 2.5}, {"step": 20, "loss": 1.0, "valid_loss": 3.0})
+    ran = sweep.point({"lr": "1e-1"}, *logged)
+    silent = sweep.point({"lr": "2", "b.x": "true"})
+    sweep.point({"model": "[1, z]"}, left="nothing")
+    found = sweep.rows()
+    metrics = ("step", "best_valid_loss", "valid_loss", "loss")
+    assert list(found[0]) == [*FIRST_COLUMNS, "lr", "b.x", "model", *metrics]  # keys as they first appear
+    # Numbers are numbers, whatever a sweep keeps them as.
+    assert [list(row.values()) for row in found] == [
+        [0, ran, "finished", 0.1, None, None, 20, 2.5, 3.0, 1.0],
+        [1, silent, "finished", 2, True, None, None, None, None, None],
+        [2, None, "removed", None, None, "[1, z]", None, None, None, None],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("values", "mode", "best"),
+    ("records", "row"),
     [
-        ([2.0, 1.0, 3.0], "min", 1.0),
-        ([2.0, 1.0, 3.0], "max", 3.0),
-        ([NAN, 2.0, -math.inf], "min", 2.0),
-        ([NAN, math.inf], "max", None),
-        ([], "min", None),
+        (
+            [
+                {"step": 1, "valid_loss": 4.0, "note": "text"},
+                {"step": 2, "loss": 3.0, "ok": True},
+                {"step": 3, "loss": None},
+            ],
+            {"step": 2, "best_valid_loss": 4.0, "valid_loss": 4.0, "loss": 3.0},
+        ),
+        # What a resumed run has logged again counts once, and its old future is no best.
+        (
+            [
+                {"step": step, "valid_loss": loss}
+                for step, loss in ((10, 5.0), (20, 4.0), (30, 0.5), (40, 0.4), (30, 3.0), (40, 2.0))
+            ],
+            {"step": 40, "best_valid_loss": 2.0, "valid_loss": 2.0},
+        ),
+        ([{"step": 30, "loss": 1.0}, {"step": 20, "loss": 2.0}], {"step": 20, "best_loss": 2.0, "loss": 2.0}),
+        # Neither nan nor infinity is the best.
+        (
+            [{"step": 1, "loss": math.nan}, {"step": 2, "loss": -math.inf}, {"step": 3, "loss": 2.0}],
+            {"step": 3, "best_loss": 2.0, "loss": 2.0},
+        ),
+        ([{"step": 1, "loss": math.nan}], {"step": 1, "best_loss": None, "loss": "NaN"}),
+        ([{"step": 1, "speed": 1.0}], {"step": 1, "speed": 1.0}),  # nothing to compare by
     ],
 )
-def test_neither_nan_nor_infinity_is_the_best(values: list[float], mode: str, best: float | None) -> None:
-    assert Goal("x", mode).best(values) == best
+def test_each_metric_has_its_last_value_and_the_best_of_what_counts(
+    records: list[dict[str, Any]], row: dict[str, Any], sweep: SweepFiles
+) -> None:
+    sweep.point({}, *records)
+    (found,) = sweep.rows()
+    assert {name: value for name, value in found.items() if name not in FIRST_COLUMNS} == row
 
 
-# What points are compared by.
+def test_a_torn_line_of_a_killed_run_is_left_out(sweep: SweepFiles) -> None:
+    run_id = sweep.point({}, {"step": 1, "loss": 3.0})
+    with (sweep.path / run_id / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo{"step": 3, "loss": 1.0}\n[1]\n{"step": 4, "loss": 2.0}\n{"step": 5, "loss": 0.')
+    (row,) = sweep.rows()
+    assert (row["step"], row["best_loss"]) == (4, 2.0)
 
 
-def test_the_best_is_that_of_the_configs_metric(point: MakePoint) -> None:
-    first = point({}, {"step": 1, "acc": 0.9, "loss": 1.0}, {"step": 2, "acc": 0.5, "loss": 2.0}, best=("acc", "max"))
-    table = table_of([Point(0, {}, None, "planned"), first])
-    assert table.goal == Goal("acc", "max")
-    assert rows(table)[1]["best_acc"] == 0.9
+def test_points_are_compared_by_the_metric_of_the_config_or_by_one_that_is_named(
+    sweep: SweepFiles, capsys: Out
+) -> None:
+    sweep.point({}, left="nothing")
+    logged = ({"step": 1, "acc": 0.9, "loss": 1.0}, {"step": 2, "acc": 0.5, "loss": 2.0})
+    sweep.point({}, *logged, best_metric="acc", best_mode="max")
+    assert sweep.rows()[1]["best_acc"] == 0.9
     # Also when it is asked for by name; the config knows what is good.
-    assert table_of([first], metric="acc").goal == Goal("acc", "max")
-    assert table_of([first], metric="acc", mode="min").goal == Goal("acc", "min")
+    assert sweep.rows("--metric", "acc")[1]["best_acc"] == 0.9
+    assert sweep.rows("--metric", "acc", "--mode", "min")[1]["best_acc"] == 0.5
+    assert sweep.rows("--metric", "loss")[1]["best_loss"] == 1.0
+    told = sweep.refused(capsys, "--metric", "lossy")
+    assert "no run has logged the metric 'lossy'" in told and "did you mean loss?" in told
 
 
-def test_without_that_metric_the_loss_is_taken_and_without_any_nothing(point: MakePoint) -> None:
-    assert table_of([point({}, {"step": 1, "loss": 1.0})]).goal == Goal("loss", "min")
-    assert table_of([point({}, {"step": 1, "loss": 1.0})], mode="max").goal == Goal("loss", "max")
-    neither = table_of([point({}, {"step": 1, "speed": 1.0})])
-    assert neither.goal is None and neither.columns[-2:] == ("step", "speed")
-    assert table_of([]).rows == ()
+def test_whether_high_or_low_is_good_is_not_guessed_and_a_metric_may_still_come(sweep: SweepFiles, capsys: Out) -> None:
+    sweep.point({})
+    assert list(sweep.rows("--metric", "vaild_loss")[0])[-2:] == ["best_vaild_loss", "vaild_loss"]
+    sweep.point({}, {"step": 1, "accuracy": 1.0, "train_loss": 1.0})
+    assert "whether high or low accuracy is better" in sweep.refused(capsys, "--metric", "accuracy")
+    assert sweep.rows("--metric", "accuracy", "--mode", "max")[1]["best_accuracy"] == 1.0
+    assert sweep.rows("--metric", "train_loss")[1]["best_train_loss"] == 1.0
 
 
-def test_a_metric_that_nobody_logged_is_refused_with_the_nearest(point: MakePoint) -> None:
-    with pytest.raises(UsageError, match="no run has logged the metric 'vaild_loss'") as error:
-        table_of([point({}, {"step": 1, "valid_loss": 1.0})], metric="vaild_loss")
-    assert error.value.hint == "did you mean valid_loss?"
-    # Before any has logged anything, it may still come.
-    assert table_of([point({})], metric="vaild_loss").columns[-2:] == ("best_vaild_loss", "vaild_loss")
-
-
-def test_whether_high_or_low_is_good_is_not_guessed(point: MakePoint) -> None:
-    made = point({}, {"step": 1, "accuracy": 1.0, "train_loss": 1.0})
-    with pytest.raises(UsageError, match="whether high or low accuracy is better"):
-        table_of([made], metric="accuracy")
-    assert table_of([made], metric="accuracy", mode="max").goal == Goal("accuracy", "max")
-    assert table_of([made], metric="train_loss").goal == Goal("train_loss", "min")
-
-
-def test_a_metric_called_like_another_column_keeps_one_of_its_own(point: MakePoint) -> None:
-    table = table_of([point({"loss": "l1"}, {"step": 1, "loss": 1.0, "state": 3, "best_loss": 9.0})])
-    assert len(set(table.columns)) == len(table.columns)
-    row = rows(table)[0]
+def test_a_metric_called_like_another_column_keeps_one_of_its_own(sweep: SweepFiles) -> None:
+    sweep.point({"loss": "l1"}, {"step": 1, "loss": 1.0, "state": 3, "best_loss": 9.0})
+    (row,) = sweep.rows()
     assert (row["loss"], row["metric.loss"], row["state"], row["metric.state"]) == ("l1", 1.0, "finished", 3)
     assert (row["best_loss"], row["metric.best_loss"]) == (1.0, 9.0)
 
 
 # Formats.
 
-CELLS = Table(
-    ("point", "model.name", "on", "x", "best_loss"),
-    (
-        (0, 'a,"b"\nc', True, 1, 0.1 + 0.2),
-        (1, "p|q\\|r", None, 2.5, NAN),
-        (2, "*x* é", False, None, -math.inf),
-    ),
-    ("model.name", "on", "x"),
-    Goal("loss", "min"),
-)
+
+@pytest.fixture
+def odd(sweep: SweepFiles) -> SweepFiles:
+    """Points whose cells are hard to write."""
+    sweep.point({"model.name": 'a,"b"\nc', "on": "true", "x": "1"}, {"step": 1, "loss": 0.1 + 0.2})
+    sweep.point({"model.name": "p|q\\|r", "x": "2.5"}, {"step": 1, "loss": math.nan})
+    sweep.point({"model.name": "*x* \u00e9\x1b[31m", "on": "false"}, {"step": 1, "loss": -math.inf})
+    return sweep
 
 
-def test_csv_is_that_of_rfc_4180_with_every_digit() -> None:
-    content = table_bytes(CELLS, "csv")
-    assert content.startswith(b'point,model.name,on,x,best_loss\r\n0,"a,""b""\nc",true,1,0.30000000000000004\r\n')
-    read = list(csv.reader(io.StringIO(content.decode(), newline="")))
-    assert read[1][1] == 'a,"b"\nc' and float(read[1][4]) == 0.1 + 0.2
-    assert read[2][2:] == ["", "2.5", "nan"] and read[3][3:] == ["", "-inf"]
+def test_csv_is_that_of_rfc_4180_with_every_digit(odd: SweepFiles, tmp_path: Path) -> None:
+    told = odd.written("-o", str(tmp_path / "t.csv"))
+    assert told == f"{tmp_path}/t.csv: 3 points, 9 columns\n"
+    content = (tmp_path / "t.csv").read_bytes()
+    assert content.startswith(
+        b'point,run,state,model.name,on,x,step,best_loss,loss\r\n0,20260101-000000-000aa,finished,"a,""b""'
+    )
+    read = [row[3:] for row in csv.reader(io.StringIO(content.decode(), newline=""))]
+    assert read[1] == ['a,"b"\nc', "true", "1", "1", "0.30000000000000004", "0.30000000000000004"]
+    assert read[2][1:] == ["", "2.5", "1", "", "nan"] and read[3][1:] == ["false", "", "1", "", "-inf"]
+    assert odd.written("--format", "csv").encode() == content
 
 
-def test_markdown_has_one_line_a_row_whatever_is_in_a_cell() -> None:
-    lines = table_bytes(CELLS, "markdown").decode().splitlines()
-    assert lines == [
-        "| point | model.name | on | x | best_loss |",
-        "| --- | --- | --- | --- | --- |",
-        '| 0 | a,"b" c | true | 1 | 0.3 |',
-        "| 1 | p\\|q\\\\\\|r |  | 2.5 | nan |",
-        "| 2 | \\*x\\* é | false |  | -inf |",
+def test_markdown_has_one_line_a_row_whatever_is_in_a_cell(odd: SweepFiles, tmp_path: Path) -> None:
+    odd.written("-o", str(tmp_path / "t.txt"), "--format", "markdown")
+    header, _, *lines = (tmp_path / "t.txt").read_text().splitlines()
+    assert header == "| point | run | state | model.name | on | x | step | best_loss | loss |"
+    assert [line.split("finished | ")[1] for line in lines[:2]] == [
+        'a,"b" c | true | 1 | 1 | 0.3 | 0.3 |',
+        "p\\|q\\\\\\|r |  | 2.5 | 1 |  | nan |",
     ]
+    assert "\\*x\\* \u00e9" in lines[2] and len(lines) == 3
 
 
-def test_json_is_strict_and_tells_not_a_number_from_not_known() -> None:
+def test_json_is_strict_and_tells_not_a_number_from_not_known(odd: SweepFiles) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    read = json.loads(table_bytes(CELLS, "json"), parse_constant=refuse)
-    assert read[0] == {"point": 0, "model.name": 'a,"b"\nc', "on": True, "x": 1, "best_loss": 0.1 + 0.2}
-    assert [row["best_loss"] for row in read[1:]] == ["NaN", "-Infinity"]
+    read = json.loads(odd.written("--format", "json"), parse_constant=refuse)
+    assert (read[0]["model.name"], read[0]["on"], read[0]["loss"]) == ('a,"b"\nc', True, 0.1 + 0.2)
+    assert [(row["best_loss"], row["loss"]) for row in read[1:]] == [(None, "NaN"), (None, "-Infinity")]
     assert read[1]["on"] is None
 
 
-def test_parquet_keeps_numbers_as_numbers(tmp_path: Path) -> None:
+def test_parquet_keeps_numbers_as_numbers(
+    odd: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    write_whole(tmp_path / "t.parquet", table_bytes(CELLS, "parquet"))
+    odd.written("-o", str(tmp_path / "t.parquet"))
     read = parquet.read_table(tmp_path / "t.parquet")
-    assert [str(field.type) for field in read.schema] == ["int64", "string", "bool", "double", "double"]
+    kinds = {field.name: str(field.type) for field in read.schema}
+    assert [kinds[name] for name in ("point", "model.name", "on", "x", "loss")] == [
+        "int64",
+        "string",
+        "bool",
+        "double",
+        "double",
+    ]
     assert read.column("x").to_pylist() == [1.0, 2.5, None]
-    assert read.column("best_loss").to_pylist()[0] == 0.1 + 0.2
-    assert math.isnan(read.column("best_loss").to_pylist()[1])
-    empty = Table(("point", "run"), ())
-    (tmp_path / "empty.parquet").write_bytes(table_bytes(empty, "parquet"))
-    assert parquet.read_table(tmp_path / "empty.parquet").column_names == ["point", "run"]
+    assert read.column("loss").to_pylist()[0] == 0.1 + 0.2 and math.isnan(read.column("loss").to_pylist()[1])
+    assert "Parquet is nothing for a terminal" in odd.refused(capsys, "--format", "parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = odd.refused(capsys, "-o", str(tmp_path / "u.parquet"))
+    assert "needs pyarrow" in told and "pip install 'slurmtrain[sweeps]'" in told
 
 
 @pytest.mark.parametrize(
@@ -244,98 +264,148 @@ def test_a_column_has_one_type_that_holds_all_its_cells(cells: list[Any], kind: 
     assert column_kind(cells) == kind
 
 
-def test_without_pyarrow_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match="needs pyarrow") as error:
-        table_bytes(CELLS, "parquet")
-    assert error.value.hint == "pip install 'slurmtrain[sweeps]'"
-
-
-def test_the_format_is_that_of_the_name() -> None:
-    for name, kind in {"a.csv": "csv", "b.MD": "markdown", "c.json": "json", "d.parquet": "parquet"}.items():
-        assert format_of(Path(name)) == kind
-    with pytest.raises(UsageError, match=r"'table.xlsx' does not say"):
-        format_of(Path("table.xlsx"))
-
-
 # Files.
 
 
-def test_a_file_is_replaced_in_one_step_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, link = tmp_path / "t.csv", tmp_path / "link.csv"
+def test_a_file_is_of_the_kind_of_its_name_and_replaced_in_one_step_or_not_at_all(
+    odd: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    target, link = out / "t.MD", out / "link.md"
     target.write_text("old")
     link.symlink_to(target)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(UsageError, match="No space left"):
-        write_whole(link, b"new")
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert "No space left" in odd.refused(capsys, "-o", str(link))
     assert target.read_text() == "old"
-    monkeypatch.undo()
-    write_whole(link, b"new")
-    assert target.read_text() == "new" and link.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.csv", "t.csv"]
+    odd.written("-o", str(link))
+    assert target.read_text().startswith("| point |") and link.is_symlink()
     assert stat.S_IMODE(target.stat().st_mode) & 0o400
+    assert "'table.xlsx' does not say" in odd.refused(capsys, "-o", "table.xlsx")
+    for name in ("nowhere/t.csv", "out.csv"):
+        (tmp_path / "out.csv").mkdir(exist_ok=True)
+        assert "cannot write" in odd.refused(capsys, "-o", str(tmp_path / name))
+    assert sorted(path.name for path in out.iterdir()) == ["link.md", "t.MD"]
 
 
-def test_a_pipe_that_is_named_is_written_into_and_stays_one(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
+def test_a_pipe_that_is_named_is_written_into_and_stays_one(odd: SweepFiles, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.csv"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer need not wait for one
-    write_whole(pipe, b"table")
-    assert os.read(reader, 100) == b"table" and stat.S_ISFIFO(pipe.lstat().st_mode)
+    odd.written("-o", str(pipe))
+    assert os.read(reader, 5) == b"point" and stat.S_ISFIFO(pipe.lstat().st_mode)
     os.close(reader)
     read_end, write_end = os.pipe()
-    write_whole(Path(f"/dev/fd/{write_end}"), b"page")  # as /dev/stdout, or >(...) of bash
+    odd.written("-o", f"/dev/fd/{write_end}", "--format", "csv")  # as /dev/stdout, or >(...) of bash
     os.close(write_end)
-    assert os.read(read_end, 100) == b"page"
+    assert os.read(read_end, 5) == b"point"
     os.close(read_end)
 
 
-@pytest.mark.parametrize("name", ["nowhere/t.csv", "."])
-def test_a_file_that_cannot_be_written_is_one_sentence(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot write"):
-        write_whole(tmp_path / name, b"")
-    assert list(tmp_path.iterdir()) == []
+# On a terminal.
 
 
-# What is typed.
-
-
-def options(*words: str) -> argparse.Namespace:
-    parser = Parser(prog="collect")
-    add_collect_options(parser)
-    return parser.parse_args(words)
-
-
-def test_a_table_is_printed_or_written_as_the_options_say(tmp_path: Path, capsys: Out) -> None:
-    print_collected(Table(("point", "m\x1b"), ((0, "\x1b[31mx"),)), options())
-    assert "m?" in (shown := capsys.readouterr().out) and "?[31mx" in shown and "\x1b" not in shown
-    print_collected(CELLS, options("--format", "csv"))
-    assert capsys.readouterr().out.encode() == table_bytes(CELLS, "csv")
-    print_collected(CELLS, options("-o", str(tmp_path / "t.json")))
-    assert capsys.readouterr().out == f"{tmp_path}/t.json: 3 points, 5 columns\n"
-    assert len(json.loads((tmp_path / "t.json").read_text())) == 3
-    print_collected(CELLS, options("-o", str(tmp_path / "t.txt"), "--format", "markdown"))
-    assert (tmp_path / "t.txt").read_text().startswith("| point |")
-    with pytest.raises(UsageError, match="Parquet is nothing for a terminal"):
-        print_collected(CELLS, options("--format", "parquet"))
-
-
-def test_columns_that_a_terminal_has_no_room_for_are_named(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    names = ("point", "best_loss", *(f"metric_{index}" for index in range(30)))
-    wide = Table(names, ((0, 1.0, *[2.0] * 30),), goal=Goal("loss", "min"))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    print_collected(wide, options())
-    *lines, sentence = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+def test_columns_that_a_terminal_has_no_room_for_are_named_and_nothing_steers_it(
+    sweep: SweepFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep.point({"m\x1b": "\x1b[31mx"}, {"step": 1, "loss": 1.0, **{f"metric_{index}": 2.0 for index in range(30)}})
+    whole = sweep.written()
+    assert "m?" in whole and "?[31mx" in whole and "\x1b" not in whole
+    monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
+    monkeypatch.setattr("slurmtrain.cli.collect.terminal_width", lambda: 80)
+    *lines, sentence = re.sub("\x1b\\[[0-9;]*m", "", sweep.written()).splitlines()
     assert "more columns have no room: " in sentence and sentence.endswith("metric_29")
     assert 60 < max(map(len, lines)) <= 80
+    assert {"point", "m?", "best_loss"} <= set(lines[0].split())  # what the table is for
 
 
-def test_a_table_fits_a_terminal_of_80_letters_and_keeps_what_it_is_for() -> None:
-    header = ["point", "run", "state", "optim.lr", "optim.weight_decay", "step", "best_valid_loss", "valid_loss"]
-    widths = [5, 21, 8, 8, 18, 5, 15, 10]
-    assert columns_that_fit(header, widths, 7, None) == list(range(8))
-    assert columns_that_fit(header, widths, 7, 120) == list(range(8))
-    assert columns_that_fit(header, widths, 7, 80) == [0, 2, 3, 4, 5, 6]
-    assert columns_that_fit(header, widths, 7, 70) == [0, 2, 3, 4, 6]
-    assert columns_that_fit(header, widths, 7, 10) == [0, 3, 4, 6]
+# As a picture.
+
+
+def plotted(sweep: SweepFiles, *points: tuple[str, float | None], **best: str) -> list[str]:
+    for value, loss in points:
+        sweep.point({"x": value}, *([] if loss is None else [{"step": 1, "loss": loss}]), **best)
+    return sweep.written("--plot", "-").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (("1e-4", "1e-2"), "x, log"),
+        (("1e-4", "9.9e-3"), "x"),
+        (("0", "1", "1000"), "x"),
+        (("-1", "1000"), "x"),
+        (("5",), "x"),
+        (("1", "1000", "auto"), "1 1000 auto"),
+        (("true", "false"), "true false"),
+        (("tiny", "small", "tiny"), "tiny small"),  # as they first appear
+        (("1", "inf"), "1 inf"),
+        (tuple(f"a-rather-long-name-{index}" for index in range(9)), "a-rather-long-name-0 a-rather-long-name-8"),
+    ],
+)
+def test_an_axis_is_as_its_values_are(values: tuple[str, ...], kind: str, sweep: SweepFiles) -> None:
+    lines = plotted(sweep, *((value, 1.0 + place) for place, value in enumerate(values)))
+    names = " ".join(lines[-2].split())
+    assert (" ".join(lines[-1].split()) if kind.startswith("x") else names) == kind
+    assert max(map(len, lines)) <= 80
+
+
+def test_plain_text_puts_the_points_where_their_values_are(sweep: SweepFiles) -> None:
+    title, *lines = plotted(sweep, ("1e-4", 4.0), ("1e-3", 1.0), ("1e-2", 2.5), ("1e-4", 4.0))
+    assert title == "best_loss (min: 1)"
+    height = len(lines) - 3
+    grid = [line.partition("|")[2] for line in lines[:height]]
+    assert grid[0][0] == "8"  # two points at the left end, the highest
+    assert grid[-1].strip() == "*" and grid[-1].index("*") in (29, 30)  # the middle decade, the lowest
+    assert grid[height // 2].endswith("o")
+    assert lines[0].startswith("4 |") and lines[height - 1].startswith("1 |")
+    assert lines[-2].split() == ["0.0001", "0.01"]
+
+
+def test_points_without_a_value_are_left_out_and_counted_and_the_best_is_that_of_the_mode(sweep: SweepFiles) -> None:
+    points = (("1", None), ("2", math.nan), ("3", math.inf), ("4", 2.0), ("5", 3.0))
+    lines = plotted(sweep, *points, best_metric="loss", best_mode="max")
+    assert "3 of 5 points have none" in "\n".join(lines) and "(max: 3," in lines[0]
+    assert lines[1].rstrip().endswith("*")
+
+
+@pytest.mark.parametrize(
+    ("points", "sentence"),
+    [
+        ([({"x": "1"}, {})], "no point has a value of a metric yet"),
+        ([({"x": "1"}, {"loss": math.nan})], "no point has a value of loss yet"),
+        ([({}, {"loss": 1.0})], "no key differs"),
+    ],
+)
+def test_when_there_is_nothing_to_draw_one_sentence_says_why(
+    points: list[tuple[dict[str, str], dict[str, float]]], sentence: str, sweep: SweepFiles, tmp_path: Path, capsys: Out
+) -> None:
+    for varied, logged in points:
+        sweep.point(varied, *([{"step": 1, **logged}] if logged else []))
+    for where in ("-", str(tmp_path / "x.svg")):
+        assert sentence in sweep.refused(capsys, "--plot", where)
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_picture_is_a_file_of_its_kind_with_the_names_as_they_are(
+    sweep: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = "matplotlib.pyplot" in sys.modules  # another test of this process may have imported it
+    for lr, name, loss in (("1e-4", "a$b$", 4.0), ("1e-3", "c_d", 300.0), ("1e-2", "a$b$", 2.5)):
+        sweep.point({"optim.lr": lr, "$m_1": name}, {"step": 1, "loss": loss})
+    for kind in ("png", "svg"):
+        path = tmp_path / f"picture.{kind}"
+        assert "loss over optim.lr, $m_1" in sweep.written("--plot", str(path))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
+    content = (tmp_path / "picture.svg").read_bytes()
+    assert ElementTree.fromstring(content).tag.endswith("svg")
+    # matplotlib notes each text that it draws as glyphs.
+    assert all(f"<!-- {word} -->".encode() in content for word in ("optim.lr", "$m_1", "a$b$", "best_loss"))
+    assert ("matplotlib.pyplot" in sys.modules) == before
+    assert "cannot draw into 'x.pdf'" in sweep.refused(capsys, "--plot", "x.pdf")
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    told = sweep.refused(capsys, "--plot", "x.png")
+    assert "needs matplotlib" in told and "slurmtrain[sweeps]" in told and "--plot -" in told

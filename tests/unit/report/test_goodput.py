@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,46 +14,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.cli import main
 from slurmtrain.report.goodput.causes import Cause, Goodput, over_all
 from slurmtrain.report.goodput.history import AttemptTimes, History
 from slurmtrain.report.goodput.run import goodput_of, of_history
-from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.run_dir import RunDir
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
+from tests.support.runs import RUN_ID, no_waiting, shown
 
 NOW = T0 + 10_000
 
 
-def check_adds_up(found: Goodput, begin: float, end: float) -> None:
-    """The segments follow each other from `begin` to `end`, seconds after T0, and the sums are theirs."""
-    assert (found.segments[0].start - T0, found.segments[-1].end - T0) == (begin, end)
-    assert all(a.end == b.start for a, b in pairwise(found.segments))
-    assert all(each.seconds > 0 for each in found.segments)
-    assert found.wall_s == pytest.approx(end - begin, abs=1e-3)
-
-
-def rounded(amounts: object) -> dict[str, float]:
-    assert isinstance(amounts, dict)
-    return {str(name): round(value, 3) for name, value in amounts.items()}
-
-
-def causes(found: Goodput) -> list[tuple[int, float, float, str]]:
-    return [(each.attempt, round(each.start - T0, 3), round(each.end - T0, 3), each.cause) for each in found.segments]
+@pytest.fixture
+def runs(tmp_path: Path, slurm: FakeSlurm, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+    no_waiting(monkeypatch)
+    return tmp_path / "runs"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> RunFiles:
-    made = RunFiles(tmp_path / "train" / "20260101-000000-000aa")
+def files(runs: Path) -> RunFiles:
+    made = RunFiles(runs / "train" / RUN_ID, user="root")
     made.event(0, "submitted", job_id="7")
     return made
 
 
-def test_the_time_of_a_run_with_every_kind_of_interruption_adds_up_by_cause(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    check_adds_up(found, 0, 5210)
-    assert rounded(found.seconds) == {
+def goodput(monkeypatch: pytest.MonkeyPatch, at: float = 10_000) -> dict[str, Any]:
+    """What `status` says of the time of the only run, so many seconds after T0; its seconds add up to those on the clock."""
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: T0 + at)
+        found: dict[str, Any] = shown("status", "last")["goodput"]
+    assert math.fsum(found["seconds"].values()) == pytest.approx(found["wall_s"], abs=1e-3)
+    assert math.fsum(found["startup_s"].values()) <= found["seconds"].get("startup", 0.0) + 1e-3
+    return found
+
+
+def rounded(amounts: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in amounts.items()}
+
+
+def test_the_time_of_a_run_with_every_kind_of_interruption_adds_up_by_cause_and_by_why(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_run(runs / "train" / RUN_ID)
+    found = goodput(monkeypatch)
+    assert found["wall_s"] == pytest.approx(5210) and not found["running"]
+    assert rounded(found["seconds"]) == {
         "queue": 100 + 125 + 120 + 200 + 80 + 10,
         "startup": 40 + 20 + 30 + 30 + 20 + 30 + 30,
         "productive": 105 + 53 + 10 + 92 + 1 + 140 + 170 + 70 + 50 + 100,
@@ -64,15 +72,10 @@ def test_the_time_of_a_run_with_every_kind_of_interruption_adds_up_by_cause(tmp_
         "between": 5,
         "stopped": 3200,
     }
-    assert found.gpu_hours == pytest.approx(GPUS * found.held_s / 3600)
-    assert found.share == pytest.approx(791 / (5210 - 635 - 3200))
-    assert found.effective_share == pytest.approx(791 / (5210 - 3200))
-    assert not found.running
-
-
-def test_what_an_interruption_has_cost_is_told_by_why_the_attempt_ended(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    assert found.interruptions == {"crash": 2, "preempted": 1, "hang": 1, "node failure": 1, "bad node": 1}
+    assert found["gpu_hours"] == pytest.approx(GPUS * found["held_s"] / 3600)
+    assert found["goodput"] == pytest.approx(791 / (5210 - 635 - 3200))
+    assert found["effective"] == pytest.approx(791 / (5210 - 3200))
+    assert found["interruptions"] == {"crash": 2, "preempted": 1, "hang": 1, "node failure": 1, "bad node": 1}
     held = {
         "crash": 5 + 5 + 20 + 50 + 30 + 40,  # leaving, the way back in place; and after a person had resumed it
         "preempted": 4 + 30,
@@ -81,284 +84,29 @@ def test_what_an_interruption_has_cost_is_told_by_why_the_attempt_ended(tmp_path
         "bad node": 30,
         "rolled back": 50,
     }
-    assert rounded(found.lost_gpu_seconds) == {why: GPUS * seconds for why, seconds in held.items()}
+    assert rounded(found["lost_gpu_seconds"]) == {why: GPUS * seconds for why, seconds in held.items()}
     queued = {"preempted": 125, "hang": 120, "node failure": 200, "bad node": 80}
-    assert rounded(found.lost_s) == {why: seconds + queued.get(why, 0) for why, seconds in held.items()}
+    assert rounded(found["lost_s"]) == {why: seconds + queued.get(why, 0) for why, seconds in held.items()}
+    assert math.fsum(found["startup_s"].values()) == pytest.approx(found["seconds"]["startup"])
+    stages = {"interpreter and imports": 20, "rendezvous": 10, "unfinished": 20}
+    assert {name: found["startup_s"][name] for name in stages} == stages
 
 
-def test_the_stages_of_the_start_ups_add_up_to_the_start_up(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    assert math.fsum(found.startup_s.values()) == pytest.approx(found.seconds[Cause.STARTUP])
-    assert found.startup_s["interpreter and imports"] == 20 and found.startup_s["rendezvous"] == 10
-    assert found.startup_s["unfinished"] == 20
-
-
-def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_leads_to(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path / "train" / "20260101-000000-000aa", backend="local", job_ids=[])
-    files.event(0, "submitted")
-    here: dict[str, Any] = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
-    files.attempt(
-        1, 3, started=4, stepping=9, ended=59, reason="cancelled", verdict="end", first_step=0, last_step=5, **here
-    )
-    files.event(159, "resume asked")
-    files.attempt(
-        2,
-        161,
-        started=162,
-        stepping=166,
-        ended=200,
-        reason="finished",
-        verdict="done",
-        first_step=5,
-        last_step=9,
-        **here,
-    )
-    found = goodput_of(files.run, now=NOW)
-    assert causes(found) == [
-        (1, 0, 9, "startup"),
-        (1, 9, 59, "productive"),
-        (1, 59, 159, "stopped"),
-        (2, 159, 166, "startup"),
-        (2, 166, 200, "productive"),
-    ]
-    assert rounded(found.startup_s) == {"launch": 8 + 6, "restore": 2}
-    assert rounded(found.lost_s) == {"cancelled": 7}
-    (row,) = usage_of([files.run], by=Grouping.NODE, now=NOW).rows  # none of it is missing by node
-    assert row.who == "laptop" and row.goodput.held_s == pytest.approx(found.held_s) == 100
-
-
-def test_the_steps_after_the_last_checkpoint_of_a_run_that_has_ended_for_good_are_lost(tmp_path: Path) -> None:
-    run = interrupted_run(tmp_path / "train" / "run")
+def test_the_steps_after_the_last_checkpoint_of_a_run_that_has_ended_for_good_are_lost(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = interrupted_run(runs / "train" / RUN_ID)
     (run.attempt(7).path / "job").unlink()
     (run.attempt(7).record_file).unlink()
-    found = goodput_of(run, now=NOW)
-    assert causes(found)[-2:] == [(6, 1750, 1770, "productive"), (6, 1770, 1800, "lost")]
-    assert found.lost_gpu_seconds["crash"] == pytest.approx(GPUS * (5 + 5 + 20 + 50 + 30))
+    found = goodput(monkeypatch)
+    assert found["seconds"]["lost"] == pytest.approx(30)
+    assert found["lost_gpu_seconds"]["crash"] == pytest.approx(GPUS * (5 + 5 + 20 + 50 + 30))
 
 
-def test_what_the_first_step_takes_longer_counts_as_start_up(files: RunFiles) -> None:
-    files.attempt(
-        1, 10, started=12, stepping=20, ended=130, reason="finished", verdict="done", first_step=0, last_step=11
-    )
-    files.event(20, "training started", 1, step=0)
-    files.event(30, "first step done", 1, step=1)  # the other ten took 10 s each, less the save at the end
-    files.event(130, "training finished", 1, step=11)
-    found = goodput_of(files.run, now=NOW)
-    assert found.seconds[Cause.STARTUP] == pytest.approx(10)  # it took no longer than they
-    files.events[2]["time"] = T0 + 80
-    files.event(130, "hook ended", 1)
-    found = goodput_of(files.run, now=NOW)
-    assert found.startup_s["first step"] == pytest.approx(60 - 50 / 10)
-    check_adds_up(found, 0, 130)
-
-
-def test_a_run_that_waits_has_waited_until_now(files: RunFiles) -> None:
-    found = goodput_of(files.run, alive=True, now=T0 + 50)
-    assert causes(found) == [(0, 0, 50, "queue")] and found.running and found.gpu_hours == 0
-    assert found.share is None
-
-
-def test_a_run_that_was_cancelled_in_the_queue_has_no_time(files: RunFiles) -> None:
-    assert goodput_of(files.run, alive=False, now=NOW).segments == ()
-
-
-def test_a_running_attempt_counts_until_now(files: RunFiles) -> None:
-    files.attempt(1, 10, started=12, stepping=20, first_step=0)
-    files.run.metrics_file.write_text('{"step": 40, "loss": 1.0}\n')
-    found = goodput_of(files.run, alive=True, now=T0 + 100)
-    assert causes(found) == [(0, 0, 10, "queue"), (1, 10, 20, "startup"), (1, 20, 100, "productive")]
-    assert found.running and found.gpu_seconds[Cause.PRODUCTIVE] == 80 * GPUS
-
-
-def test_an_attempt_that_is_gone_counts_until_it_last_wrote_something(files: RunFiles) -> None:
-    files.attempt(1, 10, started=12, stepping=20, first_step=0)
-    log = files.run.attempt(1).rank_log(0)
-    log.write_text("step 1\n")
-    for path in (log, files.run.attempt(1).record_file):
-        os.utime(path, (T0 + 60, T0 + 60))
-    found = goodput_of(files.run, alive=False, now=NOW)
-    assert causes(found)[-1] == (1, 20, 60, "productive")
-    assert not found.running and found.interruptions == {"not recorded": 1}
-
-
-def test_a_requeued_run_waits_until_now(files: RunFiles) -> None:
-    files.attempt(1, 10, started=12, stepping=20, ended=60, reason="preempted", verdict="requeue")
-    found = goodput_of(files.run, now=T0 + 100)
-    assert causes(found)[-1] == (1, 60, 100, "queue") and found.running
-    assert found.lost_s == {"preempted": 40}
-    assert causes(goodput_of(files.run, alive=False, now=T0 + 100))[-1] == (1, 20, 60, "productive")
-
-
-def test_two_attempts_at_once_count_once(files: RunFiles) -> None:
-    """The ranks of a node that was cut off go on while the job has started elsewhere."""
-    files.attempt(1, 10, started=12, stepping=20, ended=300, reason="superseded", verdict="end", first_step=0)
-    files.attempt(2, 100, restart=1, started=105, stepping=110, ended=200, reason="finished", verdict="done")
-    found = goodput_of(files.run, now=NOW)
-    check_adds_up(found, 0, 200)
-    assert causes(found)[-3:] == [(1, 20, 100, "productive"), (2, 100, 110, "startup"), (2, 110, 200, "productive")]
-
-
-def test_clocks_that_are_set_make_no_time(files: RunFiles) -> None:
-    files.attempt(1, 500, started=20, stepping=30, ended=60, reason="preempted", verdict="requeue", last_step=3)
-    files.attempt(2, 40, restart=1, started=9e6, stepping=50, ended=8e6, reason="finished", verdict="done")
-    files.event(-1000, "caught up", 2, step=3)
-    files.event(2e6, "checkpoint", 2, step=9, seconds=1e9, stall_s=1e9)
-    found = goodput_of(files.run, now=T0 + 1000)
-    check_adds_up(found, 0, 1000)
-
-
-def test_a_run_without_the_events_of_today_is_estimated_by_its_pace(files: RunFiles) -> None:
-    files.attempt(
-        1, 10, started=12, stepping=20, ended=120, reason="crash", verdict="in-place", first_step=0, last_step=50
-    )
-    files.attempt(
-        2, 120, started=121, stepping=125, ended=325, reason="finished", verdict="done", first_step=40, last_step=80
-    )
-    found = goodput_of(files.run, now=NOW)
-    assert found.seconds[Cause.REDONE] == pytest.approx(10 * 200 / 40)
-    check_adds_up(found, 0, 325)
-
-
-def test_the_gpus_of_an_attempt_that_does_not_say_them_are_those_of_the_script(files: RunFiles) -> None:
-    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=a100:4\n"
-    files.run.script.write_text(script)
-    files.attempt(1, 10, started=12, stepping=20, ended=120, reason="finished", verdict="done", gpus=None)
-    assert goodput_of(files.run, now=NOW).gpu_count == 8
-    (files.run.path.parent / "sweep.json").write_text('{"pack": 4}')
-    files.run.info_file.write_text(json.dumps({**files.run.info(), "packed": True}))
-    assert goodput_of(files.run, now=NOW).gpu_count == 2
-
-
-def program(files: RunFiles) -> None:
-    files.run.config_file.write_text("job:\n  name: train\n  kind: command\n  command: bash loop.sh\n")
-
-
-def test_a_program_that_reports_nothing_is_unknown_and_not_productive(files: RunFiles) -> None:
-    program(files)
-    files.attempt(1, 10, started=15, ended=120, reason="finished", verdict="done")
-    found = goodput_of(files.run, now=NOW)
-    assert causes(found) == [(0, 0, 10, "queue"), (1, 10, 15, "startup"), (1, 15, 120, "unknown")]
-    assert found.share is None and found.gpu_hours == pytest.approx(110 * GPUS / 3600)
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_a_run_that_died_without_a_word_was_stopped_until_a_person_resumed_it(tmp_path: Path, local: bool) -> None:
-    facts: dict[str, Any] = {"backend": "local", "job_ids": []} if local else {}
-    files = RunFiles(tmp_path / "train" / "20260101-000000-000aa", **facts)
-    files.event(0, "submitted")
-    jobs: list[dict[str, Any]] = [{"job_id": None if local else name} for name in ("7", "8")]
-    died: dict[str, Any] = {
-        "ended": 9010,
-        "last_sign": 100,
-        "reason": "node failure",
-        "verdict": "restarting",
-        "last_step": 90,
-    }
-    files.attempt(1, 10, started=10, stepping=10, first_step=0, committed_step=90, **died, **jobs[0])
-    files.event(9000, "resume asked")
-    ended: dict[str, Any] = {"ended": 9100, "reason": "finished", "verdict": "done"}
-    files.attempt(2, 9010, started=9010, stepping=9020, first_step=90, last_step=150, **ended, **jobs[1])
-    found = goodput_of(files.run, now=NOW)
-    launched = [(2, 9000, 9020, "startup")] if local else [(1, 9000, 9010, "queue"), (2, 9010, 9020, "startup")]
-    assert causes(found)[2:-1] == [(1, 100, 9000, "stopped"), *launched]
-    assert found.held_s <= 10 + 90 + 10 + 90 and found.lost_s["node failure"] <= 20
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_run_that_was_cancelled_while_it_waited_was_stopped_until_a_person_resumed_it(
-    files: RunFiles, first: bool
+def test_torn_and_foreign_records_cost_only_what_they_say(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not first:
-        files.attempt(1, 10, started=10, ended=10, reason="preempted", verdict="requeue")
-    files.event(100, "cancel asked")
-    files.event(9000, "resume asked")
-    files.event(9001, "submitted", job_id="8")
-    files.attempt(2, 9010, job="8", started=9020, stepping=9020)
-    files.event(9500, "cancel asked")
-    begin = 0 if first else 10
-    assert causes(goodput_of(files.run, now=NOW))[-5:-2] == [
-        (0 if first else 1, begin, 100, "queue"),
-        (0 if first else 1, 100, 9000, "stopped"),
-        (0 if first else 1, 9000, 9010, "queue"),
-    ]
-
-
-def test_a_run_that_a_person_has_resumed_waits_from_then_on(files: RunFiles) -> None:
-    files.attempt(1, 10, started=10, ended=20, reason="crash", verdict="end")
-    files.event(9000, "resume asked")
-    files.event(9001, "submitted", job_id="8")
-    found = goodput_of(files.run, alive=True, now=NOW)
-    assert causes(found)[-2:] == [(1, 20, 9000, "stopped"), (1, 9000, 10_000, "queue")] and found.running
-
-
-def test_a_program_is_productive_between_its_reports(files: RunFiles) -> None:
-    program(files)
-    files.attempt(1, 10, started=15, ended=120, reason="preempted", verdict="requeue", last_logged=100, reported_step=9)
-    files.attempt(2, 220, restart=1, started=225, reported_before=9, last_logged=390)
-    files.event(40, "first report", 1, step=1)
-    files.event(240, "first report", 2, step=5)
-    files.event(300, "caught up", 2, step=9)
-    path = files.run.attempt(2).record_file
-    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": T0 + 400, "verdict": "done"}))
-    assert causes(goodput_of(files.run, now=NOW))[2:] == [
-        (1, 15, 40, "unknown"),
-        (1, 40, 100, "productive"),
-        (1, 100, 120, "unknown"),
-        (1, 120, 220, "queue"),
-        (2, 220, 225, "startup"),
-        (2, 225, 240, "unknown"),
-        (2, 240, 300, "redone"),
-        (2, 300, 390, "productive"),
-        (2, 390, 400, "unknown"),
-    ]
-
-
-def test_a_job_that_evaluates_spends_its_time_on_evaluation(files: RunFiles) -> None:
-    files.attempt(1, 10, started=12, stepping=20, ended=60, reason="finished", verdict="done", kind="evaluate")
-    assert goodput_of(files.run, now=NOW).seconds[Cause.EVALUATION] == 40
-
-
-def test_many_saves_are_told_apart_and_added_up(files: RunFiles) -> None:
-    """A run of 100,000 steps that saves every ten."""
-    files.attempt(
-        1, 0, started=0, stepping=0, ended=100_000, reason="finished", verdict="done", first_step=0, last_step=100_000
-    )
-    files.events += [
-        {"time": T0 + at + 3, "event": "checkpoint", "attempt": 1, "step": at, "seconds": 3.0, "stall_s": 1.0}
-        for at in range(10, 100_000, 10)
-    ]
-    files.event(100_000, "training finished", 1, step=100_000)
-    found = goodput_of(files.run, now=T0 + 200_000)
-    assert found.seconds[Cause.CHECKPOINT] == pytest.approx(9999)
-    check_adds_up(found, 0, 100_000)
-
-
-def test_only_the_time_after_a_moment_counts(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    late = found.since(T0 + 5100)
-    check_adds_up(late, 5100, 5210)
-    assert rounded(late.seconds) == {"productive": 80, "checkpoint": 20, "idle_end": 10} and late.lost_s == {}
-    assert found.since(T0 - 1) is found and found.since(T0 + 6000).segments == ()
-
-
-def test_the_sum_over_runs_is_that_of_each(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    both = over_all([found, found])
-    assert both.wall_s == pytest.approx(2 * found.wall_s) and both.gpu_hours == pytest.approx(2 * found.gpu_hours)
-    assert both.share == pytest.approx(found.share)
-    assert both.interruptions["crash"] == 4
-
-
-def test_the_goodput_of_runs_of_different_size_is_that_of_their_gpu_hours() -> None:
-    large = Goodput(seconds={Cause.PRODUCTIVE: 3600.0}, gpu_seconds={Cause.PRODUCTIVE: 512 * 3600.0})
-    small = Goodput(seconds={Cause.STARTUP: 3600.0}, gpu_seconds={Cause.STARTUP: 3600.0})
-    both = over_all([large, small])
-    assert both.share == pytest.approx(512 / 513)
-    assert both.shares == pytest.approx({Cause.PRODUCTIVE: 512 / 513, Cause.STARTUP: 1 / 513})
-
-
-def test_torn_and_foreign_records_cost_only_what_they_say(tmp_path: Path) -> None:
-    run = interrupted_run(tmp_path / "train" / "run")
+    run = interrupted_run(runs / "train" / RUN_ID)
     with run.events_file.open("a") as file:
         file.write('{"time": "soon", "event": "checkpoint"}\n[1]\n{"time": NaN, "event": "evaluated", "attempt": 1}\n')
         file.write(json.dumps({"time": T0 + 200, "event": "evaluated", "attempt": 1, "seconds": "long"}) + "\n")
@@ -366,28 +114,259 @@ def test_torn_and_foreign_records_cost_only_what_they_say(tmp_path: Path) -> Non
         file.write('{"time": 1700000200.0, "event": "evalu')
     (run.attempt(3).path / "hang.json").write_text('{"since": "yesterday", "time": null')
     (run.attempt(1).path / "failed-0.json").write_text('{"time": -1}')
-    found = goodput_of(run, now=NOW)
-    check_adds_up(found, 0, 5210)
-    assert Cause.HUNG not in found.seconds and found.seconds[Cause.CHECKPOINT] == 30
-
-
-def test_a_record_of_another_shape_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    run = interrupted_run(tmp_path / "train" / "run")
+    found = goodput(monkeypatch)
+    assert found["wall_s"] == pytest.approx(5210)
+    assert "hung" not in found["seconds"] and found["seconds"]["checkpoint"] == pytest.approx(30)
     run.attempt(2).record_file.write_text('{"stepping": "soon"}')
-    with pytest.raises(UnreadableRecordError, match="stepping is"):
-        goodput_of(run, now=NOW)
+    capsys.readouterr()
+    assert main(["status", "last"]) == 2
+    assert "stepping is" in capsys.readouterr().err
 
 
-def test_a_reason_that_nobody_knows_is_not_repeated(files: RunFiles) -> None:
-    files.attempt(1, 10, started=12, stepping=20, ended=60, reason="\x1b[2J", verdict="requeue")
-    assert goodput_of(files.run, now=T0 + 100).interruptions == {"not recorded": 1}
+FINISHED: dict[str, Any] = {"reason": "finished", "verdict": "done"}
+VERDICTS = {"finished": "done", "preempted": "requeue", "cancelled": "end", "superseded": "end", "crash": "end"}
+RESUMED = ((9000, "resume asked"), (9001, "submitted", None, {"job_id": "8"}))
+TRAINED = ((20, "training started", 1, {"step": 0}), (130, "training finished", 1, {"step": 11}))
 
 
-def test_an_empty_run_directory_has_no_time(tmp_path: Path) -> None:
-    made = RunFiles(tmp_path / "train" / "run", job_ids=[])
-    assert goodput_of(made.run, now=NOW) == Goodput()
-    with pytest.raises(UnreadableRecordError, match="cannot be read"):
-        goodput_of(RunDir(tmp_path / "nothing"), now=NOW)
+def tried(
+    claimed: float, started: float, ended: float | None = None, why: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    """An attempt, in seconds after T0."""
+    verdict = None if why is None else VERDICTS.get(why, "requeue")
+    return {"claimed": claimed, "started": started, "ended": ended, "reason": why, "verdict": verdict, **fields}
+
+
+def case(
+    what: str,
+    *tries: dict[str, Any],
+    seconds: dict[str, float] | None = None,
+    events: tuple[Any, ...] = (),
+    slurm: str = "",
+    at: float = 10_000,
+    **more: Any,
+) -> Any:
+    """Args: slurm: the state of job 7, or of the job that is named; at: when it is looked at; more: of `goodput`."""
+    return pytest.param(tries, events, slurm, at, more if seconds is None else {**more, "seconds": seconds}, id=what)
+
+
+@pytest.mark.parametrize(
+    ("tries", "events", "slurm_says", "at", "expected"),
+    [
+        case("it waits", slurm="7 PENDING", at=50, seconds={"queue": 50}, running=True, gpu_hours=0, goodput=None),
+        case("cancelled in the queue", at=50, running=False, wall_s=0),
+        case(
+            "it runs",
+            tried(10, 12, stepping=20),
+            slurm="7 RUNNING",
+            at=100,
+            seconds={"queue": 10, "startup": 10, "productive": 80},
+            running=True,
+        ),
+        case(
+            "requeued, and waits",
+            tried(10, 12, 60, "preempted", stepping=20),
+            slurm="7 PENDING",
+            at=100,
+            seconds={"queue": 50, "startup": 10, "productive": 40},
+            running=True,
+            lost_s={"preempted": 40},
+        ),
+        case(
+            "requeued, and gone",
+            tried(10, 12, 60, "preempted", stepping=20),
+            seconds={"queue": 10, "startup": 10, "productive": 40},
+        ),
+        case(
+            "the ranks of a node that was cut off go on while the job has started elsewhere",
+            tried(10, 12, 300, "superseded", stepping=20, first_step=0),
+            tried(100, 105, 200, "finished", restart=1, stepping=110),
+            seconds={"queue": 10, "startup": 20, "productive": 170},
+        ),
+        case(
+            "clocks were set",
+            tried(500, 20, 60, "preempted", stepping=30, last_step=3),
+            tried(40, 9e6, 8e6, "finished", restart=1, stepping=50),
+            events=(
+                (-1000, "caught up", 2, {"step": 3}),
+                (2e6, "checkpoint", 2, {"step": 9, "seconds": 1e9, "stall_s": 1e9}),
+            ),
+            at=1000,
+            wall_s=1000,
+        ),
+        case(
+            "no event tells when it had caught up: by its pace",
+            tried(10, 12, 120, "crash", stepping=20, first_step=0, last_step=50) | {"verdict": "in-place"},
+            tried(120, 121, 325, "finished", stepping=125, first_step=40, last_step=80),
+            seconds={"queue": 10, "startup": 15, "redone": 50, "productive": 250},
+        ),
+        case(
+            "resumed by a person, and waits",
+            tried(10, 10, 20, "crash"),
+            events=RESUMED,
+            slurm="8 PENDING",
+            seconds={"queue": 10 + 1000, "startup": 10, "stopped": 8980},
+        ),
+        case(
+            "died without a word, and resumed by a person",
+            tried(
+                10, 10, 9010, "node failure", stepping=10, first_step=0, committed_step=90, last_sign=100, last_step=90
+            ),
+            tried(9010, 9010, 9100, "finished", job="8", stepping=9020, first_step=90, last_step=150),
+            events=RESUMED,
+            seconds={"queue": 10 + 10, "productive": 90 + 80, "stopped": 8900, "startup": 10},
+            lost_s={"node failure": 10},
+        ),
+        case(
+            "cancelled while it waited, and resumed by a person",
+            tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
+            events=((100, "cancel asked"), *RESUMED),
+            seconds={"queue": 100 + 10, "stopped": 8900, "startup": 10, "productive": 480},
+        ),
+        case(
+            "preempted, cancelled while it waited, and resumed by a person",
+            tried(10, 10, 10, "preempted"),
+            tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
+            events=((100, "cancel asked"), *RESUMED),
+            seconds={"queue": 10 + 90 + 10, "stopped": 8900, "startup": 10, "productive": 480},
+        ),
+        case(
+            "it evaluates",
+            tried(10, 12, 60, "finished", stepping=20, kind="evaluate"),
+            seconds={"queue": 10, "startup": 10, "evaluation": 40},
+        ),
+        case(
+            "a reason that nobody knows",
+            tried(10, 12, 60, "\x1b[2J", stepping=20),
+            interruptions={"not recorded": 1},
+        ),
+        case(
+            "a first step as long as the others",
+            tried(10, 12, 130, "finished", stepping=20, first_step=0, last_step=11),
+            events=(*TRAINED, (30, "first step done", 1, {"step": 1})),
+            seconds={"queue": 10, "startup": 10, "productive": 110},
+        ),
+        case(
+            "a first step that takes a minute: what it takes longer is start-up",
+            tried(10, 12, 130, "finished", stepping=20, first_step=0, last_step=11),
+            events=(*TRAINED, (80, "first step done", 1, {"step": 1})),
+            seconds={"queue": 10, "startup": 10 + 60 - 5, "productive": 55},
+        ),
+    ],
+)
+def test_what_a_runs_time_went_into(
+    tries: tuple[dict[str, Any], ...],
+    events: tuple[Any, ...],
+    slurm_says: str,
+    at: float,
+    expected: dict[str, Any],
+    files: RunFiles,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number, fields in enumerate(tries, 1):
+        files.attempt(number, **fields)
+    for moment, name, *rest in events:
+        files.event(moment, name, *rest[:1], **(rest[1] if len(rest) > 1 else {}))
+    if RESUMED[1] in events:
+        files.run.update_info(job_ids=["7", "8"])
+    if slurm_says:
+        job_id, state = slurm_says.split()
+        slurm.add(job_id, state=state)
+    found = goodput(monkeypatch, at)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-3), name
+
+
+def test_an_attempt_that_is_gone_counts_until_it_last_wrote_something(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.attempt(1, 10, started=12, stepping=20, first_step=0)
+    log = files.run.attempt(1).rank_log(0)
+    log.write_text("step 1\n")
+    for path in (log, files.run.attempt(1).record_file):
+        os.utime(path, (T0 + 60, T0 + 60))
+    found = goodput(monkeypatch)
+    assert rounded(found["seconds"]) == {"queue": 10, "startup": 10, "productive": 40}
+    assert not found["running"] and found["interruptions"] == {"not recorded": 1}
+
+
+def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_leads_to(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RunFiles(runs / "train" / RUN_ID, backend="local", job_ids=[])
+    files.event(0, "submitted")
+    here: dict[str, Any] = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
+    files.attempt(
+        1, 3, started=4, stepping=9, ended=59, reason="cancelled", verdict="end", first_step=0, last_step=5, **here
+    )
+    files.event(159, "resume asked")
+    files.attempt(2, 161, started=162, stepping=166, ended=200, **FINISHED, first_step=5, last_step=9, **here)
+    found = goodput(monkeypatch)
+    assert rounded(found["seconds"]) == {"startup": 9 + 7, "productive": 50 + 34, "stopped": 100}
+    assert rounded(found["startup_s"]) == {"launch": 8 + 6, "restore": 2}
+    assert rounded(found["lost_s"]) == {"cancelled": 7}
+    (row,) = shown("usage", "--by", "node")["rows"]  # none of it is missing by node
+    assert row["who"] == "laptop" and row["held_s"] == pytest.approx(found["held_s"]) == 100
+
+
+def test_the_gpus_of_an_attempt_that_does_not_say_them_are_those_of_the_script(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.run.script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=a100:4\n")
+    files.attempt(1, 10, started=12, stepping=20, ended=120, **FINISHED, gpus=None)
+    assert goodput(monkeypatch)["gpu_count"] == 8
+    (files.run.path.parent / "sweep.json").write_text('{"pack": 4}')
+    files.run.update_info(packed=True)
+    assert goodput(monkeypatch)["gpu_count"] == 2
+
+
+def test_a_program_is_productive_between_its_reports_and_unknown_without_any(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.config(job={"name": "train", "kind": "command", "command": "bash loop.sh"})
+    files.attempt(1, 10, started=15, ended=120, **FINISHED)
+    found = goodput(monkeypatch)
+    assert rounded(found["seconds"]) == {"queue": 10, "startup": 5, "unknown": 105}
+    assert found["goodput"] is None and found["gpu_hours"] == pytest.approx(110 * GPUS / 3600)
+    record = json.loads(files.run.attempt(1).record_file.read_text())
+    record |= {"reason": "preempted", "verdict": "requeue", "last_logged": T0 + 100, "reported_step": 9}
+    files.run.attempt(1).record_file.write_text(json.dumps(record))
+    files.attempt(2, 220, restart=1, started=225, reported_before=9, last_logged=390, ended=400, **FINISHED)
+    files.event(40, "first report", 1, step=1)
+    files.event(240, "first report", 2, step=5)
+    files.event(300, "caught up", 2, step=9)
+    assert rounded(goodput(monkeypatch)["seconds"]) == {
+        "queue": 10 + 100,
+        "startup": 5 + 5,
+        "unknown": 25 + 20 + 15 + 10,
+        "productive": 60 + 90,
+        "redone": 60,
+    }
+
+
+def test_many_saves_are_told_apart_and_added_up(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 100,000 steps that saves every ten."""
+    files.attempt(1, 0, started=0, stepping=0, ended=100_000, **FINISHED, first_step=0, last_step=100_000)
+    files.events += [
+        {"time": T0 + at + 3, "event": "checkpoint", "attempt": 1, "step": at, "seconds": 3.0, "stall_s": 1.0}
+        for at in range(10, 100_000, 10)
+    ]
+    files.event(100_000, "training finished", 1, step=100_000)
+    found = goodput(monkeypatch, 200_000)
+    assert rounded(found["seconds"]) == {"checkpoint": 9999, "productive": 100_000 - 9999}
+
+
+def test_the_sum_over_runs_is_that_of_each_and_weighs_them_by_their_gpu_hours(tmp_path: Path) -> None:
+    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
+    both = over_all([found, found])
+    assert both.wall_s == pytest.approx(2 * found.wall_s) and both.gpu_hours == pytest.approx(2 * found.gpu_hours)
+    assert both.share == pytest.approx(found.share) and both.interruptions["crash"] == 4
+    large = Goodput(seconds={Cause.PRODUCTIVE: 3600.0}, gpu_seconds={Cause.PRODUCTIVE: 512 * 3600.0})
+    small = Goodput(seconds={Cause.STARTUP: 3600.0}, gpu_seconds={Cause.STARTUP: 3600.0})
+    both = over_all([large, small])
+    assert both.share == pytest.approx(512 / 513)
+    assert both.shares == pytest.approx({Cause.PRODUCTIVE: 512 / 513, Cause.STARTUP: 1 / 513})
 
 
 MOMENTS = st.one_of(st.none(), st.integers(-10, 300).map(float), st.just(9e8))

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,14 @@ from rich.console import Console
 
 from slurmtrain.cli import main
 from slurmtrain.cli.columns import PROGRESS, table_lines
-from slurmtrain.cli.sweep import _headline
 from slurmtrain.cli.watch import View, pause_s, watch
-from slurmtrain.report.progress import Lowest, Progress, at_about, eta_of_all, lowest, read_progress, roughly
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.progress import Lowest, Progress, at_about, lowest, roughly
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.pending_reasons import in_words, is_held
-from tests.support.commands import FakeSlurm
-from tests.support.runs import add_attempt, submitted_run
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
 
 Out = pytest.CaptureFixture[str]
-Make = Callable[..., RunDir]
-
-
-@pytest.fixture
-def make(project: Path) -> Make:
-    """A run that is submitted as this job, with what it logged."""
-
-    def run(job_id: str = "1", *overrides: str, logged: tuple[dict[str, object], ...] = ()) -> RunDir:
-        run_dir = submitted_run(project, "cluster=a100x4", "train.steps=200", *overrides, job_ids=[job_id])
-        if logged:
-            run_dir.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in logged))
-        return run_dir
-
-    return run
-
-
-def attempt(run: RunDir, **fields: Any) -> None:
-    add_attempt(run, **{"job_id": "1", "started": time.time() - 60, "host": "elsewhere", "pid": 1, **fields})
-
-
-def stamp(moment: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(moment))
-
-
 TRAINED = (
     {"step": 50, "loss": 2.5, "tokens_per_s": 900.0, "step_time_s": 9.0},
     {"step": 50, "valid_loss": 2.25, "valid_tokens": 7},
@@ -58,53 +30,50 @@ TRAINED = (
 )
 
 
+def text_of(*logged: dict[str, Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in logged)
+
+
 # From the log.
 
-
-def test_a_run_tells_its_step_losses_speed_and_the_time_left(make: Make) -> None:
-    run = make(logged=TRAINED)
-    os.utime(run.metrics_file, (1000.0, 1000.0))
-    found = read_progress(run, 200, running_since=900.0)
-    assert found == Progress(60, 200, 2.125, 2.25, 1000.0, 12345.0, 2.0)
-    assert found.eta_s == 140 * 2.0
+UNKNOWN = dict.fromkeys(("step", "loss", "valid_loss", "tokens_per_s", "step_time_s", "eta_s"))
+KNOWN = {"step": 60, "loss": 2.125, "valid_loss": 2.25, "tokens_per_s": 12345.0, "step_time_s": 2.0, "eta_s": 280.0}
+STOPPED = {**KNOWN, "tokens_per_s": None, "step_time_s": None, "eta_s": None}
+ODD = '{"step": 4, "loss": 1.5, "step_time_s": 1.0}\n{"step": 5, "loss": NaN, "step_time_s": NaN}\n'
+ODD += '{"step": "x", "valid_loss": "y"}\n{"step": 6, "lo'
 
 
-@pytest.mark.parametrize("since", [None, 1001.0])
-def test_a_run_that_does_not_run_or_has_not_logged_since_it_began_has_no_speed(make: Make, since: float | None) -> None:
-    run = make(logged=TRAINED)
-    os.utime(run.metrics_file, (1000.0, 1000.0))
-    found = read_progress(run, 200, running_since=since)
-    assert (found.step, found.loss, found.tokens_per_s, found.eta_s) == (60, 2.125, None, None)
-
-
-def test_what_is_not_known_stays_empty(make: Make) -> None:
-    assert read_progress(make(), None, running_since=0.0) == Progress()
-    # A log of before the number of steps was written down.
-    found = read_progress(make(logged=TRAINED), None, running_since=0.0)
-    assert (found.step, found.tokens_per_s, found.eta_s) == (60, 12345.0, None)
-
-
-def test_a_log_with_torn_lines_and_odd_values_is_read(make: Make) -> None:
-    run = make()
-    run.metrics_file.write_text(
-        '{"step": 4, "loss": 1.5, "step_time_s": 1.0}\n{"step": 5, "loss": NaN, "step_time_s": NaN}\n'
-        '{"step": "x", "valid_loss": "y"}\n{"step": 6, "lo'
-    )
-    found = read_progress(run, 10, running_since=0.0)
-    assert found.loss is not None and math.isnan(found.loss)
-    assert (found.step, found.valid_loss, found.step_time_s, found.eta_s) == (None, None, None, None)
-
-
-def test_the_number_of_steps_is_in_the_run_and_an_own_program_has_none(make: Make) -> None:
-    assert make("1", "train.steps=77").info()["steps"] == 77
-    assert make("1", "job=command", "job.command=true").info()["steps"] is None
-
-
-def test_all_of_a_sweep_takes_as_long_as_its_steps_at_this_pace_and_the_slowest_at_least() -> None:
-    running = [Progress(50, 100, step_time_s=1.0), Progress(0, 100, step_time_s=3.0)]
-    assert eta_of_all([], running) == 300.0
-    assert eta_of_all([Progress(None, 100)] * 9, running) == (900 + 150) * 2.0 / 2
-    assert eta_of_all([Progress(None, 100)], [Progress(10, 100)]) is None
+@pytest.mark.parametrize(
+    ("text", "steps", "state", "shows"),
+    [
+        (text_of(*TRAINED), 200, "RUNNING", KNOWN),
+        (text_of(*TRAINED), 200, "PENDING", STOPPED),  # an earlier speed says nothing about now
+        (text_of(*TRAINED), 200, "logged before it began", STOPPED),
+        (text_of(*TRAINED), None, "RUNNING", {**KNOWN, "eta_s": None}),
+        ("", 200, "RUNNING", UNKNOWN),
+        (ODD, 10, "RUNNING", {**UNKNOWN, "loss": "NaN"}),
+    ],
+)
+def test_a_run_tells_its_step_losses_speed_and_the_time_left_as_far_as_they_are_known(
+    text: str,
+    steps: int | None,
+    state: str,
+    shows: dict[str, Any],
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_waiting(monkeypatch)
+    job = Job.waiting(tmp_path / "runs", slurm, monkeypatch)
+    job.run.update_info(steps=steps)
+    slurm.add("7", state="PENDING" if state == "PENDING" else "RUNNING")
+    ended: dict[str, Any] = {"ended": time.time(), "verdict": "requeue"} if state == "PENDING" else {}
+    job.attempt(started=time.time() - 60, **ended)
+    job.run.metrics_file.write_text(text)
+    if "before" in state:
+        os.utime(job.run.metrics_file, (1000.0, 1000.0))
+    found = shown("status", RUN_ID)
+    assert {name: found[name] for name in shows} == shows and found["steps"] == steps
 
 
 def test_the_best_point_so_far_is_by_validation_loss_where_there_is_one() -> None:
@@ -114,26 +83,12 @@ def test_the_best_point_so_far_is_by_validation_loss_where_there_is_one() -> Non
     assert lowest([(4, Progress(loss=math.nan))]) is None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.4, "0 s"),
-        (89, "89 s"),
-        (90, "2 min"),
-        (3590, "1 h"),
-        (7800, "2 h 10 min"),
-        (86370, "1 d"),
-        (100_000, "1 d 4 h"),
-    ],
-)
-def test_durations_are_said_as_a_person_does(seconds: float, words: str) -> None:
-    assert roughly(seconds) == words
-
-
-def test_a_moment_has_its_day_unless_that_is_today() -> None:
+def test_durations_and_moments_are_said_as_a_person_does() -> None:
+    said = {0.4: "0 s", 89: "89 s", 90: "2 min", 3590: "1 h", 7800: "2 h 10 min", 86370: "1 d", 100_000: "1 d 4 h"}
+    assert {seconds: roughly(seconds) for seconds in said} == said
     noon = time.mktime((2026, 5, 4, 12, 20, 0, 0, 0, -1))
     assert at_about(noon + 7800, noon) == "in about 2 h 10 min (14:30)"
-    assert at_about(noon + 86400, noon) == "in about 1 d (05-05 12:20)"
+    assert at_about(noon + 86400, noon) == "in about 1 d (05-05 12:20)"  # with its day unless that is today
 
 
 # Reasons.
@@ -198,67 +153,57 @@ def test_what_is_held_is_told_from_what_waits() -> None:
 # On the terminal.
 
 
-def test_the_table_shows_how_far_each_run_is_and_why_one_waits(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
-    trains, waits, late = make("1", logged=TRAINED), make("2"), make("3")
-    attempt(trains)
+def test_the_table_shows_how_far_each_run_is_and_why_one_waits(project: Path, slurm: FakeSlurm) -> None:
+    def stamp(moment: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(moment))
+
+    runs = [submitted_run(project, "cluster=a100x4", "train.steps=200", job_ids=[job_id]) for job_id in ("1", "2", "3")]
+    trains, waits, _ = runs
     soon = time.time() + 7825
-    fake_slurm.command(
-        "squeue",
-        'echo squeue >>"$here/asked"\n'
-        f"echo '1|1_N/A|RUNNING|{stamp(time.time() - 60)}|None'\n"
-        f"echo '2|2_N/A|PENDING|{stamp(soon)}|Resources'\n"
-        f"echo '3|3_N/A|PENDING|{stamp(time.time() - 60)}|Priority'",
-    )
-    assert main(["status"]) == 0
-    header, _, *rows = capsys.readouterr().out.splitlines()
+    add_attempt(trains, job_id="1", started=time.time() - 60, host="elsewhere", pid=1)
+    trains.metrics_file.write_text(text_of(*TRAINED))
+    slurm.add("1", state="RUNNING", start=stamp(time.time() - 60))
+    slurm.add("2", reason="Resources", start=stamp(soon))
+    slurm.add("3", reason="Priority", start=stamp(time.time() - 60))
+    header, _, *rows = printed("status").splitlines()
+    assert len(slurm.calls("squeue")) == 1
     assert header.split() == "run name state step loss valid loss tokens/s ETA attempts".split()
     assert " ".join(rows[0].split()) == f"{trains.id} train running 60/200 2.1250 2.2500 12.3k 5 min 1 attempt 1, job 1"
     assert "waits for free resources (Resources); SLURM expects to start it in about 2 h 10 min (" in rows[1]
     assert rows[2].rstrip().endswith("jobs of higher priority come first (Priority)")  # its estimate has passed by
-    assert (fake_slurm.directory / "asked").read_text() == "squeue\n"
-
-    assert main(["status", "--json"]) == 0
-    found = {run["id"]: run for run in json.loads(capsys.readouterr().out)}
-    assert [found[run.id]["expected_start"] for run in (trains, waits, late)] == [None, int(soon), None]
+    found = {run["id"]: run for run in shown("status")}
+    assert [found[run.id]["expected_start"] for run in runs] == [None, int(soon), None]
     assert found[trains.id]["eta_s"] == 280.0 and found[waits.id]["reason"] == "Resources"
-
-    assert main(["status", trains.id]) == 0
-    said = capsys.readouterr().out
+    said = printed("status", trains.id)
     assert "  step 60/200, loss 2.1250, valid loss 2.2500, 12.3k tokens/s, ends in about 5 min; logged " in said
 
 
-def test_columns_that_are_empty_are_left_out(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
-    make("1", "job=command", "job.command=true")
-    fake_slurm.command("squeue", "echo '1|1_N/A|PENDING|N/A|Priority'")
-    assert main(["status"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["run", "name", "state", "attempts"]
+def test_columns_that_are_empty_are_left_out(project: Path, slurm: FakeSlurm) -> None:
+    run = submitted_run(project, "cluster=a100x4", "job=command", "job.command=true", job_ids=["1"])
+    slurm.add("1")
+    assert printed("status").splitlines()[0].split() == ["run", "name", "state", "attempts"]
+    assert run.info()["steps"] is None  # nobody knows those of a program
 
 
-def test_the_points_of_a_sweep_are_summed_up_first(project: Path, fake_slurm: FakeSlurm, capsys: Out) -> None:
-    fake_slurm.command(
-        "squeue",
-        'case "$*" in *%F\\|*) exit ;; esac\n'
-        "echo '4711|4711_0|RUNNING|N/A|None'; echo '4712|4711_1|RUNNING|N/A|None'\n"
-        "echo '4713|4711_2|PENDING|N/A|JobArrayTaskLimit'",
-    )
-    words = ["cluster=a100x4", "train.steps=40,50,60", "submit", "--json"]
-    assert main(["-m", *words]) == 0
-    sweep = json.loads(capsys.readouterr().out)
+def test_the_points_of_a_sweep_are_summed_up_first(project: Path, slurm: FakeSlurm) -> None:
+    sweep = json.loads(printed("-m", "cluster=a100x4", "train.steps=40,50,60", "submit", "--json"))
+    for task in ("0", "1"):
+        slurm.change(f"101_{task}", state="RUNNING", reason="None")
+    slurm.change("101_2", reason="JobArrayTaskLimit")
     runs = [RunDir(path.parent) for path in sorted(Path(sweep["path"]).glob("*/run.json"))]
     assert [run.info()["steps"] for run in runs] == [40, 50, 60]
     for number, run in enumerate(runs[:2]):
-        attempt(run, job_id=f"4711_{number}")
-        record = {"step": 10, "loss": 2.0 - number, "tokens_per_s": 50.0, "step_time_s": 60.0}
-        run.metrics_file.write_text(json.dumps(record) + "\n")
-    assert main(["sweep", "status", "last"]) == 0
-    headline, _, header, _, *rows = capsys.readouterr().out.splitlines()
+        add_attempt(run, job_id=f"101_{number}", started=time.time() - 60, host="elsewhere", pid=1)
+        run.metrics_file.write_text(
+            text_of({"step": 10, "loss": 2.0 - number, "tokens_per_s": 50.0, "step_time_s": 60.0})
+        )
+    headline, _, header, _, *rows = printed("sweep", "status", "last").splitlines()
     # 30 + 40 + 60 steps of a minute, two at a time
     assert headline == f"{sweep['sweep']}: 2 running, 1 waiting; about 1 h 5 min left; lowest loss 1.0000 (point 1)"
     assert header.split() == "point train.steps state step loss tokens/s ETA attempts run".split()
     assert rows[0].split()[:9] == "0 40 running 10/40 2.0000 50 30 min 1".split()
     assert "its sweep has reached its limit of parallel points (JobArrayTaskLimit)" in rows[2]
-    assert main(["sweep", "status", "last", "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)["points"]
+    points = shown("sweep", "status", "last")["points"]
     assert [point["eta_s"] for point in points] == [1800.0, 2400.0, None] and points[2]["steps"] == 60
 
 
@@ -352,20 +297,15 @@ def view(words: str, *doubts: str, over: bool = False) -> View:
 
 
 def test_watching_draws_in_place_until_all_is_over() -> None:
-    terminal = Terminal(view("step 1"), view("step 2"), view("all ended", over=True))
+    long = View([f"row {number}" for number in range(40)], [], over=False)
+    terminal = Terminal(view("files alone", "no controller"), view("step 1"), long, view("all ended", over=True))
     assert terminal.watch() == 0
     drawn = terminal.text.getvalue()
-    assert drawn.index("step 1") < drawn.index("step 2") < drawn.rindex("all ended")
-    assert terminal.slept == [5.0, 5.0]
+    assert drawn.index("files alone") < drawn.index("step 1") < drawn.rindex("all ended")
+    assert "row 15\n" in drawn and "row 16" not in drawn and "... 24 more" in drawn
+    assert terminal.slept == [10.0, 5.0, 5.0]
     assert "\x1b[?25l" in drawn and drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is back
     assert "Ctrl-C" not in drawn[drawn.rindex("all ended") :]
-
-
-def test_what_does_not_fit_into_the_terminal_is_counted() -> None:
-    terminal = Terminal(View([f"row {number}" for number in range(40)], [], over=False), view("all ended", over=True))
-    terminal.watch()
-    drawn = terminal.text.getvalue()
-    assert "row 15\n" in drawn and "row 16" not in drawn and "... 24 more" in drawn
 
 
 def test_while_slurm_is_silent_the_last_table_stays_with_its_age_and_it_is_asked_less() -> None:
@@ -376,12 +316,6 @@ def test_while_slurm_is_silent_the_last_table_stays_with_its_age_and_it_is_asked
     assert "nothing known" not in drawn
     assert "35 s ago; SLURM cannot be asked: no controller" in drawn  # 5 + 10 + 20
     assert terminal.slept == [5.0, 10.0, 20.0, 40.0, 5.0]
-
-
-def test_before_slurm_has_answered_once_what_the_files_say_is_shown() -> None:
-    terminal = Terminal(view("unknown", "no controller"), view("all ended", over=True))
-    terminal.watch()
-    assert "unknown" in terminal.text.getvalue()
 
 
 def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
@@ -406,17 +340,6 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
         (["--watch", "--every", "nan"], "--every nan: expected at least 1 second"),
     ],
 )
-def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, make: Make, capsys: Out) -> None:
-    make()
+def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, project: Path, capsys: Out) -> None:
     assert main(["status", *words]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_the_time_left_of_a_sweep_counts_the_points_that_nobody_has_started_yet(tmp_path: Path) -> None:
-    point = Progress(10, 100, step_time_s=2.0)
-    now = {
-        "a": RunState(RunStatus.RUNNING, "", True, [], None, point),
-        "b": RunState(RunStatus.PREPARED, "", False, [], None, Progress(None, 100)),
-        "c": RunState(RunStatus.FAILED, "", False, [], None, Progress(None, 100)),
-    }
-    assert "about 6 min left" in _headline(Sweep(tmp_path), [], now)

@@ -1,4 +1,4 @@
-"""What a run is said to be doing, and what the verbs do about it: from its files and a squeue that is a script."""
+"""What a run is said to be doing, and what the verbs do about it: from its files and what SLURM says of its job."""
 
 from __future__ import annotations
 
@@ -16,49 +16,27 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.cli import logs, main
-from slurmtrain.control import stop as stop_module
+from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
-from slurmtrain.report.status import queue as status_queue
-from slurmtrain.report.status import sentences
-from slurmtrain.report.status.look import is_over, state, states
-from slurmtrain.report.status.state import RunState
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.requests import take_request, write_request
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
 from slurmtrain.system import files, records
-from slurmtrain.system.files import write_json
-from tests.support.commands import FakeSlurm
-from tests.support.runs import add_attempt, submitted_run
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.report_runs import write_config
+from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
 
-JOB = "4711"
-ELSEWHERE = "another-host"
-
-
-@pytest.fixture
-def make(project: Path) -> Callable[..., RunDir]:
-    """A run, submitted as these jobs."""
-    return lambda *job_ids, overrides=(): submitted_run(project, "cluster=a100x4", *overrides, job_ids=job_ids)
+Out = pytest.CaptureFixture[str]
+HERE, ELSEWHERE = socket.gethostname(), "another-host"
+CHANGES = ("sbatch", "scancel")
 
 
 @pytest.fixture
-def queue(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, tuple[str, str]]], None]:
-    """Lets squeue answer with these jobs. It, scancel and scontrol note down what they were asked."""
-    monkeypatch.setattr(status_queue, "CONFIRM_EVERY_S", 0.0)
-    for name in ("scancel", "scontrol"):
-        fake_slurm.command(name, f'echo "{name} $*" >>"$here/asked"')
-
-    def answer(jobs: dict[str, tuple[str, str]]) -> None:
-        lines = "\n".join(f"{job}|{job}_N/A|{word}|N/A|{why}" for job, (word, why) in jobs.items())
-        (fake_slurm.directory / "queue").write_text(lines + "\n")
-        fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; cat "$here/queue"')
-
-    answer({})
-    return answer
+def job(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, project: Path) -> Job:
+    """Job 7 of a run, of which SLURM knows nothing yet; whoever asks it again need not wait."""
+    no_waiting(monkeypatch)
+    return Job.waiting(tmp_path / "runs", slurm, monkeypatch)
 
 
 @pytest.fixture
@@ -71,84 +49,246 @@ def alive_process() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def asked(fake: FakeSlurm, *, but: str = "squeue") -> list[str]:
-    file = fake.directory / "asked"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [line for line in lines if line not in (but, "scontrol show config")]  # which changes nothing
+def queue(job: Job, state: str | None, reason: str = "None", job_id: str = "7", **facts: Any) -> None:
+    """What SLURM says of a job from now on; None: it has forgotten it."""
+    known = any(each["id"] == job_id for each in job.slurm.jobs)
+    if state is None:
+        if known:
+            job.slurm.forget(job_id)
+    elif known:
+        job.slurm.change(job_id, state=state, reason=reason, **facts)
+    else:
+        job.slurm.add(job_id, state=state, reason=reason, **facts)
 
 
-def attempt(run: RunDir, **fields: Any) -> Attempt:
-    return add_attempt(run, **{"host": ELSEWHERE, "pid": 1, **fields})
+def said(run_id: str = RUN_ID) -> tuple[str, bool]:
+    now = shown("status", run_id)
+    return now["state"], now["alive"]
 
 
-def ended(run: RunDir, verdict: str, **fields: Any) -> Attempt:
-    values = {"reason": "crash", "sentence": "crashed: x", "job_id": JOB, **fields}
-    return attempt(run, verdict=verdict, ended=time.time(), **values)
+def sentence() -> str:
+    return str(shown("status", RUN_ID)["sentence"])
 
 
-def said(now: RunState) -> tuple[str, bool]:
-    return now.status, now.alive
+def changes(job: Job) -> list[str]:
+    """What SLURM was told to change."""
+    told = [line for line in job.slurm.calls() if line.split()[0] in CHANGES or line.split()[:2][1:] != ["show"]]
+    return [line for line in told if not line.startswith(("squeue", "sinfo", "sbatch --test-only"))]
 
 
-def test_the_job_of_somebody_else_is_looked_for_among_that_persons(
-    make: Callable[..., RunDir], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+def asked(job: Job) -> int:
+    return len(job.slurm.calls("squeue"))
+
+
+def ended(verdict: str, **fields: Any) -> dict[str, Any]:
+    values = {"reason": "crash", "sentence": "crashed: x", "ended": time.time()}
+    return {**values, "verdict": verdict, "host": ELSEWHERE, "pid": 1, **fields}
+
+
+def running(**fields: Any) -> dict[str, Any]:
+    return {"host": ELSEWHERE, "pid": 1, **fields}
+
+
+NOT_OPENED = {"opened": False}
+QUEUED_AGAIN = "SLURM has put job 7 into the queue once more, as SLURM does from 24.05 on"
+SET_UP_FAILED = {"opened": False, "left": {"setup-failed": "set-up failed with code 1: false\n"}}
+
+STATES: list[tuple[str, list[dict[str, Any]], tuple[str, ...] | None, dict[str, Any], tuple[str, bool], str]] = [
+    # case, its attempts, what SLURM says of job 7, facts of run.json -> state, alive, words
+    ("submitted", [], ("PENDING", "Resources"), {}, ("waiting", True), "Resources"),
+    ("about to begin", [], ("RUNNING",), {}, ("starting", True), "attempt 1 is about to begin, job 7"),
+    ("setting up", [NOT_OPENED], ("RUNNING",), {}, ("starting", True), "attempt 1 is setting up, job 7"),
+    ("running", [running()], ("RUNNING",), {}, ("running", True), "attempt 1, job 7"),
+    ("suspended", [running()], ("SUSPENDED",), {}, ("suspended", True), ""),
+    ("requeued", [ended("requeue")], ("PENDING", "BeginTime"), {}, ("requeued", True), "crashed: x"),
+    ("held", [ended("requeue")], ("PENDING", "JobHeldUser"), {}, ("held", True), ""),
+    ("job gone without a word", [running()], None, {}, ("lost", False), ""),
+    (
+        "set-up lost its node",
+        [NOT_OPENED],
+        ("PENDING", "BeginTime"),
+        {},
+        ("requeued", True),
+        "ended while it was set up",
+    ),
+    ("set-up failed, and the job leaves", [SET_UP_FAILED], ("RUNNING",), {}, ("failed", False), "code 1: false"),
+    ("set-up failed", [SET_UP_FAILED], ("FAILED", "NonZeroExitCode"), {}, ("failed", False), "code 1: false"),
+    ("set-up failed long ago", [SET_UP_FAILED], None, {}, ("failed", False), "set-up failed with code 1: false"),
+    # An allocation is not the run.
+    ("finished in an allocation that goes on", [ended("done")], ("RUNNING",), {"job_ids": []}, ("finished", False), ""),
+    ("failed in an allocation that goes on", [ended("end")], ("RUNNING",), {"job_ids": []}, ("failed", False), ""),
+    ("by hand in an allocation", [running()], ("RUNNING",), {"job_ids": []}, ("running", True), ""),
+    (
+        "by hand, after a job that never trained",
+        [NOT_OPENED, running(job="9", started=time.time() + 600)],
+        None,
+        {},
+        ("running", True),
+        "job 9",
+    ),
+    # Cancelled while it waits
+    ("scancelled before it started", [], ("CANCELLED",), {}, ("stopped", False), "cancelled while it waited"),
+    (
+        "scancelled before it started again",
+        [ended("requeue")],
+        ("CANCELLED",),
+        {},
+        ("stopped", False),
+        "to start again",
+    ),
+    (
+        "scancelled, SLURM had it",
+        [ended("restarting")],
+        ("CANCELLED",),
+        {},
+        ("stopped", False),
+        "waited to start again",
+    ),
+    (
+        "resumed, and scancelled",
+        [ended("end", job="1", started=1.0)],
+        ("CANCELLED",),
+        {"job_ids": ["1", "7"]},
+        ("stopped", False),
+        "",
+    ),
+    (
+        "resumed, and its job failed",
+        [ended("end", job="1", started=1.0)],
+        ("FAILED",),
+        {"job_ids": ["1", "7"]},
+        ("failed", False),
+        "job 7 ended as FAILED",
+    ),
+    (
+        "resumed, and its job is gone",
+        [ended("end", job="1", started=1.0)],
+        None,
+        {"job_ids": ["1", "7"]},
+        ("lost", False),
+        "",
+    ),
+    (
+        "resumed, where an earlier job died in set-up",
+        [{**NOT_OPENED, "job": "1"}],
+        ("PENDING", "Resources"),
+        {"job_ids": ["1", "7"]},
+        ("waiting", True),
+        "",
+    ),
+    # From 24.05 on SLURM starts a job once more after a preemption.
+    (
+        "finished, and in the queue again",
+        [ended("requeue", reason="preempted"), ended("done", restart=1)],
+        ("PENDING", "BeginTime"),
+        {},
+        ("finished", False),
+        QUEUED_AGAIN,
+    ),
+    (
+        "failed, and in the queue again",
+        [ended("requeue", reason="preempted"), ended("end", restart=1)],
+        ("PENDING", "BeginTime"),
+        {},
+        ("failed", False),
+        QUEUED_AGAIN,
+    ),
+    # A job shared with others (sweep.pack)
+    ("packed, finished", [ended("done")], ("RUNNING",), {"packed": True}, ("finished", False), ""),
+    ("packed, finished, and waits", [ended("done")], ("PENDING",), {"packed": True}, ("finished", False), ""),
+    ("packed, failed", [ended("end")], ("PENDING",), {"packed": True}, ("failed", False), ""),
+    (
+        "packed, to go on",
+        [ended("requeue", sentence="preempted; it is requeued", next_step="it is requeued")],
+        ("RUNNING",),
+        {"packed": True},
+        ("stopping", True),
+        "preempted; it is requeued when the others of its pack have left job 7",
+    ),
+    ("packed, goes on", [ended("requeue")], ("PENDING", "BeginTime"), {"packed": True}, ("requeued", True), ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("tries", "slurm_says", "facts", "state", "words"), [row[1:] for row in STATES], ids=[row[0] for row in STATES]
+)
+def test_what_a_run_is_doing(
+    tries: list[dict[str, Any]],
+    slurm_says: tuple[str, ...] | None,
+    facts: dict[str, Any],
+    state: tuple[str, bool],
+    words: str,
+    job: Job,
 ) -> None:
-    monkeypatch.setattr(status_queue, "CONFIRM_EVERY_S", 0.0)
-    theirs, mine = make(JOB), make("4712")
-    theirs.update_info(user="somebody")
-    fake_slurm.command(
-        "squeue",
-        f'case "$*" in *--user=somebody*) echo "{JOB}|{JOB}_N/A|PENDING|N/A|Priority";; '
-        '*--me*) echo "4712|4712_N/A|PENDING|N/A|Priority";; esac',
-    )
-    assert {now.status for now in states([theirs, mine]).values()} == {"waiting"}
+    job.run.update_info(**facts)
+    for fields in tries:
+        job.attempt(**fields)
+    if slurm_says is not None:
+        queue(job, *slurm_says)
+    if any(fields.get("job") == "9" for fields in tries):
+        queue(job, "RUNNING", job_id="9")
+    now = shown("status", RUN_ID)
+    assert (now["state"], now["alive"]) == state and words in now["sentence"]
+    if "once more" in words:  # it is not removed, and can be taken out of the queue
+        assert (
+            "job 7 is in the queue once more" in printed("runs", "prune", "--state", state[0]) and job.run.path.exists()
+        )
+        assert main(["cancel", RUN_ID]) == 0
+        assert changes(job) == ["scancel 7"] and not job.run.request_file.exists()
 
 
-Make = Callable[..., RunDir]
-Queue = Callable[[dict[str, tuple[str, str]]], None]
-
-
-# An allocation is not the run.
-
-
-def test_a_run_is_alive_whatever_the_shell_has_set_for_squeue(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tries", [[], [ended("requeue")], [ended("restarting")]])
+def test_a_run_that_was_cancelled_while_it_waited_stays_stopped_when_slurm_has_forgotten_it(
+    tries: list[dict[str, Any]], job: Job
 ) -> None:
-    queue({JOB: ("RUNNING", "None")})
-    fake_slurm.command("squeue", 'if [ -z "$SQUEUE_PARTITION" ]; then cat "$here/queue"; fi')
-    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
-    run = make(JOB)
-    assert said(state(run)) == ("starting", True)
-    assert main(["resume", run.id]) != 0 and fake_slurm.submitted == []
+    for fields in tries:
+        job.attempt(**fields)
+    queue(job, "PENDING", "BeginTime")
+    assert main(["cancel", RUN_ID]) == 0
+    queue(job, None)
+    assert said() == ("stopped", False)
+    assert "cancelled while it waited" in sentence() and "resume" in sentence()
 
 
-@pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
-def test_a_run_that_has_ended_in_an_allocation_that_goes_on_is_over(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, verdict: str, word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make()
-    ended(run, verdict)
-    queue({JOB: ("RUNNING", "None")})
-    assert said(state(run)) == (word, False)
-    assert is_over(run)
-    assert main(["cancel", run.id]) == 0
-    assert "is not running" in capsys.readouterr().out
-    assert asked(fake_slurm) == []
+def test_a_request_of_an_earlier_attempt_cancels_nothing(job: Job) -> None:
+    job.run.request_file.write_text('{"action": "cancel", "time": 1.0}')
+    job.attempt(**ended("requeue"))
+    assert said()[0] == "lost"
+
+
+@pytest.mark.parametrize(("verdict", "preempted"), [("done", True), ("end", False)])
+def test_a_start_after_the_end_is_told(verdict: str, preempted: bool, job: Job) -> None:
+    job.attempt(**ended("requeue", reason="preempted" if preempted else "crash"))
+    job.attempt(**ended(verdict, restart=1, sentence="it was so"))
+    job.is_on("n0")
+    assert job.starts(restarts=2) == verdict
+    queue(job, "COMPLETED")
+    why = ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
+    assert f"SLURM then queued job 7 once more{why}: it left as soon as it had started" in sentence()
+    assert len(shown("status", RUN_ID)["attempts"]) == 2
+
+
+# What the verbs tell SLURM.
+
+
+@pytest.mark.parametrize("verdict", ["done", "end"])
+def test_a_run_that_is_over_in_an_allocation_is_not_cancelled(verdict: str, job: Job) -> None:
+    job.run.update_info(job_ids=[])
+    job.attempt(**ended(verdict))
+    queue(job, "RUNNING")
+    assert "is not running" in printed("cancel", RUN_ID)
+    assert changes(job) == []
 
 
 @pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
-def test_an_allocation_is_never_cancelled_or_signalled_for_a_run_in_it(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make()
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
-    assert said(state(run)) == ("running", True)
-    assert main([verb, run.id]) == 1
+def test_an_allocation_is_never_cancelled_or_signalled_for_a_run_in_it(verb: str, job: Job, capsys: Out) -> None:
+    job.run.update_info(job_ids=[])
+    job.attempt(**running())
+    queue(job, "RUNNING")
+    assert main([verb, RUN_ID]) == 1
     error = capsys.readouterr().err
-    assert f"by hand inside job {JOB}" in error and "Ctrl-C" in error and "STEP" in error
-    assert asked(fake_slurm) == []
-    assert not run.request_file.exists()
+    assert "by hand inside job 7" in error and "Ctrl-C" in error and "STEP" in error
+    assert changes(job) == [] and not job.run.request_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -160,388 +300,108 @@ def test_an_allocation_is_never_cancelled_or_signalled_for_a_run_in_it(
     ],
 )
 def test_a_run_by_hand_on_this_host_is_told_through_its_rank_0_and_promised_no_requeue(
-    make: Make,
-    queue: Queue,
-    fake_slurm: FakeSlurm,
-    alive_process: subprocess.Popen[bytes],
-    capsys: pytest.CaptureFixture[str],
-    verb: str,
-    words: str,
-    number: signal.Signals,
+    job: Job, alive_process: subprocess.Popen[bytes], verb: str, words: str, number: signal.Signals
 ) -> None:
-    run = make()
-    attempt(run, job_id=JOB, pid=alive_process.pid, host=socket.gethostname())
-    queue({JOB: ("RUNNING", "None")})
-    assert main([verb, run.id]) == 0
-    printed = capsys.readouterr().out
-    assert words in printed and "it is requeued" not in printed
+    job.run.update_info(job_ids=[])
+    job.attempt(pid=alive_process.pid, host=HERE)
+    queue(job, "RUNNING")
+    told = printed(verb, RUN_ID)
+    assert words in told and "it is requeued" not in told
     assert alive_process.wait(60) == -number
-    assert json.loads(run.request_file.read_text())["action"] == verb
-    assert asked(fake_slurm) == []
-    assert said(state(run)) == (("stopped" if verb == "cancel" else "lost"), False)  # nobody is left in the allocation
+    assert json.loads(job.run.request_file.read_text())["action"] == verb
+    assert changes(job) == []
+    assert said() == ("stopped" if verb == "cancel" else "lost", False)  # nobody is left in the allocation
 
 
-def test_a_script_handed_to_sbatch_is_the_runs_own_job(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
-    run = make()
-    (run.path / f"slurm-{JOB}.log").touch()
-    queue({JOB: ("RUNNING", "None")})
-    run.new_attempt()
-    assert state(run).explanation == f"attempt 1 is setting up, job {JOB}"
-    assert main(["cancel", run.id]) == 0
-    assert asked(fake_slurm) == [f"scancel {JOB}"]
+def test_a_script_handed_to_sbatch_is_the_runs_own_job(job: Job) -> None:
+    job.run.update_info(job_ids=[])
+    (job.run.path / "slurm-7.log").touch()
+    queue(job, "RUNNING")
+    job.attempt(opened=False)
+    assert sentence() == "attempt 1 is setting up, job 7"
+    assert main(["cancel", RUN_ID]) == 0
+    assert changes(job) == ["scancel 7"]
 
 
-def test_a_run_by_hand_after_a_job_that_never_trained_is_what_counts(make: Make, queue: Queue) -> None:
-    run = make(JOB)
-    run.new_attempt()
-    attempt(run, job_id="9", started=time.time() + 5)
-    queue({"9": ("RUNNING", "None")})
-    assert (state(run).status, state(run).job_id) == ("running", "9")
+def test_a_cancel_that_slurm_refused_leaves_no_request(job: Job, capsys: Out) -> None:
+    queue(job, "PENDING", "Resources")
+    job.slurm.fail("scancel", "Access denied")
+    assert main(["cancel", RUN_ID]) == 1
+    assert "Access denied" in capsys.readouterr().err and not job.run.request_file.exists()
+    queue(job, None)
+    assert said()[0] == "lost"
 
 
-# Cancelled while it waits.
-
-
-@pytest.mark.parametrize("by", ["scancel", "the verb, and SLURM has forgotten"])
-def test_a_run_cancelled_before_it_ever_started_is_stopped(
-    make: Make, queue: Queue, by: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("verb", ["cancel", "preempt", "resume"])
+def test_a_run_that_has_filled_the_disk_can_be_cancelled_and_what_needs_room_says_so(
+    verb: str, job: Job, capsys: Out
 ) -> None:
-    run = make(JOB)
-    if by == "scancel":
-        queue({JOB: ("CANCELLED", "None")})
-    else:
-        queue({JOB: ("PENDING", "Resources")})
-        assert main(["cancel", run.id]) == 0
-        queue({})
-    now = state(run)
-    assert said(now) == ("stopped", False)
-    assert "cancelled while it waited" in now.explanation and "resume" in now.explanation
+    job.attempt(**running())
+    if verb != "resume":
+        queue(job, "RUNNING")
 
-
-@pytest.mark.parametrize("by", ["scancel", "the verb, and SLURM has forgotten"])
-@pytest.mark.parametrize("verdict", ["requeue", "restarting"])
-def test_a_run_cancelled_while_it_waited_to_start_again_is_stopped(
-    make: Make, queue: Queue, by: str, verdict: str
-) -> None:
-    run = make(JOB)
-    ended(run, verdict)
-    if by == "scancel":
-        queue({JOB: ("CANCELLED", "None")})
-    else:
-        queue({JOB: ("PENDING", "BeginTime")})
-        assert main(["cancel", run.id]) == 0
-        queue({})
-    now = state(run)
-    assert said(now) == ("stopped", False)
-    assert "cancelled while it waited to start again" in now.explanation
-
-
-def test_a_resumed_run_cancelled_while_it_waited_is_not_its_former_failure(make: Make, queue: Queue) -> None:
-    run = make("1", JOB)
-    ended(run, "end", job_id="1", started=1.0)
-    queue({JOB: ("CANCELLED", "None")})
-    assert said(state(run)) == ("stopped", False)
-    queue({JOB: ("FAILED", "None")})
-    assert state(run).status == "failed" and f"job {JOB} ended as FAILED" in state(run).explanation
-    queue({})
-    assert said(state(run)) == ("lost", False)
-
-
-def test_a_request_of_an_earlier_attempt_cancels_nothing(make: Make, queue: Queue) -> None:
-    run = make(JOB)
-    write_json(run.request_file, {"action": "cancel", "time": 1.0})
-    ended(run, "requeue")
-    assert state(run).status == "lost"
-
-
-def test_a_cancel_that_slurm_refused_leaves_no_request(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make(JOB)
-    queue({JOB: ("PENDING", "Resources")})
-    fake_slurm.command("scancel", "echo 'Access denied' >&2; exit 1")
-    assert main(["cancel", run.id]) == 1
-    assert "Access denied" in capsys.readouterr().err
-    assert not run.request_file.exists()
-    queue({})
-    assert state(run).status == "lost"
-
-
-def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "_write", fail)
-    monkeypatch.setattr(records, "append_line", fail)
+    job.monkeypatch.setattr(files, "_write", fail)
+    job.monkeypatch.setattr(records, "append_line", fail)
+    assert main([verb, RUN_ID]) == (0 if verb == "cancel" else 1)
+    told = capsys.readouterr()
+    if verb == "cancel":
+        assert changes(job) == ["scancel 7"] and "is told to end" in told.out
+    else:
+        assert "No space left on device" in told.err and "hint: " in told.err and changes(job) == []
 
 
-def test_a_run_that_has_filled_the_disk_can_be_cancelled(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
-    fill_the_disk(monkeypatch)
-    assert main(["cancel", run.id]) == 0
-    assert asked(fake_slurm) == [f"scancel {JOB}"]
-    assert "is told to end" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("verb", ["preempt", "resume"])
-def test_what_needs_room_on_the_disk_says_so_in_a_sentence(
-    make: Make,
-    queue: Queue,
-    fake_slurm: FakeSlurm,
-    verb: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")} if verb == "preempt" else {})
-    fill_the_disk(monkeypatch)
-    assert main([verb, run.id]) == 1
-    error = capsys.readouterr().err
-    assert "No space left on device" in error and "hint: " in error and asked(fake_slurm) == []
-
-
-def test_a_suspended_run_is_shown_as_one_without_an_end_in_sight(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB, stepping=time.time())
-    run.metrics_file.write_text('{"step": 3, "time": 1.0, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10}\n')
-    queue({JOB: ("SUSPENDED", "None")})
-    now = state(run)
-    assert (*said(now), now.progress.eta_s) == ("suspended", True, None)
-    assert main(["preempt", run.id]) == 1
-    assert "is suspended, so it cannot save now" in capsys.readouterr().err
-    assert asked(fake_slurm) == []
-
-
-# A job that SLURM starts again after the run has ended: from 24.05 on once more after a preemption.
-
-
-@pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
-def test_a_run_that_has_ended_stays_so_while_slurm_has_its_job_in_the_queue_once_more(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], verdict: str, word: str
-) -> None:
-    run = make(JOB)
-    ended(run, "requeue", reason="preempted", sentence="preempted; it is requeued")
-    ended(run, verdict, restart_count=1)
-    queue({JOB: ("PENDING", "BeginTime")})
-    now = state(run)
-    assert (*said(now), now.queued_again) == (word, False, True)
-    assert f"SLURM has put job {JOB} into the queue once more, as SLURM does from 24.05 on" in now.explanation
-    assert main(["runs", "prune", "--state", word]) == 0
-    assert f"job {JOB} is in the queue once more" in capsys.readouterr().out and run.path.exists()
-    assert main(["cancel", run.id]) == 0
-    assert asked(fake_slurm) == [f"scancel {JOB}"] and not run.request_file.exists()
-
-
-@pytest.mark.parametrize(("verdict", "word", "preempted"), [("done", "finished", True), ("end", "failed", False)])
-def test_a_start_after_the_end_leaves_at_once_and_status_tells_of_it(
-    make: Make,
-    queue: Queue,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    verdict: str,
-    word: str,
-    preempted: bool,
-) -> None:
-    run = make(JOB)
-    monkeypatch.setenv("SLURM_JOB_ID", JOB)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    ended(run, "requeue", reason="preempted" if preempted else "crash")
-    assert main(["begin-attempt", str(run.path)]) == 0
-    assert capsys.readouterr().out == ""
-    ended(run, verdict, restart_count=1, sentence="it was so")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert main(["begin-attempt", str(run.path)]) == 0
-    assert capsys.readouterr().out == f"{verdict}\n"
-    assert len(run.attempt_numbers()) == 2
-    queue({JOB: ("COMPLETED", "None")})
-    assert said(state(run)) == (word, False)
-    words = f"SLURM then queued job {JOB} once more{{}}: it left as soon as it had started"
-    why = ", as SLURM does from 24.05 on with a job that was preempted before"
-    assert words.format(why if preempted else "") in state(run).explanation
-
-
-# A job shared with others (sweep.pack).
-
-
-@pytest.fixture
-def packed(make: Make) -> RunDir:
-    run = make(JOB)
-    run.update_info(packed=True)
-    return run
-
-
-def test_a_packed_run_ends_whatever_its_job_does_for_the_others(packed: RunDir, queue: Queue) -> None:
-    ended(packed, "done")
-    for word in ("RUNNING", "PENDING"):
-        queue({JOB: (word, "None")})
-        assert said(state(packed)) == ("finished", False)
-    ended(packed, "end")
-    assert said(state(packed)) == ("failed", False)
-
-
-def test_a_packed_run_that_is_to_go_on_waits_for_the_others_to_leave(packed: RunDir, queue: Queue) -> None:
-    ended(packed, "requeue", sentence="preempted; it is requeued")
-    queue({JOB: ("RUNNING", "None")})
-    now = state(packed)
-    assert said(now) == ("stopping", True)
-    assert now.explanation == f"preempted; it is requeued when the others of its pack have left job {JOB}"
-    queue({JOB: ("PENDING", "BeginTime")})
-    assert said(state(packed)) == ("requeued", True)
-
-
-@pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
-def test_a_packed_run_is_reached_by_its_own_step(
-    packed: RunDir, queue: Queue, fake_slurm: FakeSlurm, verb: str
-) -> None:
-    attempt(packed, job_id=JOB, step_id=f"{JOB}.2")
-    queue({JOB: ("RUNNING", "None")})
-    assert main([verb, packed.id]) == 0
-    assert asked(fake_slurm) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} {JOB}.2"]
-
-
-@pytest.mark.parametrize("verb", ["cancel", "preempt"])
-def test_without_a_controller_a_packed_run_is_not_told_to_end(
-    packed: RunDir, fake_slurm: FakeSlurm, verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([verb, packed.id]) == 1
-    assert "SLURM cannot be asked" in capsys.readouterr().err and not packed.request_file.exists()
-
-
-@pytest.mark.parametrize("before", ["", "requeue"])
-def test_a_packed_run_cancelled_while_it_waits_leaves_the_job_to_the_others(
-    packed: RunDir, queue: Queue, fake_slurm: FakeSlurm, before: str
-) -> None:
-    if before:
-        ended(packed, before)
-    queue({JOB: ("PENDING", "Resources")})
-    assert main(["cancel", packed.id]) == 0
-    assert asked(fake_slurm) == []
-    assert said(state(packed)) == ("stopped", False)
-    assert begin_attempt.ended_before(packed, JOB, 0) is Verdict.END
-
-
-def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(packed: RunDir) -> None:
-    assert begin_attempt.ended_before(packed, JOB, 0) is None
-    ended(packed, "requeue")
-    assert begin_attempt.ended_before(packed, JOB, 1) is None
-    ended(packed, "end")
-    assert begin_attempt.ended_before(packed, JOB, 2) is Verdict.END
-    packed.update_info(job_ids=[JOB, "4712"])  # `sweep retry`
-    assert begin_attempt.ended_before(packed, "4712", 0) is None
-    assert begin_attempt.ended_before(packed, "4712", 1) is None  # its node died before the run had begun
-    assert begin_attempt.ended_before(packed, JOB, 3) is Verdict.END
-    ended(packed, "done", job_id="4712")
-    assert begin_attempt.ended_before(packed, JOB, 3) is Verdict.DONE
-
-
-# Set-up.
-
-
-def test_the_attempt_that_is_set_up_is_the_current_one(make: Make, queue: Queue) -> None:
-    run = make(JOB)
-    queue({JOB: ("RUNNING", "None")})
-    assert state(run).explanation == f"attempt 1 is about to begin, job {JOB}"
-    run.new_attempt()
-    assert state(run).explanation == f"attempt 1 is setting up, job {JOB}"
-    assert said(state(run)) == ("starting", True)
-    attempts.write_attempt(run, Attempt(1, job_id=JOB, started=time.time()))
-    assert state(run).explanation == f"attempt 1, job {JOB}"
-    assert state(run).status == "running"
-
-
-def test_a_job_that_lost_its_node_during_set_up_is_requeued_not_waiting(make: Make, queue: Queue) -> None:
-    run = make(JOB)
-    run.new_attempt()
-    queue({JOB: ("PENDING", "BeginTime")})
-    assert said(state(run)) == ("requeued", True)
-    assert "attempt 1 ended while it was set up" in state(run).explanation
-
-
-def test_a_resumed_job_that_has_not_run_yet_waits_although_an_earlier_one_died_in_set_up(
-    make: Make, queue: Queue
-) -> None:
-    run = make("1", JOB)
-    run.new_attempt()
-    queue({JOB: ("PENDING", "Resources")})
-    assert state(run).status == "waiting"
-    (run.path / f"slurm-{JOB}.log").touch()
-    assert state(run).status == "requeued"
-
-
-def test_a_set_up_that_failed_is_said_in_its_own_words(make: Make, queue: Queue) -> None:
-    run = make(JOB)
-    (run.attempt(run.new_attempt()).path / "setup-failed").write_text("set-up failed with code 1: false\n")
-    for jobs in ({JOB: ("RUNNING", "None")}, {JOB: ("FAILED", "NonZeroExitCode")}, {}):
-        queue(jobs)
-        assert (state(run).status, state(run).explanation) == ("failed", "set-up failed with code 1: false")
+def test_a_suspended_run_has_no_end_in_sight_and_cannot_save(job: Job, capsys: Out) -> None:
+    job.attempt(**running(stepping=time.time()))
+    job.run.metrics_file.write_text('{"step": 3, "time": 1.0, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10}\n')
+    queue(job, "SUSPENDED")
+    assert shown("status", RUN_ID)["eta_s"] is None
+    assert main(["preempt", RUN_ID]) == 1
+    assert "is suspended, so it cannot save now" in capsys.readouterr().err and changes(job) == []
 
 
 @pytest.mark.parametrize("verb", ["preempt", "requeue"])
-@pytest.mark.parametrize("phase", ["no folder", "no record", "between two attempts"])
+@pytest.mark.parametrize("tries", [[], [NOT_OPENED], [ended("requeue")], [ended("in-place")]])
 def test_a_stop_that_would_reach_nobody_is_refused(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, phase: str, capsys: pytest.CaptureFixture[str]
+    verb: str, tries: list[dict[str, Any]], job: Job, capsys: Out
 ) -> None:
-    run = make(JOB)
-    if phase == "no record":
-        run.new_attempt()
-    elif phase == "between two attempts":
-        ended(run, "requeue")
-    queue({JOB: ("RUNNING", "None")})
-    assert main([verb, run.id]) == 1
+    for fields in tries:
+        job.attempt(**fields)
+    queue(job, "RUNNING")
+    assert main([verb, RUN_ID]) == 1  # in the pause between two attempts of a job it has waited for the next one
     error = capsys.readouterr().err
     assert "is still starting" in error and "shows steps" in error
-    assert asked(fake_slurm) == [] and not run.request_file.exists()
-
-
-@pytest.mark.parametrize("words", [["preempt"], ["requeue"], ["requeue", "optim.lr=1e-4"]])
-@pytest.mark.parametrize("action", [RunAction.STOP, RunAction.CANCEL, RunAction.PRUNE])
-def test_a_run_that_is_told_to_end_and_still_saves_is_not_brought_back(
-    make: Make,
-    queue: Queue,
-    fake_slurm: FakeSlurm,
-    action: RunAction,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = make(JOB)
-    last = attempt(run, job_id=JOB)
-    write_request(run, action)
-    queue({JOB: ("RUNNING", "None")})
-    assert main([words[0], run.id, *words[1:]]) == 1
-    assert f"told to end for good ({action})" in capsys.readouterr().err
-    assert take_request(run, last) == action
-    assert asked(fake_slurm) == [] and not run.next_change_file.exists()
+    assert changes(job) == [] and not job.run.request_file.exists()
 
 
 @pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
 def test_a_stop_in_the_pause_between_two_attempts_of_a_job_waits_for_the_next_one(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, number: str, monkeypatch: pytest.MonkeyPatch
+    verb: str, number: str, job: Job
 ) -> None:
-    run = make(JOB)
-    ended(run, "in-place")
-    queue({JOB: ("RUNNING", "None")})
-    monkeypatch.setattr(time, "sleep", lambda seconds: attempt(run, job_id=JOB))
-    assert main([verb, run.id]) == 0
-    assert any(f"--signal={number}" in word for word in asked(fake_slurm)) and run.request_file.exists()
+    job.attempt(**ended("in-place"))
+    queue(job, "RUNNING")
+    no_waiting(job.monkeypatch, lambda waited_s: job.attempt(**running()) if job.run.attempt_numbers() == [1] else None)
+    assert main([verb, RUN_ID]) == 0
+    assert any(f"--signal={number}" in line for line in changes(job)) and job.run.request_file.exists()
 
 
-def test_a_stop_does_not_wait_for_ever_for_an_attempt_that_does_not_begin(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", [["preempt"], ["requeue"], ["requeue", "optim.lr=1e-4"]])
+@pytest.mark.parametrize("action", ["stop", "cancel", "prune"])
+def test_a_run_that_is_told_to_end_and_still_saves_is_not_brought_back(
+    action: str, words: list[str], job: Job, capsys: Out
 ) -> None:
-    run = make(JOB)
-    ended(run, "in-place")
-    queue({JOB: ("RUNNING", "None")})
-    monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.01)
-    monkeypatch.setattr(stop_module, "LOOK_EVERY_S", 0.02)
-    assert main(["requeue", run.id]) == 1
-    assert "is still starting" in capsys.readouterr().err and not run.request_file.exists()
+    write_config(job.run)
+    job.run.update_info(workdir=".", submit_dir="/", version="1", config_hash="0")
+    number = job.attempt(**running())
+    request = json.dumps({"action": action, "time": time.time(), "attempt": number})
+    job.run.request_file.write_text(request)
+    queue(job, "RUNNING")
+    assert main([words[0], RUN_ID, *words[1:]]) == 1
+    assert f"told to end for good ({action})" in capsys.readouterr().err
+    assert job.run.request_file.read_text() == request
+    assert changes(job) == [] and not job.run.next_change_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -553,190 +413,318 @@ def test_a_stop_does_not_wait_for_ever_for_an_attempt_that_does_not_begin(
         ("off", "save and end; `resume"),
     ],
 )
-@pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
-def test_only_what_will_happen_is_promised(
-    make: Make,
-    queue: Queue,
-    fake_slurm: FakeSlurm,
-    mode: str,
-    promise: str,
-    verb: str,
-    number: str,
-    capsys: pytest.CaptureFixture[str],
+def test_only_what_will_happen_is_promised(mode: str, promise: str, job: Job) -> None:
+    job.files.config(requeue={"mode": mode})
+    job.attempt(**running())
+    queue(job, "RUNNING")
+    for verb, number in (("preempt", "TERM"), ("requeue", "USR2")):
+        assert promise in printed(verb, RUN_ID)
+        assert changes(job)[-1] == f"scancel --signal={number} 7"
+
+
+def test_requeue_of_a_held_job_releases_and_starts_it(job: Job) -> None:
+    job.attempt(**ended("requeue"))
+    queue(job, "PENDING", "JobHeldUser")
+    assert main(["requeue", RUN_ID]) == 0
+    assert changes(job) == ["scontrol release 7", "scontrol update JobId=7 StartTime=now"]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
+def test_a_packed_run_is_reached_by_its_own_step_and_not_at_all_without_a_controller(
+    verb: str, job: Job, capsys: Out
 ) -> None:
-    run = make(JOB, overrides=(f"requeue.mode={mode}",))
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
-    assert main([verb, run.id]) == 0
-    assert promise in capsys.readouterr().out
-    assert asked(fake_slurm) == [f"scancel --signal={number} {JOB}"]
+    job.run.update_info(packed=True)
+    job.slurm.fail("squeue", times=1)
+    if verb != "requeue":
+        assert main([verb, RUN_ID]) == 1
+        assert "SLURM cannot be asked" in capsys.readouterr().err and not job.run.request_file.exists()
+    job.attempt(**running(step_id="7.2"))
+    queue(job, "RUNNING")
+    assert said() == ("running", True) or verb == "requeue"
+    assert main([verb, RUN_ID]) == 0
+    assert changes(job) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} 7.2"]
 
 
-def test_requeue_of_a_held_job_releases_and_starts_it(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
-    run = make(JOB)
-    ended(run, "requeue")
-    queue({JOB: ("PENDING", "JobHeldUser")})
-    assert state(run).status == "held"
-    assert main(["requeue", run.id]) == 0
-    assert asked(fake_slurm) == [f"scontrol release {JOB}", f"scontrol update JobId={JOB} StartTime=now"]
+@pytest.mark.parametrize("tries", [[], [ended("requeue")]])
+def test_a_packed_run_cancelled_while_it_waits_leaves_the_job_to_the_others(
+    tries: list[dict[str, Any]], job: Job
+) -> None:
+    job.run.update_info(packed=True)
+    for fields in tries:
+        job.attempt(**fields)
+    queue(job, "PENDING", "Resources")
+    assert main(["cancel", RUN_ID]) == 0
+    assert changes(job) == [] and said() == ("stopped", False)
+    job.is_on("n0")
+    assert job.starts(restarts=0) == "end"
 
 
-# Without a controller.
+def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(job: Job) -> None:
+    job.run.update_info(packed=True)
+    queue(job, "RUNNING")
+    job.is_on("n0")
+    assert job.starts(restarts=0) == ""
+    job.attempt(**ended("requeue"))
+    assert job.starts(restarts=1) == ""
+    job.attempt(**ended("end", restart=1))
+    assert job.starts(restarts=2) == "end"
+    job.run.update_info(job_ids=["7", "8"])  # `sweep retry`
+    job.is_on("n0", job_id="8")
+    assert [job.starts(restarts=0), job.starts(restarts=1)] == ["", ""]  # its node died before the run had begun
+    job.is_on("n0", job_id="7")
+    assert job.starts(restarts=3) == "end"
+    job.attempt(**ended("done", job="8"))
+    assert job.starts(restarts=3) == "done"
+
+
+# What is asked of SLURM, and without an answer.
+
+
+def test_the_job_of_somebody_else_is_looked_for_among_that_persons_whatever_the_shell_has_set(
+    job: Job, tmp_path: Path
+) -> None:
+    job.monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    theirs = Job.waiting(tmp_path / "theirs", job.slurm, job.monkeypatch, user="somebody", job_ids=["8"])
+    queue(job, "PENDING", "Priority")
+    queue(theirs, "PENDING", "Priority", job_id="8", user="somebody")
+    assert said() == ("waiting", True)
+    job.monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+    assert said() == ("waiting", True)
+    assert main(["resume", RUN_ID]) != 0 and job.slurm.calls("sbatch") == []
 
 
 def test_without_a_controller_every_run_is_shown_and_the_doubt_is_said_once(
-    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted, again, setting_up, finished = make("1"), make("2"), make("3"), make("4")
-    local = make(overrides=("cluster.backend=local",))
-    ended(again, "requeue", job_id="2")
+    no_waiting(monkeypatch)
+    slurm.fail("squeue")
+    slurm.fail("scontrol")
+    submitted, again, setting_up, finished = (submitted_run(project, "cluster=a100x4", job_ids=[id]) for id in "1234")
+    local = submitted_run(project, "cluster=local")
+    add_attempt(again, **ended("requeue", job_id="2"))
     setting_up.new_attempt()
-    ended(finished, "done", job_id="4")
-    ended(local, "done", job_id=None)
-    found = states([submitted, again, setting_up, finished, local])
-    assert [said(found[run.id]) for run in (submitted, again, setting_up, finished, local)] == [
-        ("unknown", True),
-        ("unknown", True),
-        ("unknown", True),
-        ("finished", False),
-        ("finished", False),
-    ]
-    assert main(["status"]) == 0
-    printed = capsys.readouterr().out
-    assert all(run.id in printed for run in (submitted, again, setting_up, finished, local))
-    assert printed.count("SLURM cannot be asked: `squeue") == 1
-    assert "Unable to contact slurm controller" in printed
-    assert main(["status", local.id]) == 0
-    assert "cannot be asked" not in capsys.readouterr().out
+    add_attempt(finished, **ended("done", job_id="4"))
+    add_attempt(local, **ended("done"))
+    found = {each["id"]: (each["state"], each["alive"]) for each in shown("status")}
+    runs = (submitted, again, setting_up, finished, local)
+    assert [found[run.id] for run in runs] == [("unknown", True)] * 3 + [("finished", False)] * 2
+    table = printed("status")
+    assert all(run.id in table for run in runs) and table.count("SLURM cannot be asked: `squeue") == 1
+    assert "Unable to contact slurm controller" in table
+    assert "cannot be asked" not in printed("status", local.id)
 
 
-def test_a_machine_without_slurm_shows_its_runs(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_machine_without_slurm_shows_its_runs(job: Job) -> None:
+    job.attempt(**running())
+    job.monkeypatch.setenv("PATH", "/nowhere")
+    table = printed("status", RUN_ID)
+    assert "unknown" in table and "there is no `squeue` on this machine" in table
+    assert main(["resume", RUN_ID]) == 1
+
+
+def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once_and_believed_when_it_is_there_after_all(
+    job: Job,
 ) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["status", run.id]) == 0
-    printed = capsys.readouterr().out
-    assert "unknown" in printed and "there is no `squeue` on this machine" in printed
-    assert main(["resume", run.id]) == 1
+    job.attempt(**running())
+    assert said() == ("lost", False) and asked(job) == 3
+    assert said() == ("lost", False) and asked(job) == 4
+    queue(job, "RUNNING")
+    assert said() == ("running", True)
+
+
+@pytest.mark.parametrize(("then", "state"), [("RUNNING", ("running", True)), ("nobody answers", ("unknown", True))])
+def test_one_empty_answer_of_squeue_is_not_believed(then: str, state: tuple[str, bool], job: Job) -> None:
+    job.attempt(**running())
+
+    def later(waited_s: float) -> None:
+        if asked(job) == 1 and waited_s > 0.5:
+            queue(job, then) if then == "RUNNING" else job.slurm.fail("squeue")
+
+    no_waiting(job.monkeypatch, later)
+    assert said() == state
+
+
+def test_a_run_whose_slurm_conf_is_missing_may_be_alive_and_status_says_what_is_missing(
+    job: Job, tmp_path: Path
+) -> None:
+    conf = tmp_path / "unmounted" / "slurm.conf"
+    job.run.update_info(slurm_conf=str(conf))
+    job.attempt(**running())
+    queue(job, "RUNNING")
+    assert said() == ("unknown", True)
+    assert f"SLURM cannot be asked: the run's slurm.conf is missing: {conf}" in printed("status", RUN_ID)
+    assert main(["resume", RUN_ID]) == 1
+    assert job.slurm.calls() == []  # another cluster's answer would say nothing
+    conf.parent.mkdir()
+    conf.touch()
+    assert said() == ("running", True)
+    job.attempt(**ended("done"))
+    conf.unlink()
+    assert said() == ("finished", False) and shown("status", RUN_ID)["doubt"] is None
+
+
+def test_the_jobs_of_a_sandbox_that_is_down_are_gone_with_it(job: Job, tmp_path: Path) -> None:
+    job.monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    job.run.update_info(slurm_conf=str(default_directory("default") / "slurm.conf"))
+    job.attempt(**running())
+    assert said() == ("lost", False)
+    job.run.update_info(host=ELSEWHERE)  # whose sandbox of that name is another one
+    assert said() == ("unknown", True)
+
+
+def test_a_status_reads_each_file_of_an_ended_run_once(job: Job, tmp_path: Path) -> None:
+    job.attempt(**ended("done", reason="finished"))
+    job.run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
+    opened: list[Path] = []
+    real = records.open_with_size
+
+    def open_and_note(path: Path) -> tuple[int, int]:
+        opened.append(path)
+        return real(path)
+
+    job.monkeypatch.setattr(records, "open_with_size", open_and_note)
+    assert "finished" in printed("status")
+    assert sorted(set(opened)) == sorted(opened) and {job.run.info_file, job.run.metrics_file} < set(opened)
 
 
 # Local runs.
 
 
-def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(
-    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(overrides=("cluster.backend=local",))
-    attempt(run)
+def local(job: Job) -> None:
+    job.run.update_info(backend="local", job_ids=[])
+    job.files.config(cluster={"backend": "local"})
+    job.job_id = None  # type: ignore[assignment]
+
+
+def long_ago(path: Path) -> None:
+    os.utime(path, (1e9, 1e9))
+
+
+def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(job: Job, capsys: Out) -> None:
+    local(job)
+    job.attempt(**running())
     killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    now = state(run)
-    assert said(now) == ("unknown", True) and ELSEWHERE in now.explanation
+    job.monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    assert said() == ("unknown", True) and ELSEWHERE in sentence()
     for verb in ("cancel", "preempt", "requeue", "resume"):
-        assert main([verb, run.id]) == 1
-    said_to_user = capsys.readouterr().err
-    assert f"`cancel {run.id}` there" in said_to_user and "is gone for good" in said_to_user
-    assert killed == []
-    (run.attempt(1).path / "attempt.json").unlink()  # the way out that was named
-    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
-    assert said(state(run)) == ("lost", False)
+        assert main([verb, RUN_ID]) == 1
+    told = capsys.readouterr().err
+    assert f"`cancel {RUN_ID}` there" in told and "is gone for good" in told and killed == []
+    job.run.attempt(1).record_file.unlink()  # the way out that was named
+    long_ago(job.run.attempt(1).path)
+    assert said() == ("lost", False)
 
 
 def test_a_local_run_on_this_host_lives_as_long_as_its_process(
-    make: Make, alive_process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    job: Job, alive_process: subprocess.Popen[bytes]
 ) -> None:
-    run = make(overrides=("cluster.backend=local",))
-    attempt(run, pid=alive_process.pid, host=socket.gethostname())
-    (run.attempt(1).path / "rank-0.log").touch()  # as cluster=local does
-    assert said(state(run)) == ("running", True)
-    assert main(["preempt", run.id]) == 0
-    assert "resumes by itself" in capsys.readouterr().out
+    local(job)
+    job.attempt({"rank-0.log": ""}, pid=alive_process.pid, host=HERE)
+    assert said() == ("running", True)
+    assert "resumes by itself" in printed("preempt", RUN_ID)
     alive_process.wait(60)
-    assert said(state(run)) == ("lost", False)
+    assert said() == ("lost", False)
 
 
 def test_a_process_that_only_has_the_pid_of_a_local_run_is_not_taken_for_it_and_not_signalled(
-    make: Make,
-    alive_process: subprocess.Popen[bytes],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    job: Job, alive_process: subprocess.Popen[bytes], capsys: Out
 ) -> None:
-    run = make(overrides=("cluster.backend=local",))
-    attempt(run, pid=alive_process.pid, born="1", host=socket.gethostname())
-    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
-    assert said(state(run)) == ("lost", False)
-    attempt(run, pid=alive_process.pid, pid_namespace="pid:[1]", host=socket.gethostname())
-    assert said(state(run)) == ("running", True)  # as far as is seen here
-    assert main(["cancel", run.id]) == 1
-    assert f"runs in another container on {socket.gethostname()}" in capsys.readouterr().err
-    assert alive_process.poll() is None and not run.request_file.exists()
+    local(job)
+    job.attempt(pid=alive_process.pid, born="1", host=HERE)
+    assert said() == ("lost", False)
+    job.attempt(pid=alive_process.pid, pid_namespace="pid:[1]", host=HERE)
+    assert said() == ("running", True)  # as far as is seen here
+    assert main(["cancel", RUN_ID]) == 1
+    assert f"runs in another container on {HERE}" in capsys.readouterr().err
+    assert alive_process.poll() is None and not job.run.request_file.exists()
 
 
-def test_a_local_run_between_two_attempts_is_starting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(overrides=("cluster.backend=local",))
-    ended(run, "requeue", job_id=None)
-    assert (state(run).status, state(run).explanation) == ("starting", "attempt 2 is setting up")
-    run.new_attempt()
-    assert said(state(run)) == ("starting", True)
-    monkeypatch.setattr(stop_module, "PAUSE_WAITS_S", 0.0)
-    assert main(["preempt", run.id]) == main(["cancel", run.id]) == 1
-    monkeypatch.setattr(sentences, "LOCAL_START_S", 0.0)
-    assert said(state(run)) == ("lost", False)
+def test_a_local_run_between_two_attempts_is_starting(job: Job) -> None:
+    local(job)
+    job.attempt(**ended("requeue"))
+    assert (said()[0], sentence()) == ("starting", "attempt 2 is setting up")
+    job.attempt(opened=False)
+    assert said() == ("starting", True)
+    assert main(["preempt", RUN_ID]) == main(["cancel", RUN_ID]) == 1
+    long_ago(job.run.attempt(2).path)
+    assert said() == ("lost", False)
 
 
 # Following.
 
 
-class Clock:
-    """Stands in for the module time: sleeping takes no time, but counts."""
-
-    def __init__(self, on_sleep: Callable[[int], None] = lambda count: None):
-        self.now, self.sleeps, self._on_sleep = 1000.0, 0, on_sleep
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.sleeps += 1
-        self._on_sleep(self.sleeps)
+def log(job: Job, number: int, text: str, rank: int = 0) -> None:
+    with (job.run.attempt(number).path / f"rank-{rank}.log").open("a", newline="") as file:
+        file.write(text)
 
 
-def test_following_asks_the_queue_seldom_and_outlives_its_errors(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
+def at(moments: dict[float, Callable[[], object]]) -> Callable[[float], None]:
+    """Do something once so many seconds have been waited."""
 
-    def later(count: int) -> None:
-        if count == 100:
-            fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; exit 1')
-        elif count == 200:
-            (run.attempt(1).path / "rank-0.log").write_text("last words\n")
-            attempts.write_attempt(run, Attempt(1, job_id=JOB, started=1.0, ended=2.0, verdict="end", sentence="x"))
+    def meanwhile(waited_s: float) -> None:
+        for moment in [moment for moment in sorted(moments) if waited_s >= moment]:
+            moments.pop(moment)()
 
-    clock = Clock(later)
-    monkeypatch.setattr(logs, "time", clock)
-    assert "".join(logs.lines_as_they_come(run, 0, None)) == "last words\n"
-    assert clock.sleeps in range(200, 203)
-    assert len(asked(fake_slurm, but="")) in range(7, 10)  # 40 s, every 5 s
+    return meanwhile
 
 
-@pytest.mark.parametrize("word", ["COMPLETING", "RUNNING"])
-def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    run = make(JOB)
-    ended(run, "done")
-    (run.attempt(1).path / "rank-0.log").write_text("all of it\n")
-    queue({JOB: (word, "None")})
-    monkeypatch.setattr(logs, "time", clock := Clock())
-    assert "".join(logs.lines_as_they_come(run, 0, None)) == "all of it\n"
-    assert clock.sleeps == 1
-    assert asked(fake_slurm, but="") == []
+def test_following_asks_the_queue_seldom_and_outlives_its_errors(job: Job) -> None:
+    number = job.attempt(**running())
+    queue(job, "RUNNING")
+
+    def last_words() -> None:
+        log(job, number, "last words\n")
+        attempts.write_attempt(
+            job.run, Attempt(number, job_id="7", started=1.0, ended=2.0, verdict="end", sentence="x")
+        )
+
+    no_waiting(job.monkeypatch, at({20.0: lambda: job.slurm.fail("squeue"), 40.0: last_words}))
+    assert printed("logs", RUN_ID, "-f") == "last words\n"
+    assert asked(job) in range(7, 10)  # 40 s, every 5 s
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "RUNNING"])
+def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(state: str, job: Job) -> None:
+    log(job, job.attempt(**ended("done")), "all of it\n")
+    queue(job, state)
+    assert printed("logs", RUN_ID, "-f") == "all of it\n"
+    assert job.slurm.calls() == []
+
+
+def test_a_resumed_run_is_followed_into_its_next_attempt_and_one_attempt_to_its_own_end(job: Job, capsys: Out) -> None:
+    job.run.update_info(job_ids=["1", "7"])
+    log(job, job.attempt(**ended("end", job="1", started=1.0)), "first\n")
+    queue(job, "PENDING", "Resources")
+    no_waiting(job.monkeypatch, at({10.0: lambda: log(job, job.attempt(**ended("done")), "second\n")}))
+    assert printed("logs", RUN_ID, "-f") == "first\nsecond\n"
+    assert asked(job) in range(2, 5)
+    assert capsys.readouterr().err.count("waiting: ") == 1  # what `status` says, once
+    assert printed("logs", RUN_ID, "-f", "--attempt", "1") == "first\n"
+
+
+def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(job: Job) -> None:
+    number = job.attempt(**running())
+    queue(job, "RUNNING")
+    log(job, number, "ten: begun\nten: ha", rank=10)
+    two = job.run.attempt(number).path / "rank-2.log"
+    grown = "two: gr\u00fcn\r\n".encode()
+
+    def ends() -> None:
+        log(job, number, "cut short", rank=10)
+        log(job, job.attempt(**ended("done")), "again\n")
+
+    def grows() -> None:
+        two.write_bytes(grown)
+        log(job, number, "lf a line\n", rank=10)
+
+    no_waiting(job.monkeypatch, at({2.0: lambda: two.write_bytes(grown[:8]), 4.0: grows, 6.0: ends}))
+    assert printed("logs", RUN_ID, "-f", "--rank", "all").splitlines() == [
+        "[10] ten: begun",
+        "[2] two: gr\u00fcn",
+        "[10] ten: half a line",
+        "[10] cut short",
+        "[0] again",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -752,212 +740,44 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
     ],
 )
 def test_submit_that_follows_leaves_with_the_runs_own_code(
-    fields: dict[str, Any] | None, code: int, make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any] | None, code: int, project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make(JOB)
-    if fields is not None:
-        ended(run, **fields)
-    monkeypatch.setattr(logs, "time", Clock())
-    assert logs.follow_to_the_end(run) == code
+    def ends() -> None:
+        (info,) = project.glob("runs/train/*/run.json")
+        if fields is not None:
+            add_attempt(RunDir(info.parent), **ended(**fields, job_id="101"))
+        slurm.forget("101")
+
+    no_waiting(monkeypatch, at({6.0: ends}))
+    printed("+cluster=a100x4", "submit", "--follow", code=code)
 
 
-def test_a_resumed_run_is_followed_into_its_next_attempt(
-    make: Make,
-    queue: Queue,
-    fake_slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+# A finished run.
+
+
+def test_a_finished_run_is_changed_only_to_train_on_and_the_job_of_its_further_steps_has_something_left_to_do(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    run = make("1", JOB)
-    ended(run, "end", job_id="1", started=1.0)
-    (run.attempt(1).path / "rank-0.log").write_text("first\n")
-    queue({JOB: ("PENDING", "Resources")})
-
-    def later(count: int) -> None:
-        if count == 50:
-            ended(run, "done")
-            (run.attempt(2).path / "rank-0.log").write_text("second\n")
-
-    monkeypatch.setattr(logs, "time", Clock(later))
-    assert "".join(logs.lines_as_they_come(run, 0, None)) == "first\nsecond\n"
-    assert len(asked(fake_slurm, but="")) in range(2, 5)
-    (said,) = caplog.messages
-    assert said.startswith("waiting: ") and "(Resources)" in said  # what `status` says, once
-
-
-def test_one_attempt_is_followed_to_its_own_end(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(JOB)
-    ended(run, "requeue")
-    attempt(run, job_id=JOB)
-    (run.attempt(1).path / "rank-0.log").write_text("first\n")
-    queue({JOB: ("RUNNING", "None")})
-    monkeypatch.setattr(logs, "time", Clock())
-    assert "".join(logs.lines_as_they_come(run, 0, 1)) == "first\n"
-
-
-def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(
-    make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
-    (run.attempt(1).path / "rank-10.log").write_text("ten: begun\nten: ha")
-
-    def later(count: int) -> None:
-        if count == 10:
-            (run.attempt(1).path / "rank-2.log").write_bytes("two: gr\u00fc".encode()[:-1])
-        elif count == 20:
-            (run.attempt(1).path / "rank-2.log").write_text("two: gr\u00fcn\r\n", newline="")
-            with (run.attempt(1).path / "rank-10.log").open("a") as log:
-                log.write("lf a line\n")
-        elif count == 30:
-            with (run.attempt(1).path / "rank-10.log").open("a") as log:
-                log.write("cut short")
-            ended(run, "done")
-            (run.attempt(2).path / "rank-0.log").write_text("again\n")
-
-    monkeypatch.setattr(logs, "time", Clock(later))
-    assert "".join(logs.lines_as_they_come(run, None, None)).splitlines() == [
-        "[10] ten: begun",
-        "[2] two: gr\u00fcn",
-        "[10] ten: half a line",
-        "[10] cut short",
-        "[0] again",
-    ]
-
-
-def test_the_record_is_read_once_for_a_status(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(JOB)
-    ended(run, "requeue")
-    write_request(run, RunAction.PREEMPT)
-    read, calls = attempts.all_attempts, []
-
-    def counted(run_dir: RunDir) -> list[Attempt]:
-        calls.append(run_dir)
-        return read(run_dir)
-
-    monkeypatch.setattr(attempts, "all_attempts", counted)
-    state(run)
-    assert calls == [run]
-
-
-# An answer with nothing in it.
-
-
-def test_one_empty_answer_of_squeue_is_not_believed(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    queue({JOB: ("RUNNING", "None")})
-    fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ] || cat "$here/queue"')
-    assert said(state(run)) == ("running", True)
-    assert len(asked(fake_slurm, but="")) == 2
-
-
-def test_an_empty_answer_after_which_nobody_answers_leaves_it_open(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ]')
-    assert said(state(run)) == ("unknown", True)
-
-
-def test_a_run_whose_slurm_conf_is_missing_may_be_alive_and_status_says_what_is_missing(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, ended_run = make(JOB), make("4712")
-    conf = tmp_path / "unmounted" / "slurm.conf"
-    for each in (run, ended_run):
-        each.update_info(slurm_conf=str(conf))
-    ended(ended_run, "done", job_id="4712")
-    assert said(state(ended_run)) == ("finished", False) and state(ended_run).slurm_error is None
-    attempt(run, job_id=JOB)
-    assert said(state(run)) == ("unknown", True)
-    assert main(["status", run.id]) == 0
-    assert f"SLURM cannot be asked: the run's slurm.conf is missing: {conf}" in capsys.readouterr().out
-    assert main(["resume", run.id]) == 1 and fake_slurm.submitted == []
-    assert asked(fake_slurm, but="") == []  # another cluster's answer would say nothing
-    conf.parent.mkdir()
-    conf.touch()
-    queue({JOB: ("RUNNING", "None")})
-    assert said(state(run)) == ("running", True)
-
-
-def test_the_jobs_of_a_sandbox_that_is_down_are_gone_with_it(
-    make: Make, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run = make(JOB)
-    run.update_info(slurm_conf=str(default_directory("default") / "slurm.conf"))
-    attempt(run, job_id=JOB)
-    assert said(state(run)) == ("lost", False)
-    run.update_info(host=ELSEWHERE)  # whose sandbox of that name is another one
-    assert said(state(run)) == ("unknown", True)
-
-
-def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm
-) -> None:
-    run = make(JOB)
-    attempt(run, job_id=JOB)
-    assert said(state(run)) == ("lost", False)
-    assert len(asked(fake_slurm, but="")) == 3
-    assert said(state(run)) == ("lost", False)
-    assert len(asked(fake_slurm, but="")) == 4
-    queue({JOB: ("RUNNING", "None")})  # and believed when it is there after all
-    assert said(state(run)) == ("running", True)
-
-
-def test_status_opens_each_file_of_an_ended_run_once(
-    make: Callable[..., RunDir], queue: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.touch()
-    runs = [make(str(number)) for number in range(1, 4)]
-    for number, run in enumerate(runs, 1):
-        run.update_info(slurm_conf=str(conf))
-        add_attempt(run, job_id=str(number), started=1.0, ended=2.0, verdict="done", reason="finished")
-        run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
-    opened: list[Path] = []
-    real = records.open_with_size
-
-    def open_and_note(path: Path) -> tuple[int, int]:
-        opened.append(path)
-        return real(path)
-
-    monkeypatch.setattr(records, "open_with_size", open_and_note)
-    found = states(runs)
-    assert [found[run.id].status for run in runs] == ["finished"] * 3
-    assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)
-
-
-def test_the_job_of_a_finished_run_that_is_given_more_steps_has_something_left_to_do(make: Make, queue: Queue) -> None:
-    run = make("1")
-    ended(run, "done", reason="finished", last_step=500, job_id="1")
-    assert main(["resume", run.id, "--set", "train.steps=900"]) == 0
-    assert run.info()["job_ids"] == ["1", JOB] and run.info()["steps"] == 900
-    queue({JOB: ("PENDING", "Priority")})
-    assert begin_attempt.ended_before(run, JOB, 0) is None and begin_attempt.ended_before(run, "1", 1) == Verdict.END
-    now = state(run)
-    assert said(now) == ("waiting", True)
-    assert now.attempts[0].sentence == "finished after 500 steps, and was then given 900"
-    assert now.attempts[0].reason == "finished"  # nobody has told it to stop: it is no interruption
-
-
-def test_a_finished_run_whose_further_steps_were_never_submitted_is_stopped(make: Make, queue: Queue) -> None:
-    run = make("1")
-    ended(run, "done", reason="finished", last_step=500, job_id="1")
-    attempts.reopen(run, attempts.read_attempt(run, 1), 900)
-    queue({})
-    assert said(state(run)) == ("stopped", False)
-
-
-def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make(JOB)
-    ended(run, "done", reason="finished", last_step=500)
+    run = submitted_run(project, "cluster=a100x4", job_ids=["1"])
+    add_attempt(run, **ended("done", reason="finished", last_step=500, job_id="1"))
     before = run.info_file.read_text()
     for words in (["--set", "train.steps=500"], ["--set", "optim.lr=1"], ["--code"]):
         assert main(["resume", run.id, *words]) == EXIT_USAGE
         told = capsys.readouterr().err
         assert "is finished, so it cannot be changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
     assert run.info_file.read_text() == before
+    assert main(["resume", run.id, "--set", "train.steps=900"]) == 0
+    assert run.info()["job_ids"] == ["1", "101"] and run.info()["steps"] == 900
+    now = shown("status", run.id)
+    assert (now["state"], now["alive"]) == ("waiting", True)
+    (first,) = now["attempts"]
+    assert first["sentence"] == "finished after 500 steps, and was then given 900"
+    assert first["reason"] == "finished"  # nobody has told it to stop: it is no interruption
+    for name, value in (("SLURM_JOB_ID", "101"), ("SLURM_RESTART_COUNT", "0")):
+        monkeypatch.setenv(name, value)
+    assert printed("begin-attempt", str(run.path)) == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert printed("begin-attempt", str(run.path)) == "end\n"
+    run.update_info(job_ids=["1"])  # as if its submission had been killed
+    no_waiting(monkeypatch)
+    assert said(run.id) == ("stopped", False)

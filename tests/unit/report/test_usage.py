@@ -14,15 +14,16 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.cli.columns import table_lines
 from slurmtrain.cli.usage import moment_of, table_of
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import EXIT_USAGE
 from slurmtrain.report import usage
-from slurmtrain.report.status import queue
 from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.accounting import Allocation, parse_sacct
-from tests.support.commands import FakeSlurm
+from slurmtrain.slurm.accounting import FORMAT
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
+from tests.support.runs import no_waiting, printed
+from tests.support.runs import shown as shown_by
 from tests.support.stranger import Stranger
 
 Out = pytest.CaptureFixture[str]
@@ -31,10 +32,9 @@ HELD = 5210 - 635 - 3200  # seconds, of the interrupted run
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> Path:
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
-    fake_slurm.command("sacct", 'echo "sacct: error: Slurm accounting storage is disabled" >&2; exit 1')
+    no_waiting(monkeypatch)
     return tmp_path / "runs"
 
 
@@ -54,16 +54,14 @@ def finished(root: Path, run_id: str = SECOND, hours: float = 1.0, ended: float 
     return files.run
 
 
-def shown(capsys: Out, *words: str) -> dict[str, Any]:
-    assert main(["usage", *words, "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return printed
+def shown(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = shown_by("usage", *words)
+    return found
 
 
-def test_the_table_has_a_row_for_each_person_and_says_why_hours_were_lost(run: RunDir, root: Path, capsys: Out) -> None:
+def test_the_table_has_a_row_for_each_person_and_says_why_hours_were_lost(run: RunDir, root: Path) -> None:
     finished(root)
-    assert main(["usage"]) == 0
-    header, _, row = capsys.readouterr().out.splitlines()
+    header, _, row = printed("usage").splitlines()
     assert header.split()[:5] == ["user", "runs", "GPU", "h", "goodput"]
     assert row.split()[1:3] == ["2", f"{(HELD + 3600) * GPUS / 3600:.1f}"]
     assert f"hang {210 * GPUS / 3600:.2f}, crash {150 * GPUS / 3600:.2f}" in row
@@ -81,9 +79,9 @@ def test_a_narrow_terminal_leaves_out_the_columns_that_are_wanted_least(run: Run
     assert re.split(" {3,}", table_lines(header, rows)[0]) == header[:-1]  # a file or a pipe has all
 
 
-def test_rows_by_run_add_up_to_the_total(run: RunDir, root: Path, capsys: Out) -> None:
+def test_rows_by_run_add_up_to_the_total(run: RunDir, root: Path) -> None:
     finished(root)
-    found = shown(capsys, "--by", "run")
+    found = shown("--by", "run")
     assert [row["who"] for row in found["rows"]] == [FIRST, SECOND]
     for name in ("gpu_hours", "wall_s", "lost_gpu_hours"):
         assert sum(row[name] for row in found["rows"]) == pytest.approx(found["total"][name])
@@ -92,107 +90,90 @@ def test_rows_by_run_add_up_to_the_total(run: RunDir, root: Path, capsys: Out) -
     assert found["total"]["runs"] == 2 and found["left_out"] == []
 
 
-def test_by_node_a_node_has_its_part_of_each_attempt(run: RunDir, capsys: Out) -> None:
-    found = {row["who"]: row for row in shown(capsys, "--by", "node")["rows"]}
+def test_by_node_a_node_has_its_part_of_each_attempt(run: RunDir) -> None:
+    found = {row["who"]: row for row in shown("--by", "node")["rows"]}
     assert set(found) == {"n1", "n2", "n3"}
     assert found["n3"]["seconds"] == {"startup": 20}
     assert found["n3"]["gpu_hours"] == pytest.approx(20 * GPUS / 2 / 3600)
     assert sum(row["gpu_hours"] for row in found.values()) == pytest.approx(HELD * GPUS / 3600)
 
 
-def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path, capsys: Out) -> None:
+def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path) -> None:
     other = finished(root)
     os.chown(other.path, stranger.uid, -1)
     for path in (other.info_file, other.attempts, other.checkpoints):
         os.chown(path, stranger.uid, -1)
     other.info_file.write_text(json.dumps({**other.info(), "user": "root"}))
-    found = shown(capsys, "--by", "user")
+    found = shown("--by", "user")
     assert len(found["rows"]) == 2
     assert sorted(row["runs"] for row in found["rows"]) == [1, 1]
 
 
-def test_one_run_or_the_points_of_a_sweep_are_named(run: RunDir, root: Path, capsys: Out) -> None:
+def test_one_run_or_the_points_of_a_sweep_are_named(run: RunDir, root: Path) -> None:
     finished(root)
-    assert [row["who"] for row in shown(capsys, FIRST[:8])["rows"]] == [FIRST]
+    assert [row["who"] for row in shown(FIRST[:8])["rows"]] == [FIRST]
     sweep = root / "other"
     (sweep / "sweep.json").write_text(json.dumps({"created": T0, "slurm_conf": None, "pack": 1, "backend": "slurm"}))
     point = {"number": 0, "varied": {"lr": "1"}, "identity": "a", "shape": "b", "run_id": SECOND}
     gone = {**point, "number": 1, "run_id": "20260103-000000-000cc"}
     (sweep / "points.jsonl").write_text(json.dumps(point) + "\n" + json.dumps(gone) + "\n")
-    found = shown(capsys, "other")
+    found = shown("other")
     assert (found["by"], [row["who"] for row in found["rows"]]) == ("run", [SECOND])
 
 
-def test_only_what_was_after_a_time_counts(run: RunDir, root: Path, capsys: Out) -> None:
+def test_only_what_was_after_a_time_counts(run: RunDir, root: Path) -> None:
     now = time.time()
     finished(root, hours=10.0, ended=now - 3600)
-    found = shown(capsys, "--since", "3h", "--by", "run")
+    found = shown("--since", "3h", "--by", "run")
     assert [row["who"] for row in found["rows"]] == [SECOND]
     assert found["total"]["gpu_hours"] == pytest.approx(2 * GPUS, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["soon", "7", "d7", "7M", "7 days", "2999-01-01", "2026-13-01", "-1d", ""])
-def test_a_time_that_is_none_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a time in the past"):
-        moment_of(text, time.time())
-
-
-def test_times_are_understood() -> None:
+def test_a_time_that_is_none_is_refused_in_a_sentence_and_others_are_understood(root: Path, capsys: Out) -> None:
+    for text in ("soon", "7", "d7", "7M", "7 days", "2999-01-01", "2026-13-01", "-1d", ""):
+        assert main(["usage", f"--since={text}"]) == EXIT_USAGE
+        assert "is not a time in the past" in capsys.readouterr().err, text
     now = time.time()
-    assert moment_of("7D", now) == moment_of(" 7d", now) == now - 7 * 86400
-    assert moment_of("7d", now) == now - 7 * 86400 and moment_of("90m", now) == now - 5400
+    assert moment_of("7D", now) == moment_of(" 7d", now) == now - 7 * 86400 and moment_of("90m", now) == now - 5400
     assert time.localtime(moment_of("2026-01-31", 1.8e9))[:5] == (2026, 1, 31, 0, 0)
 
 
-def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(
-    run: RunDir, root: Path, fake_slurm: FakeSlurm, capsys: Out
-) -> None:
-    fake_slurm.command("squeue", 'echo x >>"$here/asked"; echo "5|5|RUNNING|N/A|None|(null)"')
-    shown(capsys)
-    assert not (fake_slurm.directory / "asked").exists()
+def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(run: RunDir, root: Path, slurm: FakeSlurm) -> None:
+    slurm.add("5", state="RUNNING")
+    shown()
+    assert slurm.calls("squeue") == []
     for number in (1, 2):
         files = RunFiles(root / "alive" / f"2026010{number + 2}-000000-000cc", job_ids=["5"], user="root")
         files.event(0, "submitted", job_id="5")
         files.attempt(1, time.time() - T0 - 3600, job="5", started=time.time() - T0 - 3600)
-    found = shown(capsys, "--by", "run")
-    assert (fake_slurm.directory / "asked").read_text() == "x\n"
+    found = shown("--by", "run")
+    assert len(slurm.calls("squeue")) == 1
     rows = [row for row in found["rows"] if row["running"]]
     assert [round(row["gpu_hours"], 1) for row in rows] == [GPUS, GPUS]
 
 
-def test_slurms_accounting_is_shown_beside_where_it_answers(
-    run: RunDir, root: Path, fake_slurm: FakeSlurm, capsys: Out
-) -> None:
+def test_slurms_accounting_is_shown_beside_where_it_answers(run: RunDir, root: Path, slurm: FakeSlurm) -> None:
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(T0 + 100))
     lines = [f"7|530|{start}|billing=4,cpu=4,gres/gpu=16,node=2", "7|100|Unknown|", "7.batch|530|x|gres/gpu=16"]
     lines += [f"8|200|{start}|cpu=4,gres/gpu=16", "7|999|1999-01-01T00:00:00|gres/gpu=16"]  # an older job 7
-    fake_slurm.command("sacct", "\n".join(f"echo '{line}'" for line in lines))
+    lines += ["nonsense", "1|x|y|z", "8|5|Unknown|"]
+    ask = f"sacct --noheader --parsable2 --allocations --duplicates --format={FORMAT} --jobs=7,8"
+    slurm.answer(ask, "".join(f"{line}\n" for line in lines))
     run.update_info(job_ids=["7", "8"])
-    found = shown(capsys)
+    found = shown()
     assert found["total"]["accounted_gpu_hours"] == pytest.approx(730 * GPUS / 3600)
     assert found["no_accounting"] is None
-    assert main(["usage"]) == 0
-    assert "by SLURM" in capsys.readouterr().out
+    assert "by SLURM" in printed("usage")
 
 
-def test_without_accounting_the_table_is_that_of_the_run_directories(run: RunDir, capsys: Out) -> None:
-    found = shown(capsys)
+def test_without_accounting_the_table_is_that_of_the_run_directories(run: RunDir) -> None:
+    found = shown()
     assert found["no_accounting"] == "`sacct` failed: sacct: error: Slurm accounting storage is disabled"
     assert found["total"]["accounted_gpu_hours"] is None and found["total"]["gpu_hours"] > 0
-    assert main(["usage"]) == 0
-    assert "by SLURM" not in capsys.readouterr().out
+    assert "by SLURM" not in printed("usage")
 
 
-def test_answers_of_sacct_are_read_and_other_lines_left_out() -> None:
-    assert parse_sacct(
-        "12_3|60|2026-01-01T00:00:00|cpu=1,gres/gpu:a100=8,gres/gpu=8\nnonsense\n1|x|y|z\n2|5|Unknown|\n"
-    ) == [
-        Allocation("12_3", 60.0, "2026-01-01T00:00:00", 8),
-        Allocation("2", 5.0, "Unknown", 0),
-    ]
-
-
-def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir, capsys: Out) -> None:
+def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir) -> None:
     busy = GpuUse(0, "H100", sampled_s=1000, idle_s=100, utilization_s=80_000, power_ws=500_000)
     broken = GpuUse(
         1,
@@ -208,40 +189,37 @@ def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir, capsys: O
     write_gpu_use(run.attempt(1), 0, NodeGpus("n1", (busy, broken)))
     (run.attempt(2).path / "gpus-0.json").write_text('{"node": 1, "gpus": [{"index": "x"}]}')
     (run.attempt(2).path / "gpus-1.json").write_text('{"node": "n2", "gpus": [7, {"index": 0, "xids": [null, -1e9]}]}')
-    gpus = shown(capsys)["total"]["gpus"]
+    gpus = shown()["total"]["gpus"]
     assert gpus["idle_gpu_hours"] == pytest.approx(1000 / 3600) and gpus["sampled_gpu_hours"] == pytest.approx(
         2000 / 3600
     )
     assert (gpus["utilization"], gpus["power_w"], gpus["ecc_errors"]) == (41.0, 300.0, 2)
     assert gpus["xids"] == [{"node": "n1", "gpu": 1, "xid": 79}]
-    assert main(["usage", "--by", "node"]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    lines = {line.split()[0]: line for line in printed("usage", "--by", "node").splitlines()}
     assert "50 %" in lines["n1"] and "Xid 79 on n1 GPU 1" in lines["n1"] and "2 uncorrectable ECC errors" in lines["n1"]
     assert "Xid" not in lines["n2"]
-    assert main(["status", run.id]) == 0
     said = "  GPUs: busy 41 % of the time, idle 50 %, 300 W each; 2 uncorrectable ECC errors; Xid 79 on n1 GPU 1"
     said += "; no answer from GPUs for 10 min"
-    assert said in capsys.readouterr().out.splitlines()
+    assert said in printed("status", run.id).splitlines()
 
 
-def test_runs_on_cpus_are_shown_in_hours(root: Path, capsys: Out) -> None:
+def test_runs_on_cpus_are_shown_in_hours(root: Path) -> None:
     finished(root, gpus=0.0, hours=2.0)
-    assert main(["usage"]) == 0
-    header, _, row = capsys.readouterr().out.splitlines()
+    header, _, row = printed("usage").splitlines()
     assert header.split()[:4] == ["user", "runs", "hours", "goodput"] and row.split()[1:4] == ["1", "2.0", "100"]
 
 
-def test_a_run_that_cannot_be_read_is_left_out_and_said(run: RunDir, root: Path, capsys: Out) -> None:
+def test_a_run_that_cannot_be_read_is_left_out_and_said(run: RunDir, root: Path) -> None:
     finished(root).attempt(1).record_file.write_text('{"ended": "late\\u001b[2J"}')
-    found = shown(capsys)
+    found = shown()
     assert found["total"]["runs"] == 1
     assert len(found["left_out"]) == 1 and "ended is" in found["left_out"][0]
 
 
 def test_several_processes_find_what_one_finds(
-    run: RunDir, root: Path, fake_slurm: FakeSlurm, capsys: Out, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, root: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_slurm.command("squeue", 'echo "5|5|RUNNING|N/A|None|(null)"')
+    slurm.add("5", state="RUNNING")
     for number in range(3, 9):
         finished(root, f"2026010{number}-000000-000cc", hours=number)
     finished(root).attempt(1).record_file.write_text('{"ended": "late"}')
@@ -250,41 +228,37 @@ def test_several_processes_find_what_one_finds(
     files.attempt(1, 100, job="5", started=100)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(time, "time", lambda: T0 + 7200)
-    alone = shown(capsys, "--by", "run")
+    alone = shown("--by", "run")
     monkeypatch.setattr(usage, "RUNS_AT_ONCE", 1)
-    assert shown(capsys, "--by", "run") == alone
+    assert shown("--by", "run") == alone
     assert len(alone["rows"]) == 8 and alone["rows"][-1]["running"] and len(alone["left_out"]) == 1
 
 
-def test_jobs_that_evaluate_count_with_their_run(run: RunDir, capsys: Out) -> None:
+def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:
     files = RunFiles(run.evaluation(100).path, job_ids=["11"])
     files.event(300, "submitted", job_id="11")
     files.attempt(
         1, 305, job="11", kind="evaluate", started=310, stepping=320, ended=360, reason="finished", verdict="done"
     )
-    (row,) = shown(capsys, "--by", "run")["rows"]
+    (row,) = shown("--by", "run")["rows"]
     assert (row["who"], row["runs"]) == (FIRST, 1)
     assert row["seconds"]["evaluation"] == 10 + 40
 
 
-def test_status_says_what_is_known_of_a_program(root: Path, capsys: Out) -> None:
+def test_status_says_what_is_known_of_a_program(root: Path) -> None:
     files = RunFiles(root / "own" / SECOND)
     files.event(0, "submitted", job_id="9")
     files.attempt(
         1, 0, kind="command", gpus=0.0, started=0, ended=100, last_logged=80, reason="finished", verdict="done"
     )
-    assert main(["status", SECOND]) == 0
-    assert "  goodput: not known of 2 min: unknown 100 %" in capsys.readouterr().out.splitlines()
+    assert "  goodput: not known of 2 min: unknown 100 %" in printed("status", SECOND).splitlines()
     files.event(20, "first report", 1, step=1)
-    assert main(["status", SECOND]) == 0
-    assert "  goodput: 100 % of what is known of 2 min: unknown 40 %" in capsys.readouterr().out.splitlines()
+    assert "  goodput: 100 % of what is known of 2 min: unknown 40 %" in printed("status", SECOND).splitlines()
 
 
-def test_status_of_a_run_has_a_line_of_it(run: RunDir, capsys: Out) -> None:
-    assert main(["status", run.id]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  goodput:")]
+def test_status_of_a_run_has_a_line_of_it(run: RunDir) -> None:
+    (line,) = [line for line in printed("status", run.id).splitlines() if line.startswith("  goodput:")]
     assert line.startswith("  goodput: 58 % of 23 min on 16 GPUs (6.1 GPU h): start-up 15 %, checkpoints 2.2 %,")
     assert line.endswith("queue 11 min, stopped 53 min; lost 2.2 GPU h: hang 0.93, crash 0.67, rolled back 0.22")
-    assert main(["status", run.id, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["goodput"]
+    found = shown_by("status", run.id)["goodput"]
     assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"]) == 5210

@@ -1,4 +1,4 @@
-"""The ledger of attempts, and the evidence that `finish_attempt` reads from it."""
+"""Attempts, from what their ranks, srun, SLURM and persons leave to their records and to what the job does next."""
 
 from __future__ import annotations
 
@@ -6,144 +6,462 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmtrain.choices import Backend
-from slurmtrain.config.schema import Config, RequeueConfig
-from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempt_history, attempts, reached_step, requests, stage_record
-from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.cli import main
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG
+from slurmtrain.runs.attempt_history import stalled_numbers
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.failures import Failure, Failures, Hang, RankFailure, found_hang, record_failure, record_hang
-from slurmtrain.runs.node_blame import blamed_for
-from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
-from slurmtrain.runs.reasons import Reason, RunAction, Verdict
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to
-from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.abandoned_attempts import close_abandoned
-from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
-from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.runtime.jobs.program_stop import told_facts
-from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import BlamePolicy, ledger_file, read_ledger
 from slurmtrain.system import files, records
-from slurmtrain.system.files import write_json
-from slurmtrain.system.signals import StopCause
-from tests.support.runs import add_attempt
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import RUN_ID, Job, failure, no_waiting, shown
+
+
+def stamp(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(moment))
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    for name in list(os.environ):
-        if name.startswith("SLURM_"):
-            monkeypatch.delenv(name)
-    return create_run_dir(tmp_path, "train")
+def job(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, project: Path) -> Job:
+    """Job 7 of a run, which runs on n0 and n1 and has not had an attempt yet."""
+    slurm.add("7", state="RUNNING", nodes="n[0-1]", start=stamp(time.time() - 300))
+    made = Job.waiting(tmp_path / "runs", slurm, monkeypatch)
+    made.files.config(cluster={"nodes": 2})
+    made.is_on("n0")
+    return made
 
 
-def begin(run: RunDir, **fields: Any) -> Attempt:
-    before = reached_step.newest_checkpoint_step(run)
-    return add_attempt(run, **{"first_step": 0, "committed_before": before, **fields})
+def budget(job: Job, attempts: int, **sections: object) -> None:
+    job.files.config(cluster={"nodes": 2}, requeue={"max_attempts_without_progress": attempts}, **sections)
 
 
-def commit(run: RunDir, step: int) -> None:
-    path = run.checkpoints / f"checkpoint_{step:07d}"
-    path.mkdir()
-    (path / "COMPLETE").touch()
+# A whole life, with the batch script itself.
+
+PROGRAM = """
+if [ $SLURMTRAIN_ATTEMPT = 1 ]; then exit 3; fi
+if [ $SLURM_PROCID = 0 ]; then $PYTHON -m slurmtrain progress $((4 * SLURMTRAIN_ATTEMPT - 3)) --of 9; fi
+# Both ranks leave together.
+touch here-$SLURMTRAIN_ATTEMPT-$SLURM_PROCID
+until [ -e here-$SLURMTRAIN_ATTEMPT-0 ] && [ -e here-$SLURMTRAIN_ATTEMPT-1 ]; do sleep 0.05; done
+if [ $SLURMTRAIN_ATTEMPT = 2 ]; then exit 75; fi
+"""
+TWO_NODES = "+cluster=a100x4 cluster.nodes=2 cluster.tasks_per_node=1 cluster.gpus_per_node=0 cluster.gpu_type=null "
+TWO_NODES += "cluster.gpu_memory_gb=null cluster.network_interface=lo requeue.restart_delay_s=0"
 
 
-class SlurmSays(SlurmClient):
-    def __init__(self, facts: JobFacts | None):
-        self.facts = facts
-        self.asked: list[str] = []
-
-    def job(self, job_id: str) -> JobFacts | None:
-        self.asked.append(job_id)
-        return self.facts
-
-
-# Records.
-
-
-def test_a_record_reads_back_as_it_was_written(run: RunDir) -> None:
-    attempt = begin(run, job_id="12", nodes=["n0", "n1"], world_size=4, reason="crash", last_step=7)
-    assert attempts.read_attempt(run, 1) == attempt
-    assert attempts.all_attempts(run) == [attempt]
-
-
-def test_a_record_says_apart_why_it_ended_and_what_happens_next(run: RunDir) -> None:
-    attempt = begin(run)
-    assert attempt.why is None
-    attempt.say("hung: rank 1 did not come; 3 other ranks waited", "it is requeued")
-    attempts.write_attempt(run, attempt)
-    read = attempts.read_attempt(run, 1)
-    assert read.sentence == "hung: rank 1 did not come; 3 other ranks waited; it is requeued"
-    assert (read.why, read.next_step) == ("hung: rank 1 did not come; 3 other ranks waited", "it is requeued")
-    read.say("cancelled by scancel")
-    assert (read.why, read.sentence, read.next_step) == ("cancelled by scancel", "cancelled by scancel", None)
+def test_a_run_crashes_goes_on_in_its_job_is_requeued_and_finishes_and_its_job_has_nothing_left_to_do_then(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    (project / "p.sh").write_text(PROGRAM.replace("$PYTHON", sys.executable))
+    assert main([*TWO_NODES.split(), "job=command", "job.command=bash p.sh", "submit"]) == 0
+    ran = slurm.run("101")
+    assert (ran.returncode, slurm.job("101")["state"]) == (75, "PENDING"), ran.stdout
+    now = shown("status", "last")
+    assert (now["state"], now["step"], now["steps"], now["alive"]) == ("requeued", 5, 9, True)
+    assert slurm.run("101").returncode == 0
+    now = shown("status", "last")
+    assert now["state"] == "finished" and now["step"] == 9
+    said = [(each["reason"], each["verdict"], each["nodes"]) for each in now["attempts"]]
+    both = ["n1", "n2"]
+    assert said == [("crash", "in-place", both), ("asked", "requeue", both), ("finished", "done", both)]
+    slurm.change("101", state="PENDING", restarts=2)  # as SLURM does from 24.05 on after a preemption
+    again = slurm.run("101")
+    assert again.returncode == 0 and "has ended before this start of job 101: done" in again.stdout
+    assert len(shown("status", "last")["attempts"]) == 3
 
 
-def test_an_attempt_that_died_before_its_first_word_has_an_empty_record(run: RunDir) -> None:
-    run.new_attempt()
-    assert attempts.read_attempt(run, 1) == Attempt(number=1)
+# How an attempt ends.
+
+PREEMPTED_BY_LOG = "[{at}.008] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***\n"  # as 25.05 writes it
+OF_22_05 = "slurmstepd-n0: error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO {why} ***\n"
+REQUEUED = {"state": "COMPLETING", "restarts": 1}
+LOST_PEER = failure("Connection reset by peer", rank=1, because_of_peer=True)
+
+ENDS: list[tuple[str, dict[str, Any], dict[str, object], dict[str, Any], int, tuple[str, str, str]]] = [
+    # what happened; fields of its record; what it left; what SLURM says -> exit code; reason, verdict, words
+    (
+        "preempted, with a grace time",
+        {"said": "stopped"},
+        {"stop.json": {"cause": "SIGTERM", "time": time.time(), "facts": None}},
+        {"preempted": "2099-01-01T00:00:00"},
+        75,
+        ("preempted", "requeue", "preempted; it is requeued"),
+    ),
+    (
+        "the file `stop`, whose request a full disk did not take",
+        {"said": "stopped"},
+        {"stop.json": {"cause": "the file stop", "time": 1.0, "facts": None}},
+        {},
+        75,
+        ("cancelled", "end", "stopped by the file `stop` in its directory"),
+    ),
+    ("nobody said that it has finished", {}, {}, {}, 0, ("crash", "requeue", "ended without a word")),
+    ("a rank lost its peer", {}, {"failed-1.json": LOST_PEER}, {}, 1, ("crash", "requeue", "rank 1: Connection")),
+    (
+        "a rank was killed, and another one lost it",
+        {},
+        {"failed-1.json": LOST_PEER, "srun.log": "srun: error: n0: task 0: Killed\n"},
+        {},
+        137,
+        ("crash", "requeue", "n0: task 0: Killed"),
+    ),
+    (
+        "its nodes cannot be asked for",
+        {},
+        {"failed-0.json": failure("ValueError: no")},
+        {"state": "COMPLETED"},
+        1,
+        ("crash", "requeue", "crashed: rank 0: ValueError: no"),
+    ),
+    ("a set-up that fails", {}, {"setup-failed": "set-up failed: x\n"}, {}, 78, ("config", "end", "set-up failed: x")),
+    ("finished", {"said": "finished"}, {}, {}, 0, ("finished", "done", "finished")),
+]
 
 
-def test_a_torn_or_foreign_record_does_not_stop_a_reader(run: RunDir) -> None:
-    run.new_attempt()
-    record = run.attempt(1).path / "attempt.json"
-    record.write_text('{"number": 1, "job_')
-    assert attempts.read_attempt(run, 1) == Attempt(number=1)
-    record.write_text(json.dumps({"number": 5, "job_id": "3", "of_another_version": 1}))
-    assert attempts.read_attempt(run, 1) == Attempt(number=1, job_id="3")
+@pytest.mark.parametrize(
+    ("record", "left", "slurm_says", "exit_code", "end"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS]
+)
+def test_each_end_is_on_record_with_what_comes_next(
+    record: dict[str, Any],
+    left: dict[str, object],
+    slurm_says: dict[str, Any],
+    exit_code: int,
+    end: tuple[str, str, str],
+    job: Job,
+) -> None:
+    no_waiting(job.monkeypatch)
+    job.slurm.change("7", **slurm_says)
+    found = job.ends(job.attempt(left, **record), exit_code)
+    assert (found["reason"], found["verdict"]) == end[:2] and end[2] in found["sentence"]
+    assert found["printed"] == end[1] and found["exit_code"] == exit_code and found["ended"] is not None
+    (row,) = shown("status", RUN_ID)["attempts"]
+    assert (row["reason"], row["verdict"], row["sentence"]) == (*end[:2], found["sentence"])
 
 
-def test_why_it_was_told_to_stop_is_part_of_the_record(run: RunDir) -> None:
-    begin(run)
-    facts = JobFacts("RUNNING", preempt_time=5.0)
-    attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=9.5, seconds_left=100.0, facts=facts)
-    attempt = attempts.read_attempt(run, 1)
-    assert (attempt.cause, attempt.cause_time, attempt.seconds_left) == ("SIGTERM", 9.5, 100.0)
-    assert attempt.facts_when_told == facts == told_facts(run.attempt(1))
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (PREEMPTED_BY_LOG, "preempted"),
+        (PREEMPTED_BY_LOG.replace("PREEMPTION", "JOB REQUEUE"), "requeued"),
+        (OF_22_05.replace("{why}", "PREEMPTION"), "preempted"),
+        (OF_22_05.replace("{why}", "JOB REQUEUE"), "requeued"),
+    ],
+)
+def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(line: str, reason: str, job: Job) -> None:
+    job.slurm.change("7", **REQUEUED)
+    log = job.run.path / "slurm-7.log"
+    log.write_text(OF_22_05.format(at=stamp(time.time() - 60), why="PREEMPTION"))  # that was the attempt before
+    assert job.ends(job.attempt(said="stopped"), 75)["reason"] == "requeued"
+    number = job.attempt(said="stopped")
+    with log.open("a") as file:
+        file.write(line.format(at=stamp(time.time())))
+    found = job.ends(number, 75)
+    assert (found["reason"], found["verdict"]) == (reason, "restarting")
+    assert "SLURM starts it again" in found["sentence"]
 
 
-def test_what_another_version_has_recorded_of_the_job_is_read_as_far_as_it_is_known(run: RunDir) -> None:
-    begin(run)
-    for facts, known in (
-        ({"state": "RUNNING", "end_time": 9.0, "of_another_version": 1}, JobFacts("RUNNING", end_time=9.0)),
-        ({"state": "RUNNING", "end_time": "soon", "restarts": None}, JobFacts("RUNNING")),
-        ({"end_time": 9.0}, None),
-        (None, None),
+def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(job: Job) -> None:
+    number = job.attempt()
+    record = job.record(number)
+    written = json.dumps({**record, "said": "finished"})
+    no_waiting(job.monkeypatch, lambda waited_s: job.run.attempt(number).record_file.write_text(written))
+    assert job.ends(number, 0)["verdict"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("newer", "fenced", "end"),
+    [
+        ({"verdict": "end", "reason": "config"}, False, ("preempted", "requeue", "requeued")),
+        ({"verdict": "end", "reason": "config"}, True, ("superseded", "end", "`resume` continues it")),
+        ({"verdict": "end", "reason": "cancelled"}, False, ("superseded", "end", "attempt 2 in job 8 has ended")),
+        ({"verdict": "done", "reason": "finished"}, False, ("superseded", "end", "attempt 2 in job 8 has ended")),
+        ({"verdict": "requeue", "reason": "preempted"}, False, ("superseded", "end", "attempt 2 in job 8 goes on")),
+        ({}, False, ("superseded", "end", "attempt 2 in job 8 goes on")),
+    ],
+)
+def test_a_newer_attempt_supersedes_unless_it_has_failed_for_good_and_the_old_job_does_not_start_again(
+    newer: dict[str, Any], fenced: bool, end: tuple[str, str, str], job: Job
+) -> None:
+    job.slurm.change("7", preempted="2099-01-01T00:00:00")
+    number = job.attempt(
+        {"failed-0.json": failure("may not commit", superseded=True)} if fenced else {}, said="stopped"
+    )
+    job.attempt(job="8", **newer)
+    found = job.ends(number, 1 if fenced else 75)
+    assert (found["reason"], found["verdict"]) == end[:2] and end[2] in found["sentence"]
+    has_ended = "done" if newer.get("verdict") == "done" else "end"
+    assert job.starts() == (has_ended if end[0] == "superseded" else "")
+
+
+def test_records_that_are_torn_or_of_another_version_are_read_as_far_as_they_are_known(job: Job) -> None:
+    for text in ('{"number": 1, "job_', json.dumps({"number": 5, "job_id": "3", "of_another_version": 1})):
+        number = job.attempt({"attempt.json": text})
+        assert shown("status", RUN_ID)["attempts"][-1]["job_id"] == (None if "3" not in text else "3")
+        assert job.ends(number, 1)["reason"] == "crash"
+    # Why it was told to stop, with what SLURM said then; and how far it was, past a torn line.
+    job.run.metrics_file.write_text('{"step": 10}\n{"step": 20, "loss": 1.5}\n{"step": 3')
+    for facts, reason in (
+        ({"state": "RUNNING", "preempt_time": 2e9, "of_another_version": 1}, "preempted"),
+        ({"state": "RUNNING", "preempt_time": "soon", "restarts": None}, "asked"),
+        ({"preempt_time": 2e9}, "asked"),
+        (None, "asked"),
     ):
-        write_json(run.attempt(1).stop_file, {"cause": "SIGTERM", "time": 1.0, "facts": facts})
-        assert attempts.read_attempt(run, 1).facts_when_told == known == told_facts(run.attempt(1))
-    run.attempt(1).stop_file.write_text('{"facts": "none"}')
-    assert told_facts(run.attempt(1)) is None
+        number = job.attempt({"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": facts}}, said="stopped")
+        assert job.ends(number, 75)["reason"] == reason, facts
+        assert job.record(number)["last_step"] == 20
+    for text in ('{"rank": 7, "exit_', '{"rank": 8, "exit_code": "one", "sentence": [], "time": 0}', '{"rank": 9}'):
+        number = job.attempt({"failed-7.json": text, "failed-0.json": failure("ValueError: mine")})
+        assert "rank 0: ValueError: mine" in job.ends(number, 1)["sentence"]
 
 
-def test_the_last_logged_step_is_read_past_a_torn_line(run: RunDir) -> None:
-    assert reached_step.last_logged_step(run) is None
-    run.metrics_file.write_text('{"step": 10}\n{"step": 20, "loss": 1.5}\n{"step": 3')
-    assert reached_step.last_logged_step(run) == 20
+def test_the_newest_committed_checkpoint_counts_and_none_that_is_not_complete(job: Job) -> None:
+    number = job.attempt(said="stopped")
+    for step in (50, 100):
+        job.commit(step)
+    (job.run.checkpoints / "checkpoint_0000200").mkdir()
+    (job.run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
+    found = job.ends(number, 75)
+    assert (found["committed_step"], found["last_step"]) == (100, 100)
 
 
-def test_the_newest_checkpoint_is_a_complete_one(run: RunDir) -> None:
-    assert reached_step.newest_checkpoint_step(run) is None
-    commit(run, 50)
-    commit(run, 100)
-    (run.checkpoints / "checkpoint_0000200").mkdir()
-    (run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
-    assert reached_step.newest_checkpoint_step(run) == 100
+def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
+    """The grace time of a preemption goes on meanwhile, and there may be a thousand ranks."""
+    left = {f"failed-{rank}.json": failure("boom", rank=rank) for rank in range(2)}
+    number = job.attempt({"srun.log": "srun: error: n1: task 1: Killed\n", **left})
+    opened: list[str] = []
+    real = records.open_with_size
+
+    def open_and_note(path: Path) -> tuple[int, int]:
+        opened.append(path.name)
+        return real(path)
+
+    job.monkeypatch.setattr(records, "open_with_size", open_and_note)
+    job.ends(number, 137)
+    assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
+    assert job.slurm.calls() == ["scontrol show job -o 7"]
 
 
-# The budget.
+def test_the_job_is_known_by_its_own_array_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLURM_JOB_ID", "70"), ("SLURM_ARRAY_JOB_ID", "70"), ("SLURM_ARRAY_TASK_ID", "3")):
+        monkeypatch.setenv(name, value)
+    assert own_job_id() == "70_3"
+
+
+# What a person asks.
+
+
+@pytest.mark.parametrize(
+    ("action", "exit_code", "reason", "printed"),
+    [
+        ("preempt", 75, "asked", "requeue"),
+        ("requeue", 75, "asked", "requeue"),
+        ("cancel", 75, "cancelled", "end"),
+        ("stop", 75, "cancelled", "end"),
+        ("prune", 75, "pruned", "end"),
+        ("cancel", 0, "finished", "done"),
+    ],
+)
+def test_a_request_is_for_the_attempt_that_was_running_then_and_is_used_up_by_it(
+    action: str, exit_code: int, reason: str, printed: str, job: Job
+) -> None:
+    said = "finished" if exit_code == 0 else "stopped"
+    number = job.attempt(said=said)
+    asked = {"action": action, "time": time.time(), "attempt": number}
+    job.run.request_file.write_text(json.dumps({**asked, "time": 1.0, "attempt": 0}))
+    if said == "stopped":
+        assert f"`{action}" not in job.ends(number, exit_code)["sentence"]  # it was an earlier attempt's
+        number = job.attempt(said=said)
+        asked = {**asked, "time": time.time(), "attempt": number}
+    job.run.request_file.write_text(json.dumps(asked))
+    found = job.ends(number, exit_code)
+    assert (found["reason"], found["printed"]) == (reason, printed)
+    assert not job.run.request_file.exists()
+
+
+@pytest.mark.parametrize("listing", ["as it is", "late"])
+def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_that_one(job: Job, listing: str) -> None:
+    """A login node may see a new attempt late."""
+    job.attempt(started=time.time() - 60)
+    second = job.run.attempt(2).path
+    if listing == "as it is":
+        second.mkdir()
+        (second / "job").write_text(f"7 1 {time.time():.9f}\n")
+        assert main(["cancel", RUN_ID]) == 0
+    else:
+        assert main(["cancel", RUN_ID]) == 0
+        second.mkdir()
+        (second / "job").write_text(f"7 1 {time.time() - 0.5:.9f}\n")
+    assert job.slurm.calls("scancel") == ["scancel 7"]
+    job.slurm.change("7", state="RUNNING", restarts=1)
+    job.is_on("n0", restarts=1)
+    assert list(close_abandoned(job.run, 2, Config(), None)) == [1]  # as rank 0 does when it opens the second
+    assert job.record(1)["reason"] == "node failure"
+    (second / "attempt.json").write_text(json.dumps({"job_id": "7", "restart_count": 1, "started": time.time() + 1}))
+    found = job.ends(2, 143)
+    assert (found["reason"], found["printed"]) == ("cancelled", "end")
+
+
+def test_a_cancel_that_comes_after_the_outcome_was_decided_keeps_the_job_from_its_next_start(job: Job) -> None:
+    number = job.attempt(said="stopped")
+    assert job.ends(number, 75)["printed"] == "requeue"
+    assert main(["cancel", RUN_ID]) == 0
+    assert job.starts() == "end"
+    assert shown("status", RUN_ID)["state"] == "stopped"
+
+
+@pytest.mark.parametrize("ended", ["cancel", "finished", "finished, and the disk is full"])
+def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(job: Job, ended: str) -> None:
+    number = job.attempt(said="stopped" if ended == "cancel" else "finished", cause="SIGTERM")
+    verdict = "end" if ended == "cancel" else "done"
+    if ended == "cancel":  # the outcome has taken the request
+        asked = {"action": "cancel", "time": time.time(), "attempt": number}
+        (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+    if "full" in ended:
+
+        def full(*arguments: object, **options: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        job.monkeypatch.setattr(files, "_write", full)
+    assert job.starts() == verdict
+    if "full" not in ended:
+        assert job.record(number)["verdict"] == verdict and job.starts() == verdict
+
+
+def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(job: Job) -> None:
+    number = job.attempt(said="stopped", cause="SIGTERM")
+    asked = {"action": "cancel", "time": time.time(), "attempt": number}
+    (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+    job.slurm.forget("7")
+    job.run.update_info(job_ids=["7", "8"])
+    job.slurm.add("8", state="RUNNING")
+    job.is_on("n0", job_id="8")
+    assert job.starts() == ""
+    assert job.record(number)["reason"] == "cancelled"
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("reason", ["superseded", "config"])
+def test_what_an_earlier_job_with_the_same_id_was_told_ends_no_later_one(job: Job, reason: str, again: bool) -> None:
+    """SLURM's ids begin anew on a cluster that is set up again."""
+    job.files.event(0, "submitted", job_id="7")
+    job.attempt(reason=reason, verdict="end", sentence="x")
+    job.files.event(1, "attempt ended", 1)
+    if again:
+        job.files.event(2, "submitted", job_id="7")
+        assert job.starts(restarts=0) == ""
+    assert job.starts() == ("" if again else "end")
+
+
+# Attempts that ended without a word: the next start of the job closes them.
+
+
+def test_an_attempt_whose_node_died_is_closed_once_by_the_next_start_and_what_has_ended_is_left_alone(job: Job) -> None:
+    ended = job.attempt(reason="crash", verdict="requeue", sentence="x")
+    failed = job.attempt({"setup-failed": "no module"}, opened=False)
+    before = [job.record(number) for number in (ended, failed)]
+    lost = job.attempt(first_step=0)
+    job.commit(30)
+    job.run.metrics_file.write_text('{"step": 33}\n')
+    assert job.starts() == ""
+    closed = job.record(lost)
+    assert (closed["reason"], closed["verdict"]) == ("node failure", "restarting")
+    assert (closed["committed_step"], closed["last_step"]) == (30, 33) and closed["ended"] is not None
+    assert closed["sentence"].startswith("ended without a word: its node failed, or it was killed")
+    assert [job.record(number) for number in (ended, failed)] == before
+    job.starts()
+    assert [event["attempt"] for event in job.run.events() if event["event"] == "attempt ended"] == [lost]
+
+
+@pytest.mark.parametrize(
+    ("left_behind", "record", "reason"),
+    [
+        ({"stop.json": {"cause": "SIGUSR2", "time": 5.0, "seconds_left": 60.0}}, {"said": "stopped"}, "time limit"),
+        ({"stop.json": {"cause": "SIGTERM", "time": 5.0}}, {"said": "stopped"}, "asked"),
+        ({}, {"said": "finished"}, "finished"),
+        ({"failed-0.json": failure("ValueError: no")}, {"said": "finished"}, "crash"),
+        ({"failed-0.json": failure("ValueError: no")}, {}, "crash"),
+        ({"stop.json": {"cause": "SIGTERM", "time": 5.0}, "cancel": ""}, {}, "cancelled"),
+        (
+            {"stop.json": {"cause": "SIGTERM", "time": 5.0, "facts": {"state": "RUNNING", "preempt_time": 5.0}}},
+            {},
+            "preempted",
+        ),
+        ({}, {}, "node failure"),
+    ],
+)
+def test_the_outcome_of_an_attempt_that_nobody_judged_is_decided_by_what_it_left_behind(
+    left_behind: dict[str, object], record: dict[str, Any], reason: str, job: Job
+) -> None:
+    number = job.attempt({name: left for name, left in left_behind.items() if name != "cancel"}, **record)
+    if "cancel" in left_behind:
+        asked = {"action": "cancel", "time": time.time(), "attempt": number}
+        (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+    job.starts()
+    assert job.record(number)["reason"] == reason
+
+
+HERE = socket.gethostname()
+MAY_LIVE: list[tuple[str, dict[str, Any], dict[str, Any] | str | None, bool]] = [
+    # what the record is of; its fields; what SLURM says of its job (None: forgotten) -> may still be at work
+    ("another job that runs", {"job": "8"}, {"state": "RUNNING"}, True),
+    ("another job that leaves", {"job": "8"}, {"state": "COMPLETING"}, True),
+    ("another job that has ended", {"job": "8"}, {"state": "NODE_FAIL"}, False),
+    ("another job that was started again", {"job": "8"}, {"state": "RUNNING", "restarts": 1}, False),
+    ("another job that SLURM has forgotten", {"job": "8"}, None, False),
+    ("another job, and nobody answers", {"job": "8"}, "silent", True),
+    ("another job, and nobody to ask", {"job": "8"}, "none", True),
+    ("an earlier life of this job", {}, "silent", False),
+    ("another step that runs", {"restart": 1, "step_id": "7.0"}, {"step": "7.0"}, True),
+    ("another step that is gone", {"restart": 1, "step_id": "7.0"}, None, False),
+    ("a process of this host", {"job": None, "pid": os.getpid(), "host": HERE}, None, True),
+    ("a process that has ended", {"job": None, "pid": 1 << 22, "host": HERE}, None, False),
+    ("a process of before a reboot", {"job": None, "pid": os.getpid(), "born": "1", "host": HERE}, None, False),
+    ("a process of another host", {"job": None, "pid": 1, "host": "elsewhere"}, None, True),
+    ("whose rank 0 never came", {"job": None, "opened": False}, None, False),
+    ("that another job is setting up", {"job": "8", "opened": False}, {"state": "RUNNING"}, True),
+    ("that another job was setting up", {"job": "8", "opened": False}, {"state": "NODE_FAIL"}, False),
+    ("that this job was setting up", {"opened": False}, {"state": "RUNNING"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "slurm_says", "alive"), [row[1:] for row in MAY_LIVE], ids=[row[0] for row in MAY_LIVE]
+)
+def test_an_attempt_that_may_still_run_is_never_closed(
+    fields: dict[str, Any], slurm_says: dict[str, Any] | str | None, alive: bool, job: Job
+) -> None:
+    no_waiting(job.monkeypatch)
+    number = job.attempt(**fields)
+    if slurm_says == "silent":
+        job.slurm.fail("scontrol")
+    elif slurm_says == "none":
+        job.monkeypatch.setenv("PATH", "/nowhere")
+    elif isinstance(slurm_says, dict) and "step" in slurm_says:
+        job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
+    elif isinstance(slurm_says, dict) and fields.get("job"):
+        job.slurm.add("8", **slurm_says)
+    job.starts()
+    assert (job.record(number).get("reason") is None) == alive
+
+
+def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(job: Job) -> None:
+    """As rank 0 of the newer one sees it, whose step has the same number."""
+    number = job.attempt(restart=1, step_id="7.0")
+    job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
+    job.monkeypatch.setenv("SLURM_STEP_ID", "0")
+    job.starts()
+    assert job.record(number)["reason"] == "node failure"
+
+
+# The budget of attempts without progress.
 
 
 @pytest.mark.parametrize(
@@ -166,7 +484,7 @@ def test_the_newest_checkpoint_is_a_complete_one(run: RunDir) -> None:
 )
 def test_only_own_failures_since_the_last_progress_count(history: list[str | None], count: int) -> None:
     """A plus marks an attempt that committed a newer checkpoint, an exclamation mark one after which the run ended."""
-    records = [
+    tries = [
         Attempt(
             number=index + 1,
             reason=(reason or "").rstrip("+!") or None,
@@ -177,8 +495,8 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
         )
         for index, reason in enumerate(history)
     ]
-    after = len(records) + 1
-    assert len(attempt_history.stalled_numbers([*records, Attempt(number=after, reason="crash")], after)) == count
+    after = len(tries) + 1
+    assert len(stalled_numbers([*tries, Attempt(number=after, reason="crash")], after)) == count
 
 
 @pytest.mark.parametrize(
@@ -195,688 +513,402 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
 def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress(
     began_at: list[int | None], count: int
 ) -> None:
-    records = [
+    tries = [
         Attempt(number=index + 1, reason="crash", verdict="requeue", stalled=True, first_step=step)
         for index, step in enumerate(began_at)
     ]
-    assert len(attempt_history.stalled_numbers(records, len(records))) == count
+    assert len(stalled_numbers(tries, len(tries))) == count
 
 
-# Attempts that ended without a word.
+def test_a_crash_loop_ends_and_a_checkpoint_resets_it(job: Job) -> None:
+    budget(job, 2)
+    job.commit(5)
+
+    def crash(newest: int, **fields: Any) -> str:
+        left: dict[str, object] = {"failed-0.json": failure("boom")}
+        return str(job.ends(job.attempt(left, committed_before=newest, **fields), 1)["printed"])
+
+    assert crash(5) == "requeue"
+    number = job.attempt(committed_before=5)
+    job.commit(10)
+    assert job.ends(number, 1)["printed"] == "requeue"
+    # What was saved before is no progress of one that crashes before its first step, or before its rank 0 opens it.
+    assert [crash(10), crash(10, opened=False)] == ["requeue", "end"]
+    assert "2 attempts in a row without a new checkpoint: giving up" in job.record(4)["sentence"]
 
 
-def test_an_attempt_whose_node_died_is_closed_by_the_next(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    begin(run, job_id="7")
-    commit(run, 30)
-    run.metrics_file.write_text('{"step": 33}\n')
-    begin(run, job_id="7")
-    close_abandoned(run, 2, Config(), None)
-    closed, current = attempts.all_attempts(run)
-    assert (closed.reason, closed.verdict) == (Reason.NODE_FAILURE, Verdict.RESTARTING)
-    assert (closed.committed_step, closed.last_step) == (30, 33) and closed.ended is not None
-    assert closed.sentence is not None and "without a word" in closed.sentence
-    assert current.reason is None
-    assert [event["attempt"] for event in run.events()] == [1]
-    close_abandoned(run, 2, Config(), None)
-    assert len(run.events()) == 1
-
-
-def test_an_attempt_that_was_killed_at_the_end_of_a_grace_time_was_preempted(run: RunDir) -> None:
-    begin(run)
-    facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
-    attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=5.0, seconds_left=None, facts=facts)
-    begin(run)
-    close_abandoned(run, 2, Config(), None)
-    assert attempts.read_attempt(run, 1).reason == Reason.PREEMPTED
-
-
-def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
-    finished = begin(run, reason="crash", verdict="requeue", sentence="x")
-    run.new_attempt()
-    (run.attempt(2).path / "setup-failed").write_text("no module")
-    begin(run)
-    close_abandoned(run, 3, Config(), None)
-    assert attempts.read_attempt(run, 1) == finished
-    assert attempts.read_attempt(run, 2).reason is None
-
-
-@pytest.mark.parametrize(
-    ("left_behind", "reason"),
-    [
-        ({"said": "stopped", "cause": "SIGUSR2", "seconds_left": 60.0}, Reason.TIME_LIMIT),
-        ({"said": "stopped", "cause": "SIGTERM"}, Reason.ASKED),
-        ({"said": "finished"}, Reason.FINISHED),
-        ({"said": "finished", "failure": "ValueError: no"}, Reason.CRASH),
-        ({"failure": "ValueError: no"}, Reason.CRASH),
-        ({"request": "cancel", "cause": "SIGTERM"}, Reason.CANCELLED),
-        ({}, Reason.NODE_FAILURE),
-    ],
-)
-def test_the_outcome_of_an_abandoned_attempt_is_decided_by_what_it_left_behind(
-    run: RunDir, left_behind: dict[str, Any], reason: Reason
-) -> None:
-    begin(run, said=left_behind.get("said"))
-    if "cause" in left_behind:
-        left = left_behind.get("seconds_left")
-        attempts.record_stop(
-            run.attempt(1), cause=str(left_behind["cause"]), cause_time=time.time(), seconds_left=left, facts=None
-        )
-    if "failure" in left_behind:
-        record_failure(run.attempt(1), 0, Failure(1, str(left_behind["failure"])))
-    if "request" in left_behind:
-        requests.write_request(run, RunAction(str(left_behind["request"])))
-    begin(run)
-    close_abandoned(run, 2, Config(), None)
-    assert attempts.read_attempt(run, 1).reason == reason
-
-
-class Asked(SlurmClient):
-    """SLURM, with one answer about jobs and one about steps; an error where it cannot be asked."""
-
-    def __init__(self, job: JobFacts | Exception | None = None, step: bool = False):
-        self.answer, self.step = job, step
-
-    def look(self, job_id: str) -> JobFacts | None:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    def step_lives(self, step_id: str) -> bool:
-        return self.step
-
-
-@pytest.mark.parametrize(
-    ("case", "fields", "client", "alive"),
-    [
-        ("another job that runs", {"job_id": "8"}, Asked(JobFacts("RUNNING")), True),
-        ("another job that leaves", {"job_id": "8"}, Asked(JobFacts("COMPLETING")), True),
-        ("another job that has ended", {"job_id": "8"}, Asked(JobFacts("NODE_FAIL")), False),
-        ("another job that was started again", {"job_id": "8"}, Asked(JobFacts("RUNNING", restarts=1)), False),
-        ("another job that SLURM has forgotten", {"job_id": "8"}, Asked(None), False),
-        ("another job, and nobody answers", {"job_id": "8"}, Asked(ClusterError("no")), True),
-        ("another job, and nobody to ask", {"job_id": "8"}, None, True),
-        ("an earlier life of this job", {"job_id": "7"}, Asked(ClusterError("no")), False),
-        ("another step that runs", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(step=True), True),
-        ("another step that is gone", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(), False),
-        ("a process of this host", {"pid": os.getpid(), "host": socket.gethostname()}, None, True),
-        ("a process that has ended", {"pid": 1 << 22, "host": socket.gethostname()}, None, False),
-        ("a process of before a reboot", {"pid": os.getpid(), "born": "1", "host": socket.gethostname()}, None, False),
-        ("a process of another host", {"pid": 1, "host": "elsewhere"}, None, True),
-        ("whose rank 0 never came", {"started": 0.0}, None, False),
-        ("that another job is setting up", {"claim": "8 0"}, Asked(JobFacts("RUNNING")), True),
-        ("that another job was setting up", {"claim": "8 0"}, Asked(JobFacts("NODE_FAIL")), False),
-        ("that this job was setting up", {"claim": "7 0"}, Asked(JobFacts("RUNNING")), False),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_attempt_that_may_still_run_is_never_closed(
-    run: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    fields: dict[str, object],
-    client: SlurmClient | None,
-    alive: bool,
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    if "claim" in fields:
-        (run.attempt(run.new_attempt()).path / "job").write_text(f"{fields['claim']}\n")
-    else:
-        begin(run, **fields)
-    begin(run, job_id="7", restart_count=1)
-    close_abandoned(run, 2, Config(), client)
-    assert (attempts.read_attempt(run, 1).reason is None) == alive
-
-
-def test_a_run_that_takes_its_nodes_down_ends_with_the_budget(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_takes_its_nodes_down_ends_with_the_budget_unless_it_makes_progress(job: Job) -> None:
     """Nobody is left on such a node who could record the outcome: the next start counts."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    config = Config(requeue=RequeueConfig(max_attempts_without_progress=3))
-    for life in range(3):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
-        assert budget_used_up(run, config, None) is None
-        begin(run, job_id="7", restart_count=life)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    assert budget_used_up(run, config, None) == Verdict.END
-    last = attempts.all_attempts(run)[-1]
-    assert (last.reason, last.verdict) == (Reason.NODE_FAILURE, Verdict.END)
+    budget(job, 3)
+    for life in range(4):
+        assert job.starts(restarts=life) == ""
+        job.attempt(restart=life, first_step=0, committed_before=10 * life or None)
+        job.commit(10 * (life + 1))
+    for life in range(4, 6):
+        assert job.starts(restarts=life) == ""
+        job.attempt(restart=life, first_step=40, committed_before=40)
+    assert job.starts(restarts=6) == ""
+    job.attempt(restart=6, first_step=40, committed_before=40)
+    assert job.starts(restarts=7) == "end"
+    last = job.record(7)
     spent = "3 attempts in a row without a new checkpoint: giving up (requeue.max_attempts_without_progress)"
-    assert last.sentence == f"ended without a word: its node failed, or it was killed; {spent}"
-    assert last.next_step == spent
+    assert (last["reason"], last["verdict"]) == ("node failure", "end")
+    assert last["sentence"] == f"ended without a word: its node failed, or it was killed; {spent}"
+    assert shown("status", RUN_ID)["state"] == "failed"
 
 
-def test_a_node_that_dies_after_progress_costs_nothing_of_the_budget(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+# Restart in place.
+
+KILLED = "srun: error: n1: task 3: Killed\n"
+
+
+def crashes(job: Job, *, spare: int = 0, **fields: Any) -> dict[str, Any]:
+    """The end of an attempt on n0 and n1 of which a rank was killed; the script can start its ranks again."""
+    no_waiting(job.monkeypatch)
+    job.files.config(cluster={"nodes": 2, "spare_nodes": spare})
+    return job.ends(job.attempt({"srun.log": KILLED}, step_id="7.0", **fields), 137, "--in-place")
+
+
+def states(job: Job, nodes: str, **words: str) -> None:
+    shown_as = {f"n{index}": "mixed" for index in range(3)} | words
+    text = "".join(f"{node} {word}\n" for node, word in shown_as.items())
+    job.slurm.answer(f"sinfo --noheader --all --Node --nodes={nodes} --format=%N %T", text)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "reason", "printed"),
+    [
+        ("n[0-2]", {}, "crash", "in-place --nodelist=n0,n2"),
+        ("n[0,2]", {}, "node failure", "in-place --nodelist=n0,n2"),  # SLURM has taken n1 out of the job
+        ("n[0-2]", {"n1": "down*"}, "node failure", "in-place --nodelist=n0,n2"),
+        ("n[0-2]", {"n1": "down"}, "node failure", "in-place --nodelist=n0,n2"),
+        ("n[0-2]", {"n1": "mixed*"}, "node failure", "in-place --nodelist=n0,n2"),
+        ("n[0-2]", {"n2": "draining"}, "crash", "in-place --nodelist=n0,n1"),
+        ("n[0-2]", {"n2": "inval"}, "crash", "in-place --nodelist=n0,n1"),
+        ("n[0-2]", {"n0": "mixed-", "n2": "maint"}, "crash", "in-place --nodelist=n0,n2"),
+        ("n[0-2]", {"n1": "down*", "n2": "draining"}, "node failure", "requeue"),
+        ("n[1-2]", {}, "node failure", "requeue"),  # the node of the batch script itself
+    ],
+)
+def test_what_slurm_says_of_the_nodes_decides_where_the_ranks_start_again(
+    nodes: str, words: dict[str, str], reason: str, printed: str, job: Job
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    config = Config(requeue=RequeueConfig(max_attempts_without_progress=1))
-    for life in range(3):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
-        assert budget_used_up(run, config, None) is None
-        begin(run, job_id="7", restart_count=life)
-        commit(run, 10 * (life + 1))
+    job.slurm.change("7", nodes=nodes)
+    states(job, nodes, **words)
+    found = crashes(job, spare=1)
+    assert (found["reason"], found["failed_on"]) == (reason, "n0" if nodes == "n[1-2]" else "n1")
+    verdict, *options = found["printed"].split()
+    assert [verdict, *(option for option in options if "nodelist" in option)] == printed.split()
+    assert found["verdict"] == verdict
 
 
-def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None:
+    states(job, "n[0-1]", n1="mixed*")
+    no_waiting(job.monkeypatch, lambda waited_s: states(job, "n[0-1]") if waited_s > 4 else None)
+    found = job.ends(job.attempt({"srun.log": KILLED}), 137, "--in-place")
+    assert (found["reason"], found["verdict"]) == ("crash", "in-place") and "nodelist=n0,n1" in found["printed"]
+
+
+@pytest.mark.parametrize(
+    ("what", "verdict"),
+    [
+        ("a rank was killed", "in-place"),
+        ("killed ranks that do not go away", "requeue"),
+        ("nobody can start ranks again", "requeue"),
+        ("rank 0 says that it was stopped, by the signal after the crash", "in-place"),
+    ],
+)
+def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, what: str, verdict: str) -> None:
+    no_waiting(job.monkeypatch)
+    fields: dict[str, Any] = {"step_id": "7.0"}
+    if "go away" in what:
+        job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
+    if "stopped" in what:
+        fields |= {"said": "stopped", "cause": "SIGTERM"}
+    left = {"failed-1.json": failure("python ended with signal 9 (SIGKILL)", 137, 1)}
+    words = () if "nobody" in what else ("--in-place",)
+    assert job.ends(job.attempt(left, **fields), 137, *words)["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("during", "printed", "words"),
+    [
+        ("nothing", "in-place", "its ranks start again in the same job after 20 s"),
+        ("cancel", "end", "; then cancelled by `cancel RUN`"),
+        ("stop", "end", "; then stopped by the file `stop`"),
+        ("preempt", "requeue", "; then asked to stop by `preempt RUN`; it is requeued"),
+        ("requeue", "requeue", "; then asked to stop by `requeue RUN`; it is requeued"),
+        ({"state": "COMPLETING"}, "end", "; then cancelled by scancel"),
+        ({"preempted": "2099-01-01T00:00:00"}, "requeue", "; then preempted; it is requeued"),
+        (REQUEUED, "restarting", "; SLURM starts it again"),
+        (None, "requeue", "; it is requeued"),
+    ],
+)
+def test_what_comes_in_the_pause_between_two_attempts_of_a_job_decides(
+    during: str | dict[str, Any] | None, printed: str, words: str, job: Job
 ) -> None:
-    config = Config(requeue=RequeueConfig(max_attempts_without_progress=3))
-    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    budget(job, 20)
+    for _ in range(2):
+        job.attempt(reason="crash", verdict="in-place", sentence="crashed: x", stalled=True)
+    number, waits = job.attempt({"failed-0.json": failure("boom")}), [0.0]
 
-    def bad_start(how: str) -> tuple[Verdict, list[str]]:
-        number = run.new_attempt()
-        if how == "set-up":
-            (run.attempt(number).path / "setup-failed").write_text("set-up failed with code 1: module load cuda\n")
-        else:
-            attempts.write_attempt(run, Attempt(number, started=time.time(), committed_before=10))
-            record_failure(run.attempt(number), 0, Failure(78, "no GPU is visible"))
-        verdict = finish_attempt(run, number, 78, config, None).verdict
-        return verdict, attempts.read_attempt(run, number).bad_nodes
+    def meanwhile(waited_s: float) -> None:
+        waits.append(waited_s)
+        if waited_s < 4:  # not yet the pause, of 20 s
+            return
+        if during == "stop":
+            job.run.stop_switch.touch()
+        elif isinstance(during, dict):
+            job.slurm.change("7", **during)
+        elif during is None:
+            job.slurm.fail("scontrol show job")
+        elif during != "nothing":
+            job.run.request_file.write_text(json.dumps({"action": during, "time": time.time(), "attempt": number}))
 
-    assert bad_start("set-up") == (Verdict.END, [])  # it has never worked: the config's fault
-    trained = begin(run, stepping=time.time(), said="stopped")
-    commit(run, 10)
-    assert finish_attempt(run, trained.number, 75, config, None).verdict == Verdict.REQUEUE
-    assert bad_start("set-up") == (Verdict.REQUEUE, ["n3"])
-    monkeypatch.setenv("SLURMD_NODENAME", "n4")
-    assert bad_start("no GPU") == (Verdict.REQUEUE, ["n4"])
-    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n3", "n4"]
-    assert bad_start("no GPU")[0] == Verdict.END
-    sentence = attempts.all_attempts(run)[-1].sentence or ""
-    assert "the fault of n4" in sentence and "giving up" in sentence
+    no_waiting(job.monkeypatch, meanwhile)
+    found = job.ends(number, 1, "--in-place")
+    assert found["printed"].split()[0] == printed == found["verdict"]
+    assert found["reason"] == "crash" and found["sentence"].startswith("crashed: rank 0: boom")
+    assert words in found["sentence"] and (waits[-1] < 15) == (during != "nothing")
+    assert not job.run.stop_switch.exists()
+    if printed == "end":
+        assert shown("status", RUN_ID)["alive"] is False
 
 
-def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_node(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+# Whose fault it was.
+
+
+def test_the_first_rank_that_failed_by_itself_is_the_cause_and_its_node(job: Job) -> None:
+    """However late it is on record what a rank died of; one that has lost its peer was no cause."""
+    now = time.time()
+    left: dict[str, object] = {
+        "failed-0.json": {**failure("Connection closed by peer", because_of_peer=True), "time": now - 9, "node": "n0"},
+        "failed-2.json": {**failure("ValueError: later", rank=2), "time": now, "node": "n0"},
+        "failed-3.json": {**failure("ended with signal 9", -9, 3), "time": now - 5, "node": "n1"},
+    }
+    found = job.ends(job.attempt(left), 1)
+    assert found["sentence"].startswith("crashed: rank 3: ended with signal 9;") and found["failed_on"] == "n1"
+
+
+@pytest.mark.parametrize(
+    ("left", "nodes", "node"),
+    [
+        ({"failed-0.json": {**LOST_PEER, "node": "n0"}}, ["n0", "n1"], None),  # ranks that only lost another one
+        ({"failed-0.json": {**LOST_PEER, "node": "n0"}}, ["n0"], "n0"),
+        ({"hang.json": {"sentence": "they wait", "nodes": ["n1"], "ranks": [1, 2]}}, ["n0", "n1"], "n1"),
+        ({"hang.json": {"sentence": "they wait", "nodes": ["n0", "n1"], "ranks": [1, 2]}}, ["n0", "n1"], None),
+        ({"hang.json": {"sentence": "all wait", "nodes": [], "ranks": []}}, ["n0", "n1"], None),
+        # Ranks of a torchrun that a program starts itself know the other nodes by their numbers alone.
+        ({"hang.json": {"sentence": "it hangs", "nodes": ["node1"], "ranks": [1]}}, ["n0", "n1"], None),
+    ],
+)
+def test_no_node_is_blamed_that_may_not_be_at_fault(
+    left: dict[str, object], nodes: list[str], node: str | None, job: Job
 ) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    trained = begin(run, stepping=time.time(), said="stopped")
-    commit(run, 10)
-    assert finish_attempt(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
-    write_json(run.info_file, {"job_ids": [], "changes": [{"time": time.time(), "set": ["optim.lr=1"]}]})
-    failed = begin(run)
-    record_failure(run.attempt(2), 0, Failure(78, "no such thing"))
-    outcome = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+    assert job.ends(job.attempt(left, nodes=nodes), 1)["failed_on"] == node
 
 
-def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    trained = begin(run, stepping=time.time(), said="stopped")
-    commit(run, 10)
-    assert finish_attempt(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
-    failed = begin(run)
-    record_failure(run.attempt(2), 0, Failure(78, "another model", on_any_node=True))
-    outcome = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+SRUN_SAYS = [
+    # srun's log -> what it crashed of, if srun says so, and the node at fault
+    (KILLED, "n1: task 3: Killed", "n1"),
+    ("srun: error: n[0-1]: tasks 0-3: Killed\n", "n[0-1]: tasks 0-3: Killed", None),
+    ("srun: error: n1: task 12: Segmentation fault (core dumped)\n", "n1: task 12: Segmentation fault", "n1"),
+    ("srun: error: n0: tasks 0,2: Aborted\n", "n0: tasks 0,2: Aborted", "n0"),
+    ("srun: error: n0: task 1: Out Of Memory\n", "n0: task 1: Out Of Memory", "n0"),
+    ("srun: error: n0,n2: tasks 0,3: Killed\n", "n0,n2: tasks 0,3: Killed", None),
+    ("srun: error: Aborting, io error and missing step on node 0\n", "io error and missing step on node 0", None),
+    ("srun: error: n1: task 1: Segmentation fault\nsrun: error: n0: task 0: Terminated\n", "n1: task 1: Segm", "n1"),
+    ("srun: error: n1: task 1: Exited with exit code 3\nsrun: error: n0: task 0: Terminated\n", None, "n1"),
+    ("srun: error: n[0-1]: tasks 0-1: Exited with exit code 3\n", None, None),
+    ("srun: error: n0: task 1: Terminated\n", None, None),
+    ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", None, None),
+    ("", None, None),
+]
 
 
-def test_a_node_that_the_checks_before_training_find_unfit_is_left_out_within_the_budget(run: RunDir) -> None:
-    config = Config()
-    config.requeue.max_attempts_without_progress = 2
-
-    def refused(*bad: str, nodes: int = 4) -> AttemptOutcome:
-        attempt = begin(run, nodes=[f"n{index}" for index in range(nodes)], world_size=nodes)
-        folder = run.attempt(attempt.number)
-        record_failure(folder, 3, Failure(1, "rank 0 exited before all ranks had connected"))
-        said = f"preflight, gpu_missing: {bad[0]}: 7 GPUs are visible"
-        record_failure(folder, 0, Failure(78, said, bad_nodes=bad))
-        return finish_attempt(run, attempt.number, 78, config, None)
-
-    outcome = refused("n2", "n3")  # which has never trained
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2", "n3"))
-    assert outcome.sentence.startswith("rank 0: preflight, gpu_missing: n2: 7 GPUs are visible (the fault of n2, n3)")
-    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2", "n3"]
-    assert refused("n1").verdict is Verdict.END  # the budget is spent
-    # Names that are not of this attempt, and most of its nodes: no other start would mend that.
-    for bad in (("n7",), ("n0", "n1", "n2")):
-        outcome = refused(*bad)
-        assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+def test_sruns_words_on_tasks_that_left_no_word_are_found_with_their_node(job: Job) -> None:
+    for log, found, node in SRUN_SAYS:
+        record = job.ends(job.attempt({"srun.log": "srun: job 5 queued\n" + log}), 3)
+        assert record["sentence"].startswith(f"crashed: {found or 'exit code 3'}"), log
+        assert record["failed_on"] == node, log
+    record = job.ends(job.attempt({"srun.log": "srun: error: Node failure on n1\n"}), 3)
+    assert (record["reason"], record["failed_on"]) == ("node failure", "n1")
 
 
-def test_nobody_is_blamed_for_what_it_says_of_most_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    begin(run, stepping=time.time(), said="stopped")
-    failed = begin(run, nodes=["n0", "n1", "n2"])
-    said = "preflight, disk_full: n0, n1, n2"
-    record_failure(run.attempt(2), 0, Failure(78, said, bad_nodes=("n0", "n1", "n2")))
-    outcome = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ())
+def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault_and_before_it_is_the_configs(job: Job) -> None:
+    budget(job, 3)
+
+    def bad_start(node: str, left: dict[str, object], **fields: Any) -> tuple[str, list[str]]:
+        job.is_on(node)
+        record = job.ends(job.attempt(left, **fields), 78)
+        return record["verdict"], record["bad_nodes"]
+
+    set_up: dict[str, object] = {"setup-failed": "set-up failed with code 1: module load cuda\n"}
+    no_gpu: dict[str, object] = {"failed-0.json": failure("no GPU is visible", 78)}
+    assert bad_start("n3", set_up, opened=False) == ("end", [])
+    trained = job.attempt(stepping=time.time(), said="stopped")
+    job.commit(10)
+    assert job.ends(trained, 75)["verdict"] == "requeue"
+    assert bad_start("n3", set_up, opened=False) == ("requeue", ["n3"])
+    # A checkpoint that does not fit is no node's fault; nor is what a config does that was changed since.
+    misfit: dict[str, object] = {"failed-0.json": failure("another model", 78, on_any_node=True)}
+    assert bad_start("n4", misfit, committed_before=10) == ("end", [])
+    assert bad_start("n4", no_gpu, committed_before=10) == ("requeue", ["n4"])
+    assert [each["node"] for each in shown("nodes", "list")] == ["n3", "n4"]
+    job.run.update_info(changes=[{"time": time.time(), "set": ["optim.lr=1"]}])
+    assert bad_start("n5", no_gpu, committed_before=10) == ("end", [])
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: bool
+@pytest.mark.parametrize(
+    ("bad", "nodes", "trained", "end", "bad_nodes"),
+    [
+        (["n2", "n3"], 4, False, ("bad node", "requeue"), ["n2", "n3"]),  # also if it has never trained
+        (["n7"], 4, False, ("config", "end"), []),  # a name that is not of this attempt
+        (["n0", "n1", "n2"], 4, False, ("config", "end"), []),  # most of its nodes: no other start would mend that
+        (["n0", "n1", "n2"], 3, True, ("bad node", "requeue"), []),
+    ],
+)
+def test_nodes_that_the_checks_before_training_find_unfit_are_left_out_unless_they_are_most(
+    bad: list[str], nodes: int, trained: bool, end: tuple[str, str], bad_nodes: list[str], job: Job
 ) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     if trained:
-        begin(run, stepping=time.time(), said="stopped", nodes=["n0", "n1", "n2"])
-
-    def refused(*without: str) -> AttemptOutcome:
-        number = run.new_attempt()
-        folder = run.attempt(number)
-        folder.stage_dir.mkdir()
-        stage_record.write_refusal(folder, stage_record.Plan((), ("n0", "n1", "n2")), without)
-        folder.setup_failure_file.write_text(f"{without[0]} has no sound copy: disk full (cluster.stage.required)\n")
-        return finish_attempt(run, number, 78, Config(), SlurmSays(JobFacts("RUNNING")))
-
-    outcome = refused("n2")
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.BAD_NODE, Verdict.REQUEUE, ("n2",))
-    assert outcome.sentence.startswith("n2 has no sound copy: disk full (cluster.stage.required) (the fault of n2)")
-    assert [each.node for each in blamed_for([run], BlamePolicy(), None, time.time())] == ["n2"]
-    assert [each.node for each in read_ledger(ledger_file("here"))] == ["n2"]
-    outcome = refused("n0", "n1", "n2")  # what is copied may be at fault
-    assert outcome.reason is (Reason.BAD_NODE if trained else Reason.CONFIG)
-    assert outcome.bad_nodes == () and outcome.fault is None
+        job.attempt(stepping=time.time(), said="stopped", verdict="requeue", reason="preempted", sentence="x")
+    left: dict[str, object] = {
+        "failed-3.json": failure("rank 0 exited before all ranks had connected", rank=3),
+        "failed-0.json": failure("preflight, gpu_missing: 7 GPUs are visible", 78, bad_nodes=bad),
+    }
+    found = job.ends(job.attempt(left, nodes=[f"n{index}" for index in range(nodes)]), 78)
+    assert (found["reason"], found["verdict"], found["bad_nodes"]) == (*end, bad_nodes)
+    if bad_nodes:
+        said = "rank 0: preflight, gpu_missing: 7 GPUs are visible (the fault of n2, n3)"
+        assert found["sentence"].startswith(said)
+        budget(job, 2)
+        assert job.ends(job.attempt(left, nodes=["n0", "n1", "n2", "n3"]), 78)["verdict"] == "end"
 
 
-def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(run: RunDir) -> None:
-    config = Config()
-    config.cluster.backend = Backend.LOCAL
-    attempt = begin(run, nodes=["vm"])
-    record_failure(run.attempt(attempt.number), 0, Failure(78, "a disk is full", bad_nodes=("vm",)))
-    outcome = finish_attempt(run, attempt.number, 78, config, None)
-    assert (outcome.reason, outcome.verdict, outcome.bad_nodes) == (Reason.CONFIG, Verdict.END, ())
+def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(job: Job) -> None:
+    job.files.config(cluster={"backend": "local"})
+    left = {"failed-0.json": failure("a disk is full", 78, bad_nodes=["vm"])}
+    found = job.ends(job.attempt(left, nodes=["vm"]), 78)
+    assert (found["reason"], found["verdict"], found["bad_nodes"]) == ("config", "end", [])
 
 
-@pytest.mark.parametrize(("what", "verdict"), [("cancel", Verdict.END), ("finished", Verdict.DONE)])
-def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, verdict: Verdict
+def left_out() -> dict[str, bool]:
+    """The nodes that something is on record against, and whether all runs leave them out."""
+    return {each["node"]: each["until"] is not None for each in shown("nodes", "list")}
+
+
+def crash_on(job: Job, node: str) -> dict[str, Any]:
+    """The end of an attempt that crashes within seconds, by an error of a rank there."""
+    job.is_on(node)
+    left: dict[str, object] = {"failed-0.json": failure("OSError: /data is not there", node=node)}
+    return job.ends(job.attempt(left, nodes=[node, "n9"]), 1)
+
+
+def test_a_run_that_ends_well_writes_nothing_to_the_ledger(job: Job) -> None:
+    assert job.ends(job.attempt(stepping=time.time(), said="finished"), 0)["verdict"] == "done"
+    assert left_out() == {} and not list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.*"))
+
+
+def test_the_ledger_hears_of_a_crash_and_a_later_attempt_that_trains_elsewhere_proves_it(job: Job) -> None:
+    for _ in range(2):
+        assert crash_on(job, "n3")["reason"] == "crash"
+    assert left_out() == {"n3": False}  # it may be the program's fault
+    (found,) = shown("nodes", "list")
+    assert [each["said"] for each in found["records"]] == ["rank 0: OSError: /data is not there"] * 2
+    job.is_on("n4")
+    assert job.ends(job.attempt(nodes=["n4", "n9"], stepping=time.time(), said="finished"), 0)["verdict"] == "done"
+    assert left_out() == {"n3": True}
+
+
+@pytest.mark.parametrize("kept", ["no ledger", "no room for it"])
+def test_a_run_goes_on_where_no_ledger_is_kept_or_can_be_written(
+    job: Job, kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_json(run.info_file, {"job_ids": ["7"]})
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    attempt = begin(run, job_id="7", said="finished" if what == "finished" else "stopped", cause="SIGTERM")
-    if what == "cancel":
-        requests.write_request(run, RunAction.CANCEL)
-        assert requests.take_request(run, attempt) == "cancel"  # as `finish_attempt` did, which was killed then
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert ended_before(run, "7", 1) is None
-    assert budget_used_up(run, Config(), None) == verdict
-    assert attempts.read_attempt(run, 1).verdict == verdict
-    assert ended_before(run, "7", 1) == verdict
+    if kept == "no ledger":
+        job.files.config(requeue={"blame_threshold": 0})
+    else:
+        (tmp_path / "file").touch()
+        job.monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert crash_on(job, "n3")["printed"] == "requeue"
+    said = "cannot be written here: Not a directory; other runs will not know about this attempt"
+    assert (said in capsys.readouterr().err) == (kept == "no room for it")
+    assert left_out() == {}
 
 
-def test_what_had_ended_stays_so_although_the_disk_is_too_full_to_record_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_json(run.info_file, {"job_ids": ["7"]})
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    begin(run, job_id="7", said="finished")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "_write", full)
-    assert budget_used_up(run, Config(), None) == Verdict.DONE
-
-
-def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_json(run.info_file, {"job_ids": ["7", "8"]})
-    attempt = begin(run, job_id="7", said="stopped", cause="SIGTERM")
-    requests.write_request(run, RunAction.CANCEL)
-    requests.take_request(run, attempt)
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert budget_used_up(run, Config(), SlurmThatHasForgotten()) is None
-    assert attempts.read_attempt(run, 1).reason == Reason.CANCELLED
-
-
-class SlurmThatHasForgotten(SlurmClient):
-    def look(self, job_id: str) -> JobFacts | None:
-        return None
+# As torch 2.11 ends a process in which CUDA has failed, on a GPU (H200).
+ABORTED = """
+[rank3]:[E1127 18:46:06.8 ProcessGroupNCCL.cpp:2073] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread \
+terminated with exception: CUDA error: uncorrectable ECC error encountered
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: CUDA error: \
+uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call
+""".replace("\\\n", "")
+SRUN_OF_ABORTED = "srun: error: n1: task 3: Aborted (core dumped)\nsrun: error: n0: tasks 0-1: Killed\n"
+SIGABRT = "python ended with signal 6 (SIGABRT)"
 
 
 @pytest.mark.parametrize(
-    ("newer", "fenced", "reason", "words"),
+    ("left", "said", "blamed"),
     [
-        ({"verdict": Verdict.END, "reason": "config"}, False, Reason.PREEMPTED, "requeued"),
-        ({"verdict": Verdict.END, "reason": "config"}, True, Reason.SUPERSEDED, "`resume` continues it"),
-        ({"verdict": Verdict.END, "reason": "cancelled"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 has ended"),
-        ({"verdict": Verdict.DONE, "reason": "finished"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 has ended"),
-        ({"verdict": Verdict.REQUEUE, "reason": "preempted"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 goes on"),
-        ({}, False, Reason.SUPERSEDED, "attempt 2 in job 8 goes on"),
-    ],
-)
-def test_a_newer_attempt_that_has_failed_for_good_supersedes_nobody(
-    run: RunDir, newer: dict[str, object], fenced: bool, reason: Reason, words: str
-) -> None:
-    write_json(run.info_file, {"job_ids": []})
-    begin(run, job_id="7", said="stopped")
-    begin(run, job_id="8", **newer)
-    facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
-    if fenced:
-        record_failure(run.attempt(1), 0, Failure(1, "may not commit", superseded=True))
-    outcome = finish_attempt(run, 1, 1 if fenced else 75, Config(), SlurmSays(facts))
-    assert outcome.reason == reason
-    assert words in outcome.sentence
-
-
-def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
-    write_json(run.info_file, {"job_ids": []})
-    old = begin(run, job_id="7")
-    begin(run, job_id="8")
-    outcome = finish_attempt(run, old.number, 1, Config(), SlurmSays(JobFacts("RUNNING")))
-    assert (outcome.reason, outcome.verdict) == (Reason.SUPERSEDED, Verdict.END)
-    assert "attempt 2 in job 8" in outcome.sentence
-    assert ended_before(run, "7", 1) == Verdict.END and ended_before(run, "8", 1) is None
-
-
-@pytest.mark.parametrize("reason", ["superseded", "config"])
-@pytest.mark.parametrize("again", [True, False])
-def test_what_an_earlier_job_with_the_same_id_was_told_ends_no_later_one(run: RunDir, reason: str, again: bool) -> None:
-    """SLURM's ids begin anew on a cluster that is set up again."""
-    write_json(run.info_file, {"job_ids": ["7"]})
-    run.event(Event.SUBMITTED, job_id="7")
-    begin(run, job_id="7", reason=reason, verdict=Verdict.END)
-    run.event(Event.ATTEMPT_ENDED, attempt=1)
-    if again:
-        run.event(Event.SUBMITTED, job_id="7")
-        assert ended_before(run, "7", 0) is None
-    assert ended_before(run, "7", 1) == (None if again else Verdict.END)
-
-
-def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin(run, job_id="7", step_id="7.0")
-    begin(run, job_id="7", step_id="7.0")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert list(close_abandoned(run, 2, Config(), Asked(step=True))) == [1]
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_a_crash_before_the_first_step_is_no_progress_whatever_was_saved_before(run: RunDir, opened: bool) -> None:
-    commit(run, 30)
-    for number in (1, 2):
-        if opened:
-            begin(run, committed_before=30)
-        else:
-            run.new_attempt()
-        outcome = finish_attempt(run, number, 1, Config(requeue=RequeueConfig(max_attempts_without_progress=2)), None)
-        assert outcome.reason == Reason.CRASH
-    assert outcome.verdict == Verdict.END
-
-
-# Causes and consequences.
-
-
-def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.new_attempt()
-    directory = run.attempt(1)
-    assert Failures.read(directory).first() is None
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    clock = iter([10.0, 11.0, 12.0])
-    monkeypatch.setattr(time, "time", lambda: next(clock))
-    record_failure(directory, 0, Failure(1, "Connection closed by peer", because_of_peer=True))
-    record_failure(directory, 3, Failure(78, "no GPU"))
-    record_failure(directory, 2, Failure(1, "ValueError: later"))
-    found = Failures.read(directory)
-    first, lost = found.first(), found.first(because_of_peer=True)
-    assert first == RankFailure(3, Failure(78, "no GPU"), 11.0, "n2") and first.sentence == "rank 3: no GPU"
-    assert lost is not None and (lost.failure.exit_code, lost.sentence) == (1, "rank 0: Connection closed by peer")
-
-
-def test_what_a_rank_died_of_counts_from_then_however_late_it_is_on_record_and_no_torn_record_hides_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.new_attempt()
-    directory = run.attempt(1)
-    directory.failure_file(7).write_text('{"rank": 7, "exit_')
-    directory.failure_file(8).write_text('{"rank": 8, "exit_code": "one", "sentence": [], "time": 0}')
-    directory.failure_file(9).write_text('{"rank": 9}')
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    record_failure(directory, 0, Failure(1, "ValueError: I noticed"))
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    record_failure(directory, 3, Failure(-9, "python ended with signal 9 (SIGKILL)"), when=time.time() - 5)
-    found = Failures.read(directory)
-    first = found.first()
-    assert first is not None and (first.rank, first.node) == (3, "n1")
-    assert sorted(found.nodes) == ["n0", "n1"]
-
-
-def test_all_evidence_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grace time of a preemption goes on meanwhile, and there may be a thousand ranks."""
-    begin(run, nodes=["n0", "n1"])
-    directory = run.attempt(1)
-    directory.srun_log.write_text("srun: error: n1: task 1: Killed\n")
-    for rank in range(2):
-        record_failure(directory, rank, Failure(1, "boom"))
-    opened: list[str] = []
-    real = records.open_with_size
-
-    def open_with_size(path: Path) -> tuple[int, int]:
-        opened.append(path.name)
-        return real(path)
-
-    monkeypatch.setattr(records, "open_with_size", open_with_size)
-    finish_attempt(run, 1, 137, Config(), None)
-    assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
-
-
-def test_a_node_is_not_blamed_for_ranks_that_only_lost_another_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    for nodes, failed_on in ((["n0", "n1"], None), (["n0"], "n0")):
-        attempt = begin(run, nodes=nodes)
-        lost = Failure(1, "Connection closed by peer", because_of_peer=True)
-        record_failure(run.attempt(attempt.number), 0, lost)
-        finish_attempt(run, attempt.number, 1, Config(), None)
-        assert attempts.read_attempt(run, attempt.number).failed_on == failed_on
-
-
-@pytest.mark.parametrize(("nodes", "node"), [(["n2"], "n2"), (["n2", "n3"], None), ([], None)])
-def test_a_hang_of_ranks_on_several_nodes_is_the_fault_of_none_of_them(
-    run: RunDir, nodes: list[str], node: str | None
-) -> None:
-    run.new_attempt()
-    record_hang(run.attempt(1), sentence="they wait for data", nodes=nodes, ranks=[1, 2])
-    assert found_hang(run.attempt(1)) == Hang("they wait for data", node)
-
-
-def test_a_hang_is_the_fault_of_no_node_that_slurm_does_not_know_by_that_name(run: RunDir) -> None:
-    """Ranks of a torchrun that a program starts itself know the other nodes by their numbers alone."""
-    for named, failed_on in (("n2", "n2"), ("node1", None)):
-        attempt = add_attempt(run, nodes=["n1", "n2"])
-        record_hang(run.attempt(attempt.number), sentence="it hangs", nodes=[named], ranks=[1])
-        finish_attempt(run, attempt.number, 1, Config(), None)
-        assert attempts.read_attempt(run, attempt.number).failed_on == failed_on
-
-
-@pytest.mark.parametrize(
-    ("log", "found"),
-    [
-        ("srun: error: n1: task 3: Killed\n", "n1: task 3: Killed"),
-        ("srun: error: n[0-1]: tasks 0-3: Killed\n", "n[0-1]: tasks 0-3: Killed"),
+        # It is killed by SIGABRT before it can leave a record.
         (
-            "srun: error: gpu1: task 12: Segmentation fault (core dumped)\n",
-            "gpu1: task 12: Segmentation fault (core dumped)",
+            {"srun.log": SRUN_OF_ABORTED, "rank-3.log": ABORTED},
+            "n1: task 3: Aborted (core dumped) (CUDA error: uncorrectable ECC error encountered)",
+            {"n1": True},
         ),
-        ("srun: error: n0: tasks 0,2: Aborted\n", "n0: tasks 0,2: Aborted"),
-        ("srun: error: n0: task 1: Out Of Memory\n", "n0: task 1: Out Of Memory"),
-        ("srun: error: Aborting, io error and missing step on node 0\n", "io error and missing step on node 0"),
-        ("srun: error: n0: task 1: Exited with exit code 75\n", None),
-        ("srun: error: n0: task 1: Terminated\n", None),
-        ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", None),
-        ("", None),
-        (None, None),
+        (
+            {"failed-3.json": failure(SIGABRT, -6, 3, node="n1"), "rank-3.log": ABORTED},
+            f"rank 3: {SIGABRT} (CUDA error: uncorrectable ECC error encountered)",
+            {"n1": True},
+        ),
+        *(
+            (
+                {"srun.log": "srun: error: n1: tasks 0-3: Aborted\n", **({"rank-0.log": log} if log else {})},
+                "n1: tasks 0-3: Aborted",
+                {},
+            )
+            for log in (None, "step 3\n", "terminate called without an active exception\n")
+        ),
     ],
 )
-def test_sruns_words_on_killed_tasks_are_found(log: str | None, found: str | None, tmp_path: Path) -> None:
-    if log is not None:
-        (tmp_path / "srun.log").write_text("srun: job 5 queued\n" + log)
-    assert SrunLog.read(AttemptDir(tmp_path)).killed_tasks == found
-
-
-# As 22.05.8 and 25.05.9 write it: into a job's log, and of a step into srun.log.
-NODES_WORDS = {
-    "22.05": "slurmstepd-n0: error: *** {what} ON n0 CANCELLED AT {at}{why} ***\n",
-    "25.05": "[{at}.008] error: *** {what} ON n0 CANCELLED AT {at}{why} ***\n",
-}
-
-
-@pytest.mark.parametrize("version", NODES_WORDS)
-def test_why_slurm_ended_a_job_is_read_from_its_log(version: str, tmp_path: Path) -> None:
-    line, began = NODES_WORDS[version], 1_800_000_000.5
-
-    def at(seconds: float) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began + seconds))
-
-    log = tmp_path / "slurm-2.log"
-    log.write_text(line.format(what="JOB 2", at=at(-60), why=" DUE TO PREEMPTION") + "rank got TERM\n")
-    assert cancelled_due_to(log, began) is None  # that was the attempt before
-    for why in (" DUE TO JOB REQUEUE", " DUE TO PREEMPTION"):
-        with log.open("a") as file:
-            file.write(line.format(what="JOB 2", at=at(0), why=why))
-        assert cancelled_due_to(log, began) == why.removeprefix(" DUE TO ")
-    log.write_text(line.format(what="JOB 2", at=at(1), why=""))  # scancel
-    assert cancelled_due_to(log, began) is None
-
-
-def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: RunDir) -> None:
-    facts = JobFacts("COMPLETING", restarts=1, start_time=1.0)  # PreemptTime is gone
-    for why, reason in (("JOB REQUEUE", Reason.REQUEUED), ("PREEMPTION", Reason.PREEMPTED)):
-        attempt = begin(run, job_id="7", said="stopped")
-        at = time.strftime("%Y-%m-%dT%H:%M:%S")
-        (run.path / "slurm-7.log").write_text(NODES_WORDS["25.05"].format(what="JOB 7", at=at, why=f" DUE TO {why}"))
-        outcome = finish_attempt(run, attempt.number, 75, Config(), SlurmSays(facts))
-        assert (outcome.reason, outcome.verdict) == (reason, Verdict.RESTARTING)
-
-
-# What a person asked.
-
-
-def test_a_request_is_for_the_attempt_that_was_running_then(run: RunDir) -> None:
-    earlier = begin(run)
-    assert requests.take_request(run, earlier) is None
-    requests.write_request(run, RunAction.PREEMPT)
-    assert requests.take_request(run, earlier) == "preempt"
-    requests.write_request(run, RunAction.PREEMPT)
-    later = begin(run, started=time.time() + 60)
-    assert requests.take_request(run, later) is None
-
-
-@pytest.mark.parametrize("listing", ["as it is", "late"])
-def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_that_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, listing: str
+def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
+    left: dict[str, object], said: str, blamed: dict[str, bool], job: Job
 ) -> None:
-    """A login node may see a new attempt late."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    begin(run, job_id="7", started=time.time() - 60)
-    (run.attempt(run.new_attempt()).path / "job").write_text(f"7 1 {time.time():.9f}\n")
-    with monkeypatch.context() as seen:
-        if listing == "late":
-            seen.setattr(RunDir, "attempt_numbers", lambda self: [1])
-        requests.write_request(run, RunAction.CANCEL)
-    attempts.write_attempt(run, Attempt(2, job_id="7", restart_count=1, started=time.time() + 1))
-    close_abandoned(run, 2, Config(), None)
-    assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
-    outcome = finish_attempt(run, 2, 143, Config(), SlurmSays(None))
-    assert (outcome.reason, outcome.verdict) == (Reason.CANCELLED, Verdict.END)
+    found = job.ends(job.attempt(left, started=time.time() - 1000), 134)
+    assert found["reason"] == "crash" and found["sentence"] == f"crashed: {said}; it is requeued"
+    assert left_out() == blamed
 
 
-def test_the_file_stop_ends_a_run_although_the_disk_was_too_full_for_the_request(run: RunDir) -> None:
-    begin(run, job_id="7", said="stopped")
-    attempts.record_stop(run.attempt(1), cause=StopCause.STOP_FILE, cause_time=1.0, seconds_left=None, facts=None)
-    outcome = finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING")))
-    assert (outcome.verdict, outcome.why) == (Verdict.END, "stopped by the file `stop` in its directory")
+# The config of it.
+
+SANDBOX = "cluster=sandbox"
+NO_SPARE_NODES = "ranks start again in the same job only with requeue.in_place=true"
+REFUSED = [
+    ([SANDBOX, "cluster.spare_nodes=1", "requeue.in_place=false"], NO_SPARE_NODES),
+    ([SANDBOX, "cluster.spare_nodes=1", "requeue=off"], NO_SPARE_NODES),  # what has stopped stays stopped
+    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "would disagree on its nodes"),
+    ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
+    (["cluster=local", "cluster.spare_nodes=1"], "has only this machine"),
+    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "only with requeue.in_place=true"),
+    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "job.kind=command has no ranks"),
+    (["cluster=local", "requeue.standby_ranks=true"], "has no job in which ranks could wait"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "may start on other nodes"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "may start on other nodes"),
+    (
+        [SANDBOX, "requeue.standby_ranks=true", "cluster.container.kind=apptainer", "cluster.container.image=a.sif"],
+        "a second container",
+    ),
+    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "runs share the job's memory"),
+]
 
 
-def test_a_cancel_that_comes_while_an_outcome_is_decided_is_not_used_up_by_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+def test_spare_nodes_and_standby_ranks_that_nothing_could_use_are_refused(
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_json(run.info_file, {"job_ids": []})
-    begin(run, job_id="7", said="stopped")
-
-    def slow_decision(*arguments: Any) -> object:
-        requests.write_request(run, RunAction.CANCEL)
-        return decide_outcome(*arguments)
-
-    monkeypatch.setattr(finish_module, "decide_outcome", slow_decision)
-    assert finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING"))).verdict == Verdict.REQUEUE
-    assert requests.cancelled_after(run, attempts.read_attempt(run, 1))
-    assert ended_before(run, None, 1) == Verdict.END
-
-
-# The outcome.
-
-
-def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> None:
-    begin(run, job_id="7", said="stopped")
-    commit(run, 30)
-    attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=time.time(), seconds_left=None, facts=None)
-    requests.write_request(run, RunAction.PREEMPT)
-    client = SlurmSays(JobFacts("RUNNING", start_time=1.0))
-    outcome = finish_attempt(run, 1, 75, Config(), client)
-    assert (outcome.reason, outcome.verdict) == (Reason.ASKED, Verdict.REQUEUE)
-    assert client.asked == ["7"]
-    attempt = attempts.read_attempt(run, 1)
-    assert (attempt.exit_code, attempt.reason, attempt.verdict, attempt.committed_step) == (75, "asked", "requeue", 30)
-    assert attempt.progressed and attempt.last_step == 30 and attempt.ended is not None
-    assert not run.request_file.exists()
-    assert run.events()[-1]["verdict"] == "requeue"
-
-
-def test_an_attempt_without_a_last_word_has_not_finished_whatever_srun_says(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that is lost in an odd way leaves srun with exit code 0 and nothing in its log."""
-    monkeypatch.setattr(finish_module, "WORD_S", 0.0)
-    config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
-    for number, verdict in ((1, Verdict.REQUEUE), (2, Verdict.END)):
-        begin(run, job_id="7")
-        outcome = finish_attempt(run, number, 0, config, SlurmSays(JobFacts("RUNNING")))
-        assert (outcome.reason, outcome.verdict) == (Reason.CRASH, verdict)
-        assert "ended without a word" in outcome.sentence
-    assert "2 attempts in a row" in outcome.sentence
-
-
-def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = begin(run, job_id="7")
-    monkeypatch.setattr(time, "sleep", lambda _: attempts.write_attempt(run, attempt))
-    attempt.said = "finished"
-    assert finish_attempt(run, 1, 0, Config(), None).verdict == Verdict.DONE
-
-
-def test_a_crash_loop_ends_and_a_checkpoint_resets_it(run: RunDir) -> None:
-    config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
-
-    def crash() -> Verdict:
-        attempt = begin(run, first_step=reached_step.newest_checkpoint_step(run) or 0)
-        record_failure(run.attempt(attempt.number), 0, Failure(1, "boom"))
-        return finish_attempt(run, attempt.number, 1, config, None).verdict
-
-    assert crash() == Verdict.REQUEUE
-    attempt = begin(run)
-    commit(run, 10)
-    assert finish_attempt(run, attempt.number, 1, config, None).verdict == Verdict.REQUEUE
-    assert crash() == Verdict.REQUEUE
-    assert crash() == Verdict.END
-    assert "2 attempts in a row" in (attempts.all_attempts(run)[-1].sentence or "")
-
-
-def test_without_another_cause_the_rank_that_lost_its_peer_is_named(run: RunDir) -> None:
-    begin(run)
-    record_failure(run.attempt(1), 1, Failure(1, "Connection reset by peer", because_of_peer=True))
-    assert "rank 1: Connection reset by peer" in finish_attempt(run, 1, 1, Config(), None).sentence
-    (run.attempt(1).path / "srun.log").write_text("srun: error: n0: task 0: Killed\n")
-    assert "n0: task 0: Killed" in finish_attempt(run, 1, 137, Config(), None).sentence
-
-
-def test_the_job_is_known_by_its_own_array_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "70")
-    assert own_job_id() == "70"
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert own_job_id() == "70_3"
+    for words, why in REFUSED:
+        assert main(["render", *words]) == EXIT_CONFIG, words
+        assert why in capsys.readouterr().err, words
+    for words in (["requeue=off", "requeue.in_place=true"], ["requeue.mode=chain"]):
+        assert main(["render", "cluster=a100x4", "cluster.spare_nodes=1", *words]) == 0

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.outcome import decide_abandoned_outcome, decide_outcome, is_cancelled
-from slurmtrain.runs.reasons import Reason, RunAction, Verdict, why_of
+from slurmtrain.runs.node_fault import fault_of_node, nodes_of_next_start
+from slurmtrain.runs.outcome import (
+    IN_PLACE_LEAST_S,
+    PAUSES_S,
+    QUICK_FAILURE_S,
+    decide_abandoned_outcome,
+    decide_outcome,
+)
+from slurmtrain.runs.reasons import Reason, Verdict, why_of
 from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord
 
 # What SLURM 22.05 says of a job while its batch script still runs.
 RUNNING = JobFacts("RUNNING", "None", restarts=0, start_time=1000.0)
@@ -22,6 +30,8 @@ PREEMPTED_BY_SLURM = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.
 CANCELLED = JobFacts("COMPLETING", "None", start_time=1000.0)
 REQUEUED = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
 TIMED_OUT = JobFacts("COMPLETING", "TimeLimit", start_time=1000.0)
+NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
+OVER = JobFacts("CANCELLED", "None", start_time=1000.0)
 PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0, preempt_time=1500.0)
 
 # With PreemptMode=CANCEL, too. At the end of a grace time both its times are set anew.
@@ -29,6 +39,7 @@ IN_GRACE = JobFacts("RUNNING", "None", start_time=1000.0, preempt_time=1500.0, e
 CANCELLED_IN_GRACE = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1500.0, end_time=1504.0)
 GRACE_IS_OVER = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1510.0, end_time=1511.0)
 
+HUNG = "rank 1 on n2 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"
 STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
 SLURM_TERM = {**STOPPED, "cause": "SIGTERM"}
 EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
@@ -318,6 +329,29 @@ ROWS = [
         "SIGTERM",
     ),
     ("SLURM cannot be asked", {**SLURM_TERM, "facts": None}, "asked", "requeue", "SIGTERM"),
+    (
+        "scancel in its second life",
+        {**SLURM_TERM, "facts": REQUEUED, "restart_count": 1},
+        "cancelled",
+        "end",
+        "scancel",
+    ),
+    ("scancel, over by the time that SLURM is asked", {**KILLED, "facts": OVER}, "cancelled", "end", "scancel"),
+    ("a rank hangs", {**KILLED, "hang": HUNG, "failed_on": "n2"}, "hang", "requeue", f"hung: {HUNG}; it is requeued"),
+    (
+        "a rank hangs in a preemption",
+        {"exit_code": 1, "hang": HUNG, "preempted_when_told": True},
+        "preempted",
+        "requeue",
+        "",
+    ),
+    (
+        "a rank hangs, and a person cancels it",
+        {"exit_code": 1, "hang": HUNG, "request": "cancel"},
+        "cancelled",
+        "end",
+        "",
+    ),
 ]
 
 
@@ -325,78 +359,56 @@ ROWS = [
     ("evidence", "reason", "verdict", "sentence"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
 )
 def test_every_end_has_its_reason_and_its_consequence(
-    evidence: dict[str, object], reason: str, verdict: str, sentence: str
+    evidence: dict[str, Any], reason: str, verdict: str, sentence: str
 ) -> None:
-    outcome = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    outcome = decide_outcome(Evidence(**evidence), Policy())
     assert (outcome.reason, outcome.verdict) == (reason, verdict)
     assert sentence in outcome.sentence
 
 
-def test_the_outcome_of_a_restarted_job_is_decided_by_its_own_count_of_restarts() -> None:
-    second_life = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
-    assert (
-        decide_outcome(Evidence(75, "stopped", "SIGTERM", facts=second_life, restart_count=1), Policy()).reason
-        == "cancelled"
-    )
-    assert (
-        decide_outcome(Evidence(75, "stopped", "SIGTERM", facts=second_life, restart_count=0), Policy()).reason
-        == "requeued"
-    )
-
-
 # The budget.
 
-CRASH = Evidence(1, failure=(1, "rank 0: boom"), facts=RUNNING)
-
-
-def with_history(stalled_before: int, progressed: bool = False) -> Evidence:
-    return Evidence(1, failure=(1, "rank 0: boom"), facts=RUNNING, stalled_before=stalled_before, progressed=progressed)
+BOOM = {"exit_code": 1, "failure": (1, "rank 0: boom"), "facts": RUNNING}
+AT_THE_CLOCK = {**STOPPED, "progressed": False, "cause": "deadline"}
+WANTS_MORE = {"exit_code": 75, "said": "stopped"}
 
 
 @pytest.mark.parametrize(
-    ("budget", "stalled_before", "verdict"),
-    [(3, 0, "requeue"), (3, 1, "requeue"), (3, 2, "end"), (3, 7, "end"), (1, 0, "end"), (2, 0, "requeue")],
+    ("budget", "evidence", "verdict"),
+    [
+        (3, {**BOOM, "stalled_before": 1}, "requeue"),
+        (3, {**BOOM, "stalled_before": 2}, "end"),
+        (3, {**BOOM, "stalled_before": 7}, "end"),
+        (1, BOOM, "end"),
+        (2, BOOM, "requeue"),
+        (3, {**BOOM, "stalled_before": 5, "progressed": True}, "requeue"),
+        (3, {**AT_THE_CLOCK, "stalled_before": 2}, "end"),
+        # A program with checkpoints of its own may reach the time limit every day.
+        (3, {**AT_THE_CLOCK, "stalled_before": 9, "progress_visible": False}, "requeue"),
+        (3, {**WANTS_MORE, "stalled_before": 2}, "end"),
+        (3, {**WANTS_MORE, "stalled_before": 2, "progressed": True}, "requeue"),
+        # What is not the run's own fault
+        (3, {**SLURM_TERM, "progressed": False, "facts": PREEMPTED, "stalled_before": 9}, "requeue"),
+        (3, {**SLURM_TERM, "progressed": False, "facts": REQUEUED, "stalled_before": 9}, "restarting"),
+        (3, {**SLURM_TERM, "progressed": False, "facts": PREEMPTED_BY_SLURM, "stalled_before": 9}, "restarting"),
+        # A node that fails under a run without progress may be the run's work.
+        (1, {"exit_code": 143, "facts": NODE_DOWN}, "end"),
+        (1, {"exit_code": 143, "facts": NODE_DOWN, "progressed": True}, "requeue"),
+        (1, {"exit_code": 137, "hang": HUNG}, "end"),
+    ],
 )
-def test_a_crash_loop_without_progress_ends_with_the_budget(budget: int, stalled_before: int, verdict: str) -> None:
-    outcome = decide_outcome(with_history(stalled_before), Policy(max_attempts_without_progress=budget))
+def test_attempts_without_progress_that_end_by_their_own_fault_end_a_run_with_its_budget(
+    budget: int, evidence: dict[str, Any], verdict: str
+) -> None:
+    outcome = decide_outcome(Evidence(**evidence), Policy(max_attempts_without_progress=budget))
     assert outcome.verdict == verdict
     assert ("giving up" in outcome.sentence) == (verdict == "end")
-
-
-def test_a_checkpoint_resets_the_budget() -> None:
-    assert decide_outcome(with_history(5, progressed=True), Policy()).verdict == Verdict.REQUEUE
-
-
-def test_time_limits_without_progress_use_up_the_budget_too() -> None:
-    evidence = Evidence(75, "stopped", "deadline", stalled_before=2)
-    assert decide_outcome(evidence, Policy()).verdict == Verdict.END
-
-
-@pytest.mark.parametrize("facts", [PREEMPTED, REQUEUED, PREEMPTED_BY_SLURM])
-def test_what_is_not_the_runs_fault_never_uses_up_the_budget(facts: JobFacts) -> None:
-    evidence = Evidence(75, "stopped", "SIGTERM", facts=facts, stalled_before=9)
-    assert decide_outcome(evidence, Policy()).verdict in (Verdict.REQUEUE, Verdict.RESTARTING)
-
-
-def test_a_program_with_checkpoints_of_its_own_may_reach_the_time_limit_every_day() -> None:
-    evidence = Evidence(75, "stopped", "SIGUSR2", seconds_left=60.0, progress_visible=False, stalled_before=9)
-    outcome = decide_outcome(evidence, Policy())
-    assert (outcome.reason, outcome.verdict) == (Reason.TIME_LIMIT, Verdict.REQUEUE)
-
-
-def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses_up_the_budget() -> None:
-    assert decide_outcome(Evidence(75, "stopped", stalled_before=2), Policy()).verdict == Verdict.END
-    assert (
-        decide_outcome(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
-    )
 
 
 # A program of the user's own may show no progress at all.
 
 UNSEEN = {"progress_visible": False, "program_code": 1, "facts": RUNNING}
 LONG, SHORT = {**UNSEEN, "lasted_s": 7200.0}, {**UNSEEN, "lasted_s": 60.0}
-BOOM = {"exit_code": 1, "failure": (1, "rank 0: boom")}
-WANTS_MORE = {"exit_code": 75, "said": "stopped"}
 AT_THE_LIMIT = {**WANTS_MORE, "cause": "SIGUSR2", "seconds_left": 60.0}
 TOLD_BY_NOBODY = {**WANTS_MORE, "cause": "SIGTERM", "program_code": 0}
 
@@ -422,17 +434,17 @@ EFFORTS = [
 
 
 @pytest.mark.parametrize(("evidence", "effort"), [row[1:] for row in EFFORTS], ids=[row[0] for row in EFFORTS])
-def test_what_uses_up_which_budget(evidence: dict[str, object], effort: tuple[bool, bool, bool]) -> None:
-    outcome = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+def test_what_uses_up_which_budget(evidence: dict[str, Any], effort: tuple[bool, bool, bool]) -> None:
+    outcome = decide_outcome(Evidence(**evidence), Policy())
     assert (outcome.stalled, outcome.unseen, outcome.lasted) == effort
     assert outcome.verdict == Verdict.REQUEUE
 
 
 @pytest.mark.parametrize("ending", [BOOM, AT_THE_LIMIT, {**WANTS_MORE, "program_code": 75}])
 def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_go_on_for_ever(
-    ending: dict[str, object],
+    ending: dict[str, Any],
 ) -> None:
-    early, late = (decide_outcome(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))  # type: ignore[arg-type]
+    early, late = (decide_outcome(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))
     assert early.verdict == Verdict.REQUEUE and "there is no sign of progress (4 of 10 such" in early.sentence
     assert late.verdict == Verdict.END and "giving up (requeue.max_unseen_attempts)" in late.sentence
     assert "slurmtrain progress STEP" in early.sentence and "slurmtrain progress STEP" in late.sentence
@@ -440,7 +452,6 @@ def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_g
 
 # Where SLURM does not requeue: the same reasons, other consequences.
 
-NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
 GOES_ON = {
     "resubmit": (Policy(mode=RequeueMode.RESUBMIT), "resubmit", "it is submitted again"),
     "chain": (Policy(mode=RequeueMode.CHAIN, links_left=2), "next", "the next job of the chain continues"),
@@ -463,9 +474,9 @@ GOES_ON = {
         (KILLED, "crash"),
     ],
 )
-def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[str, object], reason: str) -> None:
+def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[str, Any], reason: str) -> None:
     policy, verdict, words = GOES_ON[mode]
-    outcome = decide_outcome(Evidence(**evidence), policy)  # type: ignore[arg-type]
+    outcome = decide_outcome(Evidence(**evidence), policy)
     assert (outcome.reason, outcome.verdict) == (reason, verdict)
     assert words in outcome.sentence
 
@@ -481,39 +492,8 @@ def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[
         ({"exit_code": 1, "failure": (1, "rank 0: boom"), "facts": RUNNING, "stalled_before": 2}, "end"),
     ],
 )
-def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, object], verdict: str) -> None:
-    assert decide_outcome(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "evidence",
-    [
-        Evidence(143, facts=REQUEUED, stalled_before=0),  # SLURM starts it again
-        Evidence(143, facts=NODE_DOWN, stalled_before=0),
-    ],
-)
-def test_a_node_that_fails_under_a_run_without_progress_uses_up_the_budget(evidence: Evidence) -> None:
-    assert decide_outcome(evidence, Policy()).stalled
-    assert not decide_outcome(dataclasses.replace(evidence, progressed=True), Policy()).stalled
-
-
-@pytest.mark.parametrize(
-    ("facts", "cancelled"),
-    [
-        (RUNNING, False),
-        (PREEMPTED, False),
-        (PREEMPTED_BY_SLURM, False),
-        (CANCELLED, True),
-        (JobFacts("CANCELLED"), True),
-        (REQUEUED, False),
-        (TIMED_OUT, False),
-        (NODE_DOWN, False),
-        (CANCELLED_IN_GRACE, True),
-        (GRACE_IS_OVER, False),
-    ],
-)
-def test_a_requeue_would_revive_what_scancel_has_ended(facts: JobFacts, cancelled: bool) -> None:
-    assert is_cancelled(facts, 0) == cancelled
+def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, Any], verdict: str) -> None:
+    assert decide_outcome(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict
 
 
 # Whatever the evidence.
@@ -559,18 +539,6 @@ def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, 
         assert why_of(each.sentence, each.next_step) == each.why
         if each.verdict not in (Verdict.DONE, Verdict.END):
             assert each.next_step is not None
-            assert why_of(each.sentence, None) == each.why  # as in a record of an earlier version
-
-
-HUNG = "rank 1 on n2 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"
-
-
-def test_a_hang_is_a_crash_that_names_the_rank_which_did_not_come() -> None:
-    killed = "n2: task 1: Killed"
-    outcome = decide_outcome(Evidence(exit_code=137, hang=HUNG, killed=killed, failed_on="n2"), Policy())
-    assert (outcome.reason, outcome.verdict, outcome.stalled) == (Reason.HANG, Verdict.REQUEUE, True)
-    assert (outcome.why, outcome.next_step) == (f"hung: {HUNG}", "it is requeued")
-    assert outcome.sentence == f"hung: {HUNG}; it is requeued"
 
 
 VICTIM = {"exit_code": 1, "failure": (1, "rank 0: lost its connection to another rank"), "only_victims": True}
@@ -621,31 +589,264 @@ def test_a_node_that_failed_is_told_from_the_crash_of_those_that_have_lost_it(
     assert (outcome.reason, outcome.why) == in_the_next_start
 
 
+# Restart in place.
+
+IN_PLACE = Policy(in_place=True, node_counts=(2,))
+NODES = ("n0", "n1")
+ON_NODES = dataclasses.replace(RUNNING, nodes="n[0-1]")
+CRASH = Evidence(137, killed="n1: task 3: Killed", failed_on="n1", facts=ON_NODES, usable_nodes=NODES, lasted_s=500.0)
+
+
+def crash(**changes: Any) -> Evidence:
+    return dataclasses.replace(CRASH, **changes)
+
+
 @pytest.mark.parametrize(
-    ("sentence", "next_step", "why"),
+    ("why", "evidence", "verdict"),
     [
-        ("preempted; it is requeued", "it is requeued", "preempted"),
-        (f"hung: {HUNG}", None, f"hung: {HUNG}"),
-        (f"hung: {HUNG}; the job ended", "the job ended", f"hung: {HUNG}"),
-        ("crashed: x; it is requeued", "it is submitted again", "crashed: x; it is requeued"),
-        # Records of earlier versions do not say which part the next step is.
-        ("preempted; it is requeued", None, "preempted"),
-        ("preempted; it is submitted again", None, "preempted"),
-        ("preempted; the next job of the chain continues", None, "preempted"),
-        ("crashed: x; it starts again", None, "crashed: x"),
-        ("crashed: x; then preempted; SLURM starts it again", None, "crashed: x; then preempted"),
-        ("ended without a word; it was started again", None, "ended without a word"),
-        ("crashed: x; y; its ranks start again in the same job", None, "crashed: x; y"),
-        ("crashed: x; its ranks start again in the same job without n1 after 20 s", None, "crashed: x"),
-        ("crashed: it is requeued; cancelled by scancel", None, "crashed: it is requeued; cancelled by scancel"),
+        ("a rank was killed", crash(), "in-place"),
+        ("a rank raised an error", crash(killed=None, failure=(1, "rank 0: boom")), "in-place"),
+        ("the last start was good, and a node died", crash(dead_nodes=("n2",)), "in-place"),
+        ("saved and told to stop", crash(exit_code=75, killed=None, said="stopped", cause="SIGTERM"), "requeue"),
+        ("preempted", crash(facts=PREEMPTED), "requeue"),
+        ("cancelled by scancel", crash(facts=CANCELLED), "end"),
+        ("cancelled by a person", crash(request="cancel"), "end"),
+        ("stopped by a person", crash(request="stop"), "end"),
+        ("a person wants it to leave its nodes", crash(request="preempt"), "requeue"),
+        ("a person wants it to be requeued", crash(request="requeue"), "requeue"),
+        ("numbers that broke", crash(killed=None, failure=(78, "rank 0: step 3 has loss nan"), diverged=True), "end"),
+        ("the config is wrong", crash(failure=(78, "rank 0: no such file")), "end"),
+        ("a newer job goes on", crash(superseded="attempt 3 in job 12 goes on with this run"), "end"),
+        ("SLURM starts it again already", crash(facts=REQUEUED), "restarting"),
+        ("the budget is spent", crash(stalled_before=2), "end"),
+        ("SLURM says nothing of the job", crash(facts=None), "requeue"),
+        ("SLURM says nothing of the nodes", crash(usable_nodes=()), "requeue"),
+        ("too few nodes are left", crash(usable_nodes=("n0",), dead_nodes=("n1",)), "requeue"),
+        ("killed processes are still there", crash(step_left=True), "requeue"),
+        ("no time is left", crash(seconds_to_limit=120.0 + 90.0 + IN_PLACE_LEAST_S - 1), "requeue"),
+        ("time enough is left", crash(seconds_to_limit=120.0 + 90.0 + IN_PLACE_LEAST_S), "in-place"),
+        ("a set-up failed on a node", crash(killed=None, set_up="no GPU", trained_before=True), "requeue"),
+        (
+            "it cannot start on a node, and there is no other",
+            crash(killed=None, failure=(78, "rank 1: no GPU"), trained_before=True),
+            "requeue",
+        ),
     ],
 )
-def test_what_happens_next_is_told_apart_from_why_it_ended(sentence: str, next_step: str | None, why: str) -> None:
-    assert why_of(sentence, next_step) == why
+def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
+    why: str, evidence: Evidence, verdict: str
+) -> None:
+    outcome = decide_outcome(evidence, IN_PLACE)
+    assert outcome.verdict == verdict, outcome.sentence
+    assert (outcome.nodes == NODES) == (verdict == "in-place")
+    assert decide_outcome(evidence, Policy()).verdict != "in-place"
 
 
-def test_a_preemption_or_a_cancellation_wins_over_a_hang() -> None:
-    preempted = decide_outcome(Evidence(exit_code=1, hang=HUNG, preempted_when_told=True), Policy())
-    assert (preempted.reason, preempted.stalled) == (Reason.PREEMPTED, False)
-    cancelled = decide_outcome(Evidence(exit_code=1, hang=HUNG, request=RunAction.CANCEL), Policy())
-    assert cancelled.verdict == Verdict.END
+@pytest.mark.parametrize("action", ["preempt", "requeue"])
+def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: str) -> None:
+    outcome = decide_outcome(crash(request=action), IN_PLACE)
+    said = f"crashed: n1: task 3: Killed; meanwhile asked to stop by `{action} RUN`; it is requeued"
+    assert (outcome.reason, outcome.verdict, outcome.sentence) == (Reason.CRASH, "requeue", said)
+    stays = decide_outcome(crash(request=action), dataclasses.replace(IN_PLACE, mode=RequeueMode.OFF))
+    assert stays.verdict == "end" and "it is not requeued" in stays.sentence
+
+
+def test_a_node_without_a_gpu_is_replaced_by_a_spare_one() -> None:
+    evidence = crash(
+        killed=None,
+        failure=(78, "rank 1: no GPU"),
+        failed_on="n1",
+        trained_before=True,
+        usable_nodes=("n0", "n1", "n2"),
+    )
+    outcome = decide_outcome(evidence, IN_PLACE)
+    assert (outcome.verdict, outcome.reason, outcome.nodes) == ("in-place", "bad node", ("n0", "n2"))
+    assert outcome.sentence.endswith("start again in the same job without n1")
+
+
+def test_nodes_that_the_checks_before_training_find_unfit_are_replaced_by_spare_ones_at_the_first_start() -> None:
+    unfit = crash(
+        killed=None,
+        failure=(78, "rank 0: preflight, gpu_missing: n1: 7 GPUs are visible"),
+        failed_on="n1",
+        unfit_nodes=("n1", "n3"),
+        usable_nodes=("n0", "n1", "n2", "n3"),
+    )
+    outcome = decide_outcome(unfit, IN_PLACE)
+    assert (outcome.verdict, outcome.nodes, outcome.bad_nodes) == ("in-place", ("n0", "n2"), ("n1", "n3"))
+    outcome = decide_outcome(dataclasses.replace(unfit, usable_nodes=("n0", "n1", "n3")), IN_PLACE)
+    assert (outcome.verdict, outcome.bad_nodes) == ("requeue", ("n1", "n3"))
+
+
+@pytest.mark.parametrize("mode", [RequeueMode.REQUEUE, RequeueMode.RESUBMIT, RequeueMode.CHAIN, RequeueMode.OFF])
+def test_every_mode_starts_ranks_in_place_also_where_no_other_job_is_left(mode: RequeueMode) -> None:
+    assert decide_outcome(CRASH, dataclasses.replace(IN_PLACE, mode=mode, links_left=0)).verdict == "in-place"
+
+
+def test_a_dead_node_is_what_the_attempt_failed_of() -> None:
+    outcome = decide_outcome(
+        crash(dead_nodes=("n1",), usable_nodes=("n0", "n2"), killed="n0: task 0: Killed"), IN_PLACE
+    )
+    assert (outcome.reason, outcome.nodes) == (Reason.NODE_FAILURE, ("n0", "n2"))
+    assert outcome.sentence.startswith("node n1 failed; ")
+
+
+@pytest.mark.parametrize(
+    ("allocated", "counts", "refused", "avoided", "chosen"),
+    [
+        ("abc", (2,), "", "", "ab"),
+        ("abc", (2,), "", "a", "bc"),
+        ("abc", (2,), "", "b", "ac"),
+        ("abc", (2,), "", "ba", "ac"),  # of two that failed, the one that failed last is left out
+        ("abc", (2,), "", "abc", "bc"),
+        ("abc", (3,), "", "a", "abc"),  # without spare nodes, it has to do
+        ("abc", (2,), "a", "", "bc"),
+        ("abc", (2,), "ab", "", None),
+        ("ab", (2,), "", "x", "ab"),
+        ("a", (2,), "", "", None),
+        ("abc", (4, 2), "", "", "ab"),  # the best number of nodes for which there are enough
+        ("abcd", (4, 2), "d", "", "ab"),
+    ],
+)
+def test_a_node_that_failed_is_left_out_where_a_spare_one_can_take_its_place(
+    allocated: str, counts: tuple[int, ...], refused: str, avoided: str, chosen: str | None
+) -> None:
+    found = nodes_of_next_start(list(allocated), counts, refused=set(refused), avoided=list(avoided))
+    assert found == (None if chosen is None else tuple(chosen))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wait_s"),
+    [
+        ({"lasted_s": 3.0}, 0.0),
+        ({"lasted_s": 3.0, "stalled_before": 1}, PAUSES_S[1]),
+        ({"lasted_s": 3.0, "stalled_before": 2}, PAUSES_S[2]),
+        ({"lasted_s": 3.0, "stalled_before": 8}, PAUSES_S[-1]),
+        ({"lasted_s": QUICK_FAILURE_S, "stalled_before": 2}, 0.0),  # it worked for a while
+        ({"lasted_s": 3.0, "stalled_before": 2, "progressed": True}, 0.0),
+    ],
+)
+def test_attempts_that_fail_at_once_follow_each_other_ever_more_slowly(changes: dict[str, Any], wait_s: float) -> None:
+    outcome = decide_outcome(crash(**changes), dataclasses.replace(IN_PLACE, max_attempts_without_progress=20))
+    assert (outcome.verdict, outcome.wait_s) == ("in-place", wait_s)
+    assert (f"after {wait_s:.0f} s" in outcome.sentence) == bool(wait_s)
+
+
+# Whose fault it is: the node's or the program's.
+
+NOW = 1_000_000.0
+FAST: dict[str, Any] = {"exit_code": 1, "failed_on": "n3", "lasted_s": 1.0, "run": "a", "number": 2, "now": NOW}
+RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "failed_nodes": ("n3",)}
+
+
+@pytest.mark.parametrize(
+    ("what", "evidence", "reason", "event"),
+    [
+        ("a crash in the first second", RAISED, Reason.CRASH, NodeEvent.CRASH),
+        ("a crash after an hour", {**RAISED, "lasted_s": 3600.0}, Reason.CRASH, None),
+        ("a crash after progress", {**RAISED, "progressed": True}, Reason.CRASH, None),
+        ("ranks of two nodes that raise", {**RAISED, "failed_nodes": ("n3", "n4")}, Reason.CRASH, None),
+        ("a node that nobody knows", {**RAISED, "failed_on": None}, Reason.CRASH, None),
+        ("a segmentation fault", {**FAST, "killed": "n3: task 3: Segmentation fault"}, Reason.CRASH, NodeEvent.CRASH),
+        ("a rank that was killed", {**FAST, "killed": "n3: task 3: Killed"}, Reason.CRASH, None),
+        ("too little memory", {**FAST, "killed": "n3: task 3: Out Of Memory"}, Reason.CRASH, None),
+        (
+            "too little memory on the GPU",
+            {**RAISED, "failure": (1, "rank 0: torch.OutOfMemoryError: CUDA out of memory.")},
+            Reason.CRASH,
+            None,
+        ),
+        (
+            "a program that was killed",
+            {**RAISED, "failure": (137, "rank 0: python ended with signal 9 (SIGKILL)")},
+            Reason.CRASH,
+            None,
+        ),
+        (
+            "a rank whose peer has gone",
+            {**RAISED, "failure": (1, "rank 0: RuntimeError: Read error: Connection reset by peer")},
+            Reason.CRASH,
+            None,
+        ),
+        (
+            "broken memory of a GPU after an hour",
+            {**RAISED, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: uncorrectable ECC error encountered")},
+            Reason.CRASH,
+            NodeEvent.HARDWARE,
+        ),
+        (
+            "a program that has asked for no GPU",
+            {**FAST, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: no CUDA-capable device is detected")},
+            Reason.CRASH,
+            None,
+        ),
+        (
+            "a GPU that is gone",
+            {**RAISED, "failure": (1, "rank 1: GPU has fallen off the bus"), "failed_nodes": ("n3", "n4")},
+            Reason.CRASH,
+            NodeEvent.HARDWARE,
+        ),
+        (
+            "a bus error after an hour",
+            {**FAST, "lasted_s": 3600.0, "killed": "n3: task 3: Bus error"},
+            Reason.CRASH,
+            NodeEvent.CRASH,
+        ),
+        ("a start that fails", {**FAST, "set_up": "set-up failed: module"}, Reason.BAD_NODE, NodeEvent.BAD_START),
+        ("a rank that hangs", {**FAST, "hang": "rank 3 did not come", "lasted_s": 900.0}, Reason.HANG, NodeEvent.HANG),
+        ("a node that failed", {**FAST, "lost_node": "n3"}, Reason.NODE_FAILURE, NodeEvent.LOST),
+        ("a node that failed, nobody knows which", FAST, Reason.NODE_FAILURE, None),
+        ("a preemption", FAST, Reason.PREEMPTED, None),
+        ("the time limit", FAST, Reason.TIME_LIMIT, None),
+        ("a wrong config", {**RAISED, "exit_code": 78}, Reason.CONFIG, None),
+    ],
+)
+def test_what_speaks_against_a_node(
+    what: str, evidence: dict[str, Any], reason: Reason, event: NodeEvent | None
+) -> None:
+    fault = fault_of_node(Evidence(**evidence), reason)
+    assert (fault.event if fault else None) == event, what
+    assert fault is None or (fault.node, fault.run, fault.attempt, fault.time) == ("n3", "a", 2, NOW)
+
+
+def attempts_on(*nodes: str, texts: tuple[str, ...] = ("no",), budget: int = 3) -> list[bool]:
+    """Whether the run goes on after each of these attempts, which crash in their first second."""
+    found: list[NodeRecord] = []
+    goes_on = []
+    for number, node in enumerate(nodes, start=1):
+        evidence = Evidence(
+            1,
+            failure=(1, f"rank 0: {texts[(number - 1) % len(texts)]}"),
+            failed_on=node,
+            lasted_s=1.0,
+            stalled_before=number - 1,
+            stalled_numbers=tuple(range(1, number)),
+            run="a",
+            number=number,
+            now=NOW + number,
+            node_records=tuple(found),
+        )
+        outcome = decide_outcome(evidence, Policy(max_attempts_without_progress=budget))
+        goes_on.append(outcome.verdict == Verdict.REQUEUE)
+        found += [outcome.fault] if outcome.fault is not None else []
+    return goes_on
+
+
+def test_attempts_that_a_blamed_node_has_ended_within_seconds_do_not_use_up_the_budget() -> None:
+    assert attempts_on("n3", "n3", "n4", "n5", texts=("a", "a", "b", "c")) == [True] * 4
+    assert attempts_on("n3", "n3", "n4", "n5", "n6", texts=("a", "a", "b", "c", "d"))[-1] is False
+
+
+def test_a_program_that_crashes_everywhere_has_no_more_attempts_than_without_the_ledger() -> None:
+    assert attempts_on("n3", "n3", "n4") == [True, True, False]
+
+
+def test_a_run_that_comes_back_to_a_blamed_node_has_no_more_attempts() -> None:
+    """Its node cannot be left out: it is the only one."""
+    assert attempts_on("n3", "n3", "n3") == [True, True, False]
+
+
+def test_a_run_that_is_broken_in_another_way_each_time_ends() -> None:
+    nodes = [f"n{number // 2}" for number in range(20)]
+    goes_on = attempts_on(*nodes, texts=tuple("abcdefghijklmnopqrst"))
+    assert goes_on.index(False) + 1 <= 2 * 3

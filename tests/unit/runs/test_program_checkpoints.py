@@ -14,62 +14,63 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.choices import JobKind
+from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, JobConfig
-from slurmtrain.report.progress import read_progress
-from slurmtrain.report.trouble import trouble_of_checkpoints
-from slurmtrain.runs import attempts, program_checkpoints
-from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.program_checkpoints import (
-    ProgramCheckpoint,
-    cut,
-    find_checkpoints,
-    newest_complete,
-    required_files,
-    step_in,
-)
+from slurmtrain.runs import program_checkpoints
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from slurmtrain.runtime.jobs import own_checkpoints
-from slurmtrain.runtime.jobs.own_checkpoints import look_before_start, to_move
+from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.slurm.environment import Environment
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import Job, no_waiting, printed, shown
 
 PATTERN, RULE = "out/checkpoint-*", "trainer_state.json"
 
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("checkpoint-500", 500),
-        ("checkpoint_0001000.pt", 1000),
-        ("epoch=3-step=1200.ckpt", 1200),
-        ("global_step80", 80),
-        ("v2-step-7", 7),
-        ("step_12.safetensors", 12),
-        ("last.ckpt", None),
-        ("checkpoint-1.5", 5),
-    ],
-)
-def test_the_step_is_the_last_number_in_the_name(name: str, step: int | None) -> None:
-    assert step_in(name) == step
+PROGRAM = """
+mkdir -p out; ls -A out | sort > seen-$SLURMTRAIN_ATTEMPT
+save() { mkdir -p $1; echo w > $1/weights; printf '%s' "$2" > $1/trainer_state.json; }
+case $SLURMTRAIN_ATTEMPT in
+  1) save out/checkpoint-10 '{"max_steps": 100}'; mkdir out/checkpoint-20
+     ln -s "$PWD/elsewhere" out/checkpoint-30; ln -s gone out/checkpoint-40; exit 1 ;;
+  2) save out/checkpoint-20 ''; exit 1 ;;
+  3) save out/checkpoint-50 '{"max_steps": 100}' ;;
+esac
+"""
 
 
-def test_several_files_may_have_to_be_inside() -> None:
-    assert required_files("a.json, b*.pt  c") == ("a.json", "b*.pt", "c")
-    assert required_files(None) == required_files(" ") == ()
+def test_what_is_incomplete_is_moved_aside_before_a_restart_and_the_program_goes_on_from_the_newest_whole_one(
+    project: Path,
+) -> None:
+    for folder in ("out/checkpoint-5", "elsewhere"):  # incomplete, and left by somebody before the first start
+        (project / folder).mkdir(parents=True)
+    (project / "p.sh").write_text(PROGRAM)
+    words = ["+cluster=local", "job=command", "job.command=bash p.sh", "job.snapshot=none"]
+    assert main([*words, f"job.checkpoints={PATTERN}", f"job.checkpoint_complete={RULE}", "submit"]) == 0
+    seen = [(project / f"seen-{number}").read_text().split() for number in (1, 2, 3)]
+    aside = [f".incomplete-checkpoint-{step}-attempt-2" for step in (20, 30, 40, 5)]
+    assert seen[0] == ["checkpoint-5"]  # nothing is moved before the first start
+    assert seen[1] == [*aside, "checkpoint-10"]
+    # Once more under the same name: nothing is overwritten. What a link names is not touched.
+    assert seen[2] == [aside[0], ".incomplete-checkpoint-20-attempt-3", *aside[1:], "checkpoint-10"]
+    assert (project / "elsewhere").is_dir()
+    now = shown("status", "last")
+    assert (now["state"], now["step"], now["steps"]) == ("finished", 50, 100)
+    assert [each["first_step"] for each in now["attempts"]][1:] == [10, 10]
+    assert "5 incomplete ones moved aside (the last: checkpoint-20)" in printed("status", "last")
+
+
+# Which of them is the newest, and whole: as `status` shows a run that is over.
 
 
 @pytest.fixture
-def run(project: Path) -> RunDir:
-    run_dir = create_run_dir(project / "runs", "command")
-    info = {
-        "id": run_dir.id,
-        "name": "command",
-        "steps": None,
-        "own_checkpoints": {"pattern": PATTERN, "complete": RULE},
-    }
-    run_dir.info_file.write_text(json.dumps(info))
-    return run_dir
+def job(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, project: Path) -> Job:
+    no_waiting(monkeypatch)
+    made = Job.waiting(tmp_path / "runs", slurm, monkeypatch)
+    made.run.update_info(own_checkpoints={"pattern": PATTERN, "complete": RULE}, steps=None)
+    made.files.config(job={"name": "train", "kind": "command", "command": "x"})
+    (made.run.path / "out").mkdir()
+    return made
 
 
 def save(run: RunDir, step: int, state: str | None = '{"max_steps": 100}', at: float | None = None) -> Path:
@@ -83,24 +84,36 @@ def save(run: RunDir, step: int, state: str | None = '{"max_steps": 100}', at: f
     return folder
 
 
-def found(run: RunDir, rule: str | None = RULE) -> list[ProgramCheckpoint]:
-    return find_checkpoints(run.program_folders, PATTERN, rule)
+def step_of(job: Job, pattern: str = "out/*", complete: str | None = None) -> int | None:
+    job.run.update_info(own_checkpoints={"pattern": pattern, "complete": complete})
+    step: int | None = shown("status", job.run.id)["step"]
+    return step
 
 
-def test_the_newest_complete_one_is_that_of_the_highest_step(run: RunDir) -> None:
+def test_the_step_is_the_last_number_in_the_name(job: Job) -> None:
+    for name, step in (
+        ("last.ckpt", None),
+        ("checkpoint-1.5", 5),
+        ("v2-step-7", 7),
+        ("step_12.safetensors", 12),
+        ("global_step80", 80),
+        ("checkpoint-500", 500),
+        ("checkpoint_0001000.pt", 1000),
+        ("epoch=3-step=1200.ckpt", 1200),
+    ):
+        (job.run.path / "out" / name).mkdir()
+        (job.run.path / "out" / name / "weights").write_text("w")
+        assert step_of(job) == step
+
+
+def test_the_newest_complete_one_is_that_of_the_highest_step(job: Job) -> None:
     for step in (9, 10, 100):
-        save(run, step)
-    save(run, 200, state=None)
-    save(run, 300, state="")
-    save(run, 400, state='{"max_st')
-    assert [(each.step, each.problem) for each in found(run)[-3:]] == [
-        (200, "it has no trainer_state.json"),
-        (300, "trainer_state.json: it is empty"),
-        (400, "trainer_state.json: it is no whole JSON"),
-    ]
-    newest = newest_complete(found(run))
-    assert newest is not None and newest.step == 100
-    assert all(each.problem is None for each in found(run, rule=None))
+        save(job.run, step)
+    for step, state in ((200, None), (300, ""), (400, '{"max_st')):
+        save(job.run, step, state)
+    assert step_of(job, PATTERN, RULE) == 100
+    assert step_of(job, PATTERN, f"{RULE}, w*") == 100 and step_of(job, PATTERN, f"{RULE} *.pt") is None
+    assert step_of(job, PATTERN) == 400
 
 
 def write_safetensors(path: Path) -> None:
@@ -116,113 +129,95 @@ def write_zip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("a.safetensors", write_safetensors),
-        ("a.pt", write_zip),
-        ("a.ckpt", write_zip),
-        ("a.json", lambda path: path.write_text('{"a": [1, 2]}')),
+        ("step-7.safetensors", write_safetensors),
+        ("step-7.pt", write_zip),
+        ("step-7.ckpt", write_zip),
+        ("step-7.json", lambda path: path.write_text('{"a": [1, 2]}')),
     ],
 )
-def test_a_file_that_a_kill_has_cut_is_told_by_its_format(
-    tmp_path: Path, name: str, write: Callable[[Path], object]
-) -> None:
-    path = tmp_path / name
+def test_a_file_that_a_kill_has_cut_is_told_by_its_format(job: Job, name: str, write: Callable[[Path], object]) -> None:
+    path = job.run.path / "out" / name
     write(path)
     whole = path.read_bytes()
-    assert cut(path) is None
+    assert step_of(job) == 7
     for size in (0, 4, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         if not (size == 4 and name.endswith(("pt", "ckpt"))):  # the mere letters PK.. are no torn zip either
-            assert cut(path) is not None, size
+            assert step_of(job) is None, size
+
+
+def test_a_run_has_its_time_left_from_checkpoints_alone(job: Job) -> None:
+    now = time.time()
+    job.slurm.add("7", state="RUNNING")
+    for step, at in ((10, now - 100), (30, now - 60)):
+        save(job.run, step, at=at)
+    job.attempt(started=now - 200, kind="command")
+    job.run.update_info(own_checkpoints={"pattern": PATTERN, "complete": RULE})
+    found = shown("status", job.run.id)
+    assert (found["step"], found["steps"], found["logged"]) == (30, 100, pytest.approx(now - 60))
+    assert found["step_time_s"] == pytest.approx(2.0) and found["eta_s"] == pytest.approx(140.0)
+    job.attempt(started=now - 80, kind="command")
+    assert shown("status", job.run.id)["eta_s"] is None  # there is only one since it began
+
+
+# What the start of an attempt does, up to the moment at which its program would start.
 
 
 def config_of(pattern: str | None = PATTERN, rule: str | None = RULE) -> Config:
     return Config(job=JobConfig(kind=JobKind.COMMAND, command="x", checkpoints=pattern, checkpoint_complete=rule))
 
 
-def begin(run: RunDir, config: Config) -> AttemptContext:
-    """An attempt up to the moment at which its program would start."""
+def begin(run: RunDir, config: Config, *, told_to_stop: bool = False) -> int:
     context = AttemptContext(run, run.new_attempt(), supervised=True)
     open_attempt(context, Environment(source="single"), config)
-    look_before_start(config, context, lambda: False)
-    return context
+    look_before_start(config, context, lambda: told_to_stop)
+    return context.number
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_checkpoints, "QUIET_S", 0.05)
+@pytest.fixture
+def run(job: Job) -> RunDir:
+    """A run that has had an attempt, which left no checkpoint."""
+    begin(job.run, config_of())
+    finish_attempt(job.run, 1, 1, config_of(), None)
+    return job.run
 
 
-def test_what_is_incomplete_is_moved_aside_before_a_restart_and_not_before_the_first_start(run: RunDir) -> None:
-    save(run, 10)
-    torn = save(run, 20, state=None)
-    begin(run, config_of())
-    assert torn.exists()
-    finish_attempt(run, 1, 1, config_of(), None)
-    second = begin(run, config_of())
-    assert sorted(path.name for path in (run.path / "out").iterdir()) == [
-        ".incomplete-checkpoint-20-attempt-2",
-        "checkpoint-10",
-    ]
-    assert (run.path / "out" / ".incomplete-checkpoint-20-attempt-2" / "weights").read_text() == "w"
-    assert attempts.read_attempt(run, second.number).first_step == 10
-    assert "1 incomplete one moved aside (the last: checkpoint-20)" in trouble_of_checkpoints(run.events())
-    # Once more, and under the same name: nothing is ever overwritten.
-    finish_attempt(run, 2, 1, config_of(), None)
-    save(run, 20, state="")
-    begin(run, config_of())
-    assert len(list((run.path / "out").glob(".incomplete-checkpoint-20-*"))) == 2
+def left(run: RunDir) -> set[str]:
+    return {path.name for path in (run.path / "out").iterdir() if not path.name.startswith(".incomplete-")}
 
 
 def test_empty_files_that_mark_something_are_no_checkpoints_and_stay(run: RunDir) -> None:
-    pattern = "out/*"
+    config = config_of("out/*", None)
     save(run, 10)
+    torn = save(run, 20, state=None).name  # without a rule, folders are whole
     marks = ["checkpoint-10.done", "checkpoint-10_complete", "DONE", "latest", "seen-1", "seen-2"]
-    for name in [*marks, "state-20", "state-21.pt", "state-22", "state-20-ema"]:
+    for name in [*marks, "state-30", "state-31.pt", "state-32", "state-30-ema"]:
         (run.path / "out" / name).touch()
     for name in ("state-19", "state-19-ema"):
         (run.path / "out" / name).write_text("whole")
-    begin(run, config_of(pattern, None))
-    assert [each.path.name for each in find_checkpoints([run.path], pattern, None) if each.problem is None] == [
-        "checkpoint-10",
-        "state-19",
-        "state-19-ema",
-    ]
-    finish_attempt(run, 1, 1, config_of(pattern, None), None)
-    begin(run, config_of(pattern, None))
-    left = {path.name for path in (run.path / "out").iterdir() if not path.name.startswith(".incomplete-")}
-    assert left == {"checkpoint-10", "state-19", "state-19-ema", *marks}, "what a kill has left empty is moved aside"
-
-
-def test_without_a_rule_folders_stay_and_cut_files_do_not(run: RunDir) -> None:
-    pattern = "out/*"
-    torn = save(run, 20, state=None)
-    (run.path / "out" / "step=30.ckpt").write_bytes(b"PK\x03\x04 and no end")
-    begin(run, config_of(pattern, None))
-    finish_attempt(run, 1, 1, config_of(pattern, None), None)
-    begin(run, config_of(pattern, None))
-    assert torn.exists() and not (run.path / "out" / "step=30.ckpt").exists()
+    (run.path / "out" / "step=40.ckpt").write_bytes(b"PK\x03\x04 and no end")
+    begin(run, config)
+    whole = {"checkpoint-10", torn, "state-19", "state-19-ema"}
+    assert left(run) == {*whole, *marks}, "what a kill has left empty or cut is moved aside"
 
 
 def test_a_checkpoint_that_a_surviving_process_completes_is_kept(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(run, config_of())
-    finish_attempt(run, 1, 1, config_of(), None)
     torn, looks = save(run, 20, state=None), iter(range(10))
 
-    def goes_on(seconds: float) -> None:
+    def goes_on(waited_s: float) -> None:
         """The other process writes another part at each look, and the last one at the third."""
         look = next(looks)
         (torn / (RULE if look == 2 else f"part-{look}")).write_text("{}")
 
-    monkeypatch.setattr(time, "sleep", goes_on)
-    assert attempts.read_attempt(run, begin(run, config_of()).number).first_step == 20
+    no_waiting(monkeypatch, goes_on)
+    begin(run, config_of())
+    assert torn.exists() and shown("status", run.id)["attempts"][-1]["first_step"] == 20
 
 
 def test_a_checkpoint_that_cannot_be_read_now_may_be_whole_and_stays(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a file server hiccups: nothing is known of it, and it may be the newest one."""
-    begin(run, config_of())
-    finish_attempt(run, 1, 1, config_of(), None)
     whole, unlisted = save(run, 20), save(run, 30, state=None)
     listdir = os.listdir
 
@@ -232,81 +227,52 @@ def test_a_checkpoint_that_cannot_be_read_now_may_be_whole_and_stays(
     monkeypatch.setattr(program_checkpoints, "cut", fails)
     monkeypatch.setattr(os, "listdir", lambda path=".": fails(path) if path == unlisted else listdir(path))
     begin(run, config_of())
-    assert [each.problem for each in found(run)] == ["it cannot be read: Stale file handle"] * 2
     assert whole.exists() and unlisted.exists()
 
 
 def test_nothing_is_moved_by_a_start_that_was_told_to_stop(run: RunDir) -> None:
-    begin(run, config_of())
-    finish_attempt(run, 1, 1, config_of(), None)
     torn = save(run, 20, state=None)
-    context = AttemptContext(run, run.new_attempt(), supervised=True)
-    look_before_start(config_of(), context, lambda: True)
+    begin(run, config_of(), told_to_stop=True)
     assert torn.exists()
 
 
-def test_links_are_moved_and_what_they_name_is_not(run: RunDir, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "scratch"
-    elsewhere.mkdir()
-    (run.path / "out").mkdir()
-    (run.path / "out" / "checkpoint-20").symlink_to(elsewhere)
-    (run.path / "out" / "checkpoint-30").symlink_to(tmp_path / "gone")
-    begin(run, config_of())
-    finish_attempt(run, 1, 1, config_of(), None)
-    begin(run, config_of())
-    assert elsewhere.is_dir() and not os.path.lexists(run.path / "out" / "checkpoint-20")
-    assert not os.path.lexists(run.path / "out" / "checkpoint-30")
+def test_what_another_run_left_in_the_same_folder_before_this_one_began_is_not_touched(
+    run: RunDir, tmp_path: Path
+) -> None:
+    config = config_of(f"{tmp_path}/shared/checkpoint-*")
+    for step, at in ((5, 1000.0), (6, time.time() + 5)):
+        folder = tmp_path / "shared" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (at, at))
+    begin(run, config)
+    assert [path.name for path in (tmp_path / "shared").glob("checkpoint-*")] == ["checkpoint-5"]
 
 
-def test_what_another_run_left_in_the_same_folder_is_not_touched(tmp_path: Path) -> None:
-    torn = tmp_path / "shared" / "checkpoint-5"
-    torn.mkdir(parents=True)
-    old = ProgramCheckpoint(torn, 5, changed=1000.0, problem="it has no a")
-    new = ProgramCheckpoint(torn, 5, changed=5000.0, problem="it has no a")
-    assert to_move([old, new], RULE, since=4000.0, own_folder=tmp_path / "run") == [new]
-    assert to_move([old], RULE, since=4000.0, own_folder=tmp_path / "shared") == [old]
-
-
-def test_a_restart_with_no_checkpoint_to_be_seen_is_reported(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_with_no_checkpoint_to_be_seen_is_reported(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for config in (config_of(), config_of(None, None)):
-        begin(run, config)
-        finish_attempt(run, run.attempt_numbers()[-1], 1, config, None)
-    assert "NO VISIBLE CHECKPOINT" in caplog.text  # not at the first start
-    assert trouble_of_checkpoints(run.events()) == "none visible at the start of attempt 2"
-    save(run, 5)
-    begin(run, config_of())
-    assert trouble_of_checkpoints(run.events()) == "none visible at the start of attempt 2"
+        number = begin(job.run, config)
+        finish_attempt(job.run, number, 1, config, None)
+    save(job.run, 5)
+    begin(job.run, config_of())
+    assert "none visible at the start of attempt 2" in printed("status", job.run.id)  # not at the first start
 
 
-def test_a_newer_complete_checkpoint_is_progress_and_reported_steps_are_not(run: RunDir) -> None:
+def test_a_newer_complete_checkpoint_is_progress_and_reported_steps_are_not(job: Job) -> None:
     verdicts = []
     for step in (10, 20, None, None, None):
-        context = begin(run, config_of())
-        if step is not None:
-            save(run, step)
-        else:
-            save(run, 1000 + context.number, state=None)
-        with run.metrics_file.open("a") as file:
-            file.write(json.dumps({"step": 10 * context.number}) + "\n")
-        verdicts.append(finish_attempt(run, context.number, 1, config_of(), None).verdict)
+        number = begin(job.run, config_of())
+        save(job.run, step or 1000 + number, *([] if step else [None]))
+        with job.run.metrics_file.open("a") as file:
+            file.write(json.dumps({"step": 10 * number}) + "\n")
+        verdicts.append(finish_attempt(job.run, number, 1, config_of(), None).verdict)
     assert verdicts == ["requeue", "requeue", "requeue", "requeue", "end"]
 
 
-def test_checkpoints_without_a_number_count_by_the_time_of_their_change(run: RunDir) -> None:
-    config, verdicts = config_of("out/last.ckpt", None), []
-    (run.path / "out").mkdir()
-    for moment in (1000, 2000, 3000, 4000):
-        context = begin(run, config)
-        (run.path / "out" / "last.ckpt").write_text("x")
-        os.utime(run.path / "out" / "last.ckpt", (moment, moment))
-        verdicts.append(finish_attempt(run, context.number, 1, config, None).verdict)
-    assert verdicts == ["requeue"] * 4
-
-
-def test_status_has_step_and_time_left_from_checkpoints_alone(run: RunDir) -> None:
-    save(run, 10, at=1000.0)
-    save(run, 30, at=1040.0)
-    own = run.info()["own_checkpoints"]
-    seen = read_progress(run, None, own, running_since=900.0)
-    assert (seen.step, seen.steps, seen.step_time_s, seen.eta_s, seen.logged) == (30, 100, 2.0, 140.0, 1040.0)
-    assert read_progress(run, None, own, running_since=1020.0).eta_s is None
+def test_checkpoints_without_a_number_count_by_the_time_of_their_change(job: Job) -> None:
+    config, verdicts, last = config_of("out/last.ckpt", None), [], job.run.path / "out" / "last.ckpt"
+    for moment in (1000, 2000, 3000, 4000, 4000, 4000, 4000):
+        number = begin(job.run, config)
+        last.write_text("x")
+        os.utime(last, (moment, moment))
+        verdicts.append(finish_attempt(job.run, number, 1, config, None).verdict)
+    assert verdicts == ["requeue"] * 6 + ["end"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -22,14 +23,12 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import (
+    EXIT_CONFIG,
     ClusterError,
-    ConfigError,
     EnvironmentMismatchError,
-    UnreadableRecordError,
     UsageError,
 )
-from slurmtrain.report.status import look, queue
-from slurmtrain.runs import attempts, lookup, reached_step
+from slurmtrain.runs import lookup, reached_step
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -39,8 +38,9 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records, user
 from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import inherit_group
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
+from tests.support.runs import no_waiting, shown
 from tests.support.stranger import Stranger
 
 Out = pytest.CaptureFixture[str]
@@ -92,13 +92,10 @@ def mine(shared: Path) -> RunDir:
 
 
 @pytest.fixture
-def asked(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def asked(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Which slurm.conf the commands of SLURM were run with, one line a command."""
-    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
-    for name in ("squeue", "scontrol", "scancel", "sbatch"):
-        fake_slurm.command(name, f'echo "{name} ${{SLURM_CONF:-none}}" >>"$here/asked"')
-    path = fake_slurm.directory / "asked"
-    return lambda: path.read_text().splitlines() if path.exists() else []
+    no_waiting(monkeypatch)
+    return slurm.confs
 
 
 @pytest.mark.parametrize(
@@ -130,14 +127,6 @@ def test_a_slurm_conf_of_ones_own_run_is_not_used_when_somebody_else_has_put_it_
     assert asked() == []
 
 
-def test_a_slurm_conf_of_ones_own_is_used(mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]]) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.touch()
-    mine.update_info(slurm_conf=str(conf))
-    assert main(["status"]) == 0
-    assert set(asked()) == {f"squeue {conf}"}
-
-
 @pytest.fixture
 def in_team(shared: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run of one's own in a team's folder, whose folders the team may rename."""
@@ -153,17 +142,17 @@ def in_team(shared: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_ones_own_run_in_a_teams_folder_is_asked_about_and_cancelled_with_its_slurm_conf(
-    in_team: RunDir, tmp_path: Path, asked: Callable[[], list[str]]
+def test_ones_own_run_is_asked_about_with_its_slurm_conf_in_a_teams_folder_too(
+    mine: RunDir, in_team: RunDir, tmp_path: Path, asked: Callable[[], list[str]]
 ) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.touch()
-    in_team.update_info(slurm_conf=str(conf))
-    for mode in (0o700, 0o750):  # as it is made, and as `chmod -R g+rX` lets the team read it
-        in_team.path.chmod(mode)
-        assert in_team.slurm_conf() == str(conf)
-    assert main(["status"]) == 0
-    assert set(asked()) == {f"squeue {conf}"}
+    for run, mode in ((mine, 0o755), (in_team, 0o700), (in_team, 0o750)):  # as `chmod -R g+rX` lets the team read it
+        conf = tmp_path / f"slurm-{mode}.conf"
+        conf.touch()
+        run.update_info(slurm_conf=str(conf))
+        run.path.chmod(mode)
+        before = len(asked())
+        assert main(["status", str(run.path)]) == 0
+        assert set(asked()[before:]) == {f"squeue {conf}"}
 
 
 def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
@@ -241,8 +230,8 @@ def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(reached_step, "newest_committed_step", closed)
-    now = look.states([mine])[mine.id]
-    assert now.status == "lost" and now.step is None
+    (now,) = shown("status")
+    assert now["state"] == "lost" and now["step"] is None
 
 
 def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
@@ -284,32 +273,21 @@ def test_a_run_of_somebody_else_is_neither_started_nor_changed(
     assert asked() == []
 
 
-def test_last_is_ones_own_last_run(plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out) -> None:
-    plant()
-    assert main(["status", "last"]) == 0
-    assert mine.id in capsys.readouterr().out
-
-
-def test_without_a_run_of_ones_own_there_is_no_last(plant: Plant, shared: Path) -> None:
-    plant()
-    with pytest.raises(UsageError, match=r"none of the runs .* is yours"):
-        lookup.find("last", shared)
-
-
-def test_a_link_of_somebody_else_does_not_name_a_run(
-    shared: Path, mine: RunDir, plant: Plant, stranger: Stranger
+def test_last_is_ones_own_last_run_and_an_id_that_somebody_has_copied_means_ones_own(
+    plant: Plant, shared: Path, stranger: Stranger, capsys: Out, asked: Callable[[], list[str]]
 ) -> None:
-    """It would make an older run of one's own the last."""
-    run = plant()
-    link = run.path.with_name("20991231-000000-000cc")
-    stranger.does(lambda: link.symlink_to(mine.path))
-    assert [each.path for each in lookup.all_runs(shared)] == [mine.path, run.path]
-
-
-def test_an_id_that_somebody_has_copied_means_ones_own_run(plant: Plant, mine: RunDir, shared: Path) -> None:
-    plant(mine.id)
-    assert lookup.find(mine.id, shared).path == mine.path
-    assert lookup.find(mine.id[:-1], shared).path == mine.path
+    theirs = plant()
+    assert main(["status", "last"]) == 2
+    told = capsys.readouterr().err
+    assert "none of the runs" in told and "is yours" in told
+    own = RunDir(shared / "mine" / "20200101-000000-000bb")
+    write_run(own.path)
+    link = theirs.path.with_name("20991231-000000-000cc")
+    stranger.does(lambda: link.symlink_to(own.path))  # it would make an older run of one's own the last
+    assert {each["path"] for each in shown("status")} == {str(own.path), str(theirs.path)}
+    plant(own.id)
+    for reference in ("last", own.id, own.id[:-1]):
+        assert shown("status", reference)["path"] == str(own.path)
 
 
 @pytest.mark.parametrize("part", ["attempts", "checkpoints", "evaluations"])
@@ -332,14 +310,16 @@ def test_a_part_that_somebody_has_linked_is_not_followed(
     stranger.does(link)
     assert main(["status"]) == 0
     assert f"{part} is a link" in capsys.readouterr().out
-    with pytest.raises(UnreadableRecordError, match=f"{part} is a link"):
-        lookup.find(run.id, shared)
+    assert main(["status", run.id]) == 2
+    assert f"{part} is a link" in capsys.readouterr().err
 
 
-def test_checkpoints_of_somebody_else_are_not_pruned(
-    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+def test_runs_and_checkpoints_of_somebody_else_are_not_pruned(
+    plant: Plant, mine: RunDir, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
 ) -> None:
     run = plant()
+    assert main(["runs", "prune", "--dry-run"]) == 0
+    assert run.id not in capsys.readouterr().out
     for where in (run.id, str(run.checkpoints)):
         if where != run.id:
             stranger.does(lambda: (run.checkpoints / "checkpoint_0000001").mkdir())
@@ -362,14 +342,6 @@ def test_nothing_is_pruned_through_a_link(
     assert mine.path.exists()
 
 
-def test_runs_of_somebody_else_are_not_pruned(
-    plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out
-) -> None:
-    plant()
-    assert main(["runs", "prune", "--dry-run"]) == 0
-    assert "20990101" not in capsys.readouterr().out
-
-
 def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
     shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
 ) -> None:
@@ -389,28 +361,29 @@ def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
     assert asked() == []
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
-def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
-    mode: int, shared: Path, stranger: Stranger
+def test_nothing_is_submitted_where_somebody_else_could_replace_it(
+    shared: Path, stranger: Stranger, tmp_path: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
     """They could put another run in the place of one's own, and the next attempt would run that."""
 
-    def make_it() -> None:
-        (shared / "train").mkdir()
-        (shared / "train").chmod(mode)
+    def submit(root: Path, mode: int, theirs: bool) -> int:
+        def make_it() -> None:
+            (root / "train").mkdir(exist_ok=True)
+            (root / "train").chmod(mode)
 
-    stranger.does(make_it)
-    with pytest.raises(ConfigError, match=r"can replace files in|cannot create"):
-        create_run_dir(shared, "train")
+        if theirs:
+            stranger.does(make_it)
+        else:
+            make_it()
+        return main(["+cluster=a100x4", f"job.runs_dir={root}", "submit"])
 
-
-def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train").chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody can replace files in"):
-        create_run_dir(tmp_path, "train")
-    (tmp_path / "train").chmod(0o1777)
-    assert create_run_dir(tmp_path, "train").path.exists()
+    for mode in (0o755, 0o777, 0o1777):
+        assert submit(shared, mode, theirs=True) == EXIT_CONFIG
+        told = capsys.readouterr().err
+        assert "can replace files in" in told or "cannot create" in told
+    assert submit(tmp_path, 0o777, theirs=False) == EXIT_CONFIG
+    assert "everybody can replace files in" in capsys.readouterr().err and slurm.jobs == []
+    assert submit(tmp_path, 0o1777, theirs=False) == 0
 
 
 def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
@@ -627,11 +600,13 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
     ("field", "value"),
     [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
 )
-def test_a_field_of_an_attempt_of_another_type_is_told_by_name(field: str, value: object, mine: RunDir) -> None:
+def test_a_field_of_an_attempt_of_another_type_is_told_by_name(
+    field: str, value: object, mine: RunDir, slurm: FakeSlurm, capsys: Out
+) -> None:
     mine.attempt(1).path.mkdir()
     write_json(mine.attempt(1).path / "attempt.json", {field: value})
-    with pytest.raises(UnreadableRecordError, match=f"attempt.json: {field} is .*, not "):
-        attempts.read_attempt(mine, 1)
+    assert main(["status", "last"]) == 2
+    assert re.search(f"attempt.json: {field} is .*, not ", capsys.readouterr().err)
 
 
 class Written:

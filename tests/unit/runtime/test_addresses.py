@@ -78,6 +78,15 @@ def test_programs_of_several_jobs_hold_different_ports_of_a_range_and_one_that_w
         again.release()
 
 
+def test_a_port_that_a_job_has_just_left_can_be_used_at_once(three_ports: PortRange) -> None:
+    """Its connections are still being closed, on the side that has closed them first."""
+    only = PortRange(three_ports.first, three_ports.first)
+    with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
+        listener.accept()[0].close()
+    with bind_port("127.0.0.1", only, "n3") as again:
+        assert again.getsockname()[1] == three_ports.first
+
+
 @pytest.fixture
 def port() -> HeldPort:
     return HeldPort()

@@ -1,0 +1,174 @@
+"""What `status` and `preempt` say of a run beside its state: broken numbers, slow ranks, nodes found unfit, how it left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.choices import FindingKind
+from slurmtrain.cli.preflight import print_record
+from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
+from slurmtrain.report.preflight import read_preflight
+from slurmtrain.runtime.preflight.check import record_of
+from slurmtrain.runtime.preflight.facts import DiskFacts, GatheredFacts, NodeFacts, RankFacts
+from slurmtrain.runtime.preflight.findings import Fault, Finding
+from slurmtrain.slurm.preemption import PreemptionTimes
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.interrupted_run import T0
+from tests.support.runs import RUN_ID, Job, no_waiting, printed, shown
+
+ENDED: dict[str, Any] = {"verdict": "end", "reason": "crash", "sentence": "crashed: x"}
+
+
+@pytest.fixture
+def job(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, project: Path) -> Job:
+    no_waiting(monkeypatch)
+    return Job.waiting(tmp_path / "runs", slurm, monkeypatch)
+
+
+def lines(job: Job, *events: dict[str, Any]) -> dict[str, str]:
+    """The lines of `status` by their first word, of a run that has ended after these events."""
+    if not job.run.attempt_numbers():
+        job.attempt(**ENDED)
+    text = "".join(json.dumps({"time": T0, **event}) + "\n" for event in events)
+    job.run.events_file.write_text(text)
+    found = [line.strip().partition(": ") for line in printed("status", RUN_ID).splitlines()]
+    return {name: said for name, _, said in found}
+
+
+def straggler(**changes: Any) -> dict[str, Any]:
+    usual = {"event": "straggler", "attempt": 1, "step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward"}
+    return {**usual, "ratio": 1.62, "excess_s": 0.2, "step_s": 0.5, "sporadic": False, **changes}
+
+
+def test_skips_spikes_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:
+    assert "numbers" not in lines(job, {"event": "checkpoint", "step": 4})
+    said = lines(
+        job,
+        {"event": "update skipped", "step": 6, "skipped": 1},
+        {"event": "update skipped", "step": 12, "skipped": 4},
+        {"event": "loss spike", "step": 13},
+        {"event": "rolled back", "step": 8, "from_step": 14},
+    )
+    assert said["numbers"] == (
+        "4 updates skipped (the last in step 12), 1 spike of the loss (the last in step 13), "
+        "went back once (the last time from step 14 to 8)"
+    )
+    odd = {"event": "update skipped", "skipped": "many"}
+    assert lines(job, odd)["numbers"] == "1 update skipped (the last in step None)"
+
+
+def test_slow_ranks_are_told_with_node_and_part_and_when_they_have_recovered(job: Job) -> None:
+    found = straggler()
+    said = lines(job, found, straggler(step=400, node="n5", ranks=[8, 9], phase="data", ratio=None))
+    assert said["slow ranks"] == (
+        "rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 since step 120); "
+        "ranks 8, 9 on n5 (much longer for data, in attempt 1 since step 400)"
+    )
+    over = straggler(event="straggler over", step=360)
+    said = lines(job, found, over)
+    assert (
+        said["slow ranks"] == "rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 from step 120 to 360)"
+    )
+    (slow,) = shown("status", RUN_ID)["slow_ranks"]
+    assert (slow["share"], slow["attempt"], slow["until"]) == (0.4, 1, 360)
+    # Another attempt's recovery, or another part's, says nothing of this one.
+    for other in ({"attempt": 2}, {"phase": "data"}, {"node": "n3"}, {"ranks": [4]}):
+        assert lines(job, found, {**over, **other})["slow ranks"].endswith("since step 120)")
+    told = lines(job, *(straggler(step=step) for step in range(0, 1000, 10)))["slow ranks"]
+    assert told.count("rank 3 on n2") == 3 and told.endswith("since step 990); 97 more before")
+
+
+def test_slow_ranks_that_no_run_would_write_are_left_out_and_odd_times_do_no_harm(job: Job) -> None:
+    strange: list[dict[str, Any]] = [{"ranks": []}, {"ranks": "all"}, {"ranks": [True]}, {"ranks": ["3"]}]
+    strange += [{"step": None}, {"step": "120"}, {"node": 7}, {"phase": None}]
+    assert "slow ranks" not in lines(job, *(straggler(**odd) for odd in strange))
+    for odd in ({"ratio": "NaN"}, {"ratio": float("nan")}, {"step_s": 0}, {"excess_s": None}, {"ranks": [1] * 5000}):
+        assert "on n2" in lines(job, straggler(**odd))["slow ranks"]
+    assert len(lines(job, straggler(ranks=list(range(5000))))["slow ranks"]) < 200
+
+
+# The checks before training.
+
+FACTS = GatheredFacts(
+    (RankFacts(0, "n0"), RankFacts(1, "n1")),
+    (
+        NodeFacts("n0", 0, {"torch": "2.13.0"}, disks={"/tmp": DiskFacts(5.0)}, memory_gb=9.0, interface="ib0"),
+        NodeFacts("n1", 1),
+    ),
+)
+FINDING = Finding(FindingKind.DISK_FULL, ("n1",), "/tmp has 0 GB left", "at least 0.05 GB", True, Fault.NODE)
+LINKS = {"links": [["n0", "n1", 2.5]], "pairs": []}
+RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, "all_gather": None, **LINKS}
+STRANGE: list[Any] = [
+    [],
+    {},
+    {"findings": {}, "nodes": 3, "measured": [1], "ranks": -1, "seconds": "long"},
+    {"findings": [1, {"sentence": "\x1b[31mred", "fatal": "yes", "nodes": [1]}], "nodes": [{}, {"versions": 3}, None]},
+    {"findings": [], "nodes": [{"node": "\x1b]0;x", "disks_gb": {"a": "b"}, "memory_gb": None, "gpus": [1]}]},
+    {"nodes": [{"rank": [1]}], "measured": {"tflops": {"[1]": "fast"}, "links": [[1], ["a", "b", "c"], 3], "pairs": 1}},
+]
+
+
+def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    number = job.attempt({"preflight.json": record_of("full", FACTS, [FINDING], 0.05, RATES)}, **ENDED)
+    said = "disk_full: n1: /tmp has 0 GB left; expected: at least 0.05 GB"
+    assert said in printed("status", RUN_ID)
+    found = read_preflight(job.run.attempt(number))
+    assert found is not None and found.fatal
+    print_record(found)
+    report = capsys.readouterr().out
+    assert "preflight, full: 2 ranks on 2 nodes compared in 0.05 s: 1 finding" in report
+    assert f"ends a training, {said}" in report and "-> make room there" in report
+    assert "between nodes 2.5 to 2.5 GB/s in 1 pairs" in report
+
+
+@pytest.mark.parametrize("values", [*STRANGE, '{"mode": "qu', "a link"])
+def test_a_record_of_any_shape_is_shown_without_control_characters(
+    values: Any, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = job.attempt(**ENDED)
+    path = job.run.attempt(number).preflight_file
+    if values == "a link":
+        path.symlink_to("/etc/passwd")
+    else:
+        path.write_text(values if isinstance(values, str) else json.dumps(values))
+    table = printed("status", RUN_ID)
+    assert "\x1b" not in table and "root:" not in table
+    if values != "a link" and (found := read_preflight(job.run.attempt(number))) is not None:
+        print_record(found)
+        assert not found.fatal and "\x1b" not in capsys.readouterr().out
+
+
+# How it left, when it was told to.
+
+LOW = PreemptionTimes(kill_wait_s=30.0, grace_s=20.0, grace_of="partition low")
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"), [(LOW, 50.0), (PreemptionTimes(30.0), 30.0), (PreemptionTimes(), None), (None, None)]
+)
+def test_what_a_preempted_job_is_given(times: PreemptionTimes | None, seconds: float | None) -> None:
+    assert time_to_leave(times) == seconds
+
+
+def test_leaving_is_awaited_until_it_is_over_or_too_late(job: Job) -> None:
+    number, clock = job.attempt(), [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if 7.0 < clock[0] < 8.0:
+            record = {**job.record(number), "ended": T0 + 12.5, "last_step": 40}
+            job.run.attempt(number).record_file.write_text(json.dumps(record))
+
+    assert wait_until_left(job.run, number, 5.0, clock=lambda: clock[0], sleep=sleep) is None
+    left = wait_until_left(job.run, number, 50.0, clock=lambda: clock[0], sleep=sleep)
+    assert left is not None and clock[0] < 9.0
+    assert leaving_sentence(left, T0 + 5, 50.0, LOW) == (
+        "it stopped after step 40, 7.5 s after it was told to stop; partition low gives 50 s"
+    )
+    assert "has not stopped within the 50 s that partition low gives" in leaving_sentence(None, T0, 50.0, LOW)
+    assert "SLURM's KillWait gives" in leaving_sentence(None, T0, 30.0, PreemptionTimes(30.0))
