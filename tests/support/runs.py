@@ -31,7 +31,7 @@ RUN_ID = "20260101-000000-000aa"
 # Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
 for _name in (
     *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
-    *("report.page.serve", "runtime.attempt_context", "runtime.take_run"),
+    *("report.page.serve", "runtime.attempt_context"),
 ):
     importlib.import_module(f"slurmtrain.{_name}")
 

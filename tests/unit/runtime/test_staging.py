@@ -16,6 +16,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
 
 
@@ -219,3 +220,25 @@ def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], mes
 def test_relative_data_is_that_of_the_folder_of_the_command() -> None:
     config = with_absolute_paths(compose(["cluster=a100x4", "cluster.stage.data=[tokens/]"]), Path("/home/me"))
     assert config.cluster.stage.data == ["/home/me/tokens"]
+
+
+def test_the_ranks_of_a_job_run_in_the_copy_of_their_node_which_goes_with_the_job(
+    project: Path, slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    (project / "p.sh").write_text('[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 1\necho $PYTHONPATH >here')
+    words = [
+        "cluster.tasks_per_node=1",
+        "cluster.gpus_per_node=0",
+        "cluster.gpu_type=null",
+        "cluster.gpu_memory_gb=null",
+    ]
+    words += ["cluster.network_interface=lo", "job=command", "job.command='bash p.sh'", "job.snapshot=cwd"]
+    words += ["cluster.stage.code=true", "requeue.in_place=true"]
+    assert main(["+cluster=a100x4", *words, "submit"]) == 0
+    local = tmp_path / "node's own"
+    local.mkdir()
+    done = slurm.run("101", TMPDIR=str(local))
+    assert (done.returncode, slurm.job("101")["state"]) == (0, "COMPLETED"), done.stdout
+    (found,) = project.glob("runs/*/*/code/here")
+    assert found.read_text().startswith(f"{local}/slurmtrain-stage-{os.getuid()}/fake-101-0/")
+    assert [path for path in local.rglob("*") if path.is_file()] == []
