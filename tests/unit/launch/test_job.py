@@ -258,10 +258,9 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     # Nothing of ours can read this run any more. A stop is a stop all the same, and a cancel a cancel.
     "unreadable": (Job(BREAK + "exit 75", variables={"SQUEUE_STATES": "PENDING"}), 75, "PENDING", "None", "None"),
     "unreadable, scancelled": (Job(BREAK + "scancel 101; exit 75"), 75, "CANCELLED", "None", "None"),
-    "unreadable, crashed": (Job(BREAK + "exit 3"), 3, "FAILED", "None", "None"),
 }
 # The same as processes of this machine, where what is to start again does so at once.
-LOCAL = ("finished", "stopped", "wrong config", "crashed", "killed", "crashed once", "never again", "crash loop")
+LOCAL = ("finished", "stopped", "wrong config", "killed", "crashed once")
 FURTHER = {
     "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(
@@ -452,7 +451,7 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     assert environment["MINE"] == job.variables["MINE"]
     assert environment.keys().isdisjoint({"MADE", "LOGIN", "OMP_NUM_THREADS", "SLURMTRAIN_ATTEMPT", "SLURM_JOB_ID"})
     assert len(ended["chain"].slurm.jobs) == 4  # its next job has been there from the start
-    for name in ("set-up", "no start in place", "unreadable, crashed"):
+    for name in ("set-up", "no start in place", "unreadable"):
         assert len(ended[name].slurm.jobs) == 1
     assert "submitted again as job 102" in ended["requeue refused"].logs[0]
     assert ended["resubmitted"].slurm.job("55")["dependency"] == "afterok:102"  # who waits for the run waits for it
