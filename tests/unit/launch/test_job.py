@@ -137,10 +137,11 @@ def waits_for_it(job: Job) -> None:
     job.slurm.add("55", dependency="afterok:101(unfulfilled)")
 
 
-def lose_node_2(slurm: FakeSlurm) -> None:
-    """The job keeps two of its three nodes."""
-    slurm.answer("sinfo --noheader --all --Node --nodes=n[1-3] --format=%N %T", "n1 mixed\nn2 down*\nn3 mixed\n")
-    slurm.answer("squeue --noheader --jobs=101 --format=%D", "2\n")
+def lose_node_2(job: Job) -> None:
+    """The job keeps two of its three nodes, and a copy of a checkpoint."""
+    job.copies.mkdir(parents=True)
+    job.slurm.answer("sinfo --noheader --all --Node --nodes=n[1-3] --format=%N %T", "n1 mixed\nn2 down*\nn3 mixed\n")
+    job.slurm.answer("squeue --noheader --jobs=101 --format=%D", "2\n")
 
 
 def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
@@ -312,7 +313,7 @@ FURTHER = {
         "ls $folder/shm/slurmtrain-* >>$folder/copies; " + ONCE + "exit 1; exit 78",
         (*RANK, "cluster.nodes=2", "cluster.spare_nodes=1", "checkpoint.local=FOLDER/shm"),
         job=TRAIN,
-        prepare=lambda job: (job.copies.mkdir(parents=True), lose_node_2(job.slurm)),
+        prepare=lose_node_2,
         variables={"SLURM_GPUS_PER_NODE": "a100:4"},
     ),
     "copies of a stopped run": Job(
@@ -503,7 +504,7 @@ def test_a_job_that_was_to_go_on_does_nothing_where_the_one_before_has_been_scan
     ):
         job = ended[name]
         job.slurm.change("101", state=state)
-        running.append((job, code, job.slurm.start("102", **job.variables)))
+        running.append((job, code, job.slurm.start("102", task=None, **job.variables)))
     for job, code, process in running:
         done = job.slurm.finish(process, "102")
         assert done.returncode == code, done.stdout
@@ -562,6 +563,13 @@ def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_
 # A node without the run directory.
 
 OTHERS = {7: "n[2-8]", 8: "n[2-9]"}
+
+
+def never_left_out(slurm: FakeSlurm) -> None:
+    slurm.fail("scontrol update", DISABLED)
+    slurm.command("sleep", "exit 0")
+
+
 NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] = {
     # the config names a folder that no node has, as far as anybody knows
     "at the first start": (78, {"restarts": 0}, lambda slurm: None),
@@ -578,7 +586,7 @@ NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] 
     "not to be left out": (
         75,
         {"excluded": "", "reason": "JobHeldUser"},
-        lambda slurm: (slurm.fail("scontrol update", DISABLED), slurm.command("sleep", "exit 0")),
+        never_left_out,
     ),
 }
 

@@ -240,8 +240,8 @@ ROOM: dict[str, Any] = {"tasks_per_node": 4, "cpus_per_task": 15, "gpus_per_node
 def test_a_limit_of_an_account_or_a_qos_that_no_such_job_passes_is_said(
     fields: dict[str, Any], limits: dict[str, Any], words: str, hint: str
 ) -> None:
-    normal = {"limits": Limits(**limits)} if limits else {}
-    qos = tuple(replace(each, **(normal if each.name == "normal" else {})) for each in ALPHA.qos or ())
+    own = Limits(**limits)
+    qos = tuple(replace(each, limits=own) if limits and each.name == "normal" else each for each in ALPHA.qos or ())
     facts = replace(ALPHA, qos=qos)
     (found,) = check_request(facts, ClusterConfig(**{**ROOM, "mem_per_node_gb": 0, **fields}), user_id=1000)
     assert found.fatal and words in found.message and hint in found.hint
