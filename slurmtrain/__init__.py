@@ -67,11 +67,7 @@ __all__ = [
 ]
 
 
-_EARLIER_NAMES = {"settle_buckets": "warm_up_ddp_buckets"}
-
-
 def __getattr__(name: str) -> Any:
-    name = _EARLIER_NAMES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

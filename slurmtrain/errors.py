@@ -10,7 +10,6 @@ import difflib
 import os
 import signal
 from collections.abc import Iterable
-from typing import Any
 
 EXIT_USAGE = 2  # a command line that cannot be understood; nothing was done
 EXIT_REQUEUE = os.EX_TEMPFAIL  # 75, sysexits.h: stopped early with what is needed to continue
@@ -190,22 +189,3 @@ def nearest(word: str, names: Iterable[str]) -> str:
     known = sorted(names)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are: {', '.join(known)}"
-
-
-# Names that programs of users may still catch.
-_EARLIER_NAMES = {
-    "UnreadableRecord": "UnreadableRecordError",
-    "EnvironmentMismatch": "EnvironmentMismatchError",
-    "LostPeers": "LostPeersError",
-    "Unreadable": "UnreadableError",
-    "Superseded": "SupersededError",
-    "Discarded": "DiscardedError",
-    "NotFinite": "NonFiniteError",
-    "CheckpointMismatch": "CheckpointMismatchError",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EARLIER_NAMES:
-        return globals()[_EARLIER_NAMES[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,13 +31,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Their tests take longest, and so are begun first.
-LONG = ("slurm", "faults", "distributed")
+LONG = ("slurm", "distributed", "faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist hand out files in their order here: its own begins those with few tests last, among them the longest."""
+    """Let xdist hand out groups in their order here: its own begins those with few tests last, among them the longest."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process of xdist")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """All tests that use the sandbox of tests/slurm run in one process and share it; of the others, those of a file."""
+    shared = "sandbox" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("slurm" if shared else str(item.path.relative_to(Path(__file__).parent))))
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,9 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no process is left alone with one of them at the end."""
     sizes = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[int, int]:
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
+        in_slurm = "sandbox" in getattr(item, "fixturenames", ())
+        return not in_slurm, LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
 
     items.sort(key=place)
 
@@ -163,3 +172,37 @@ def cli(project: Path) -> Cli:
         )
 
     return run
+
+
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what is marked slow and is left out for that, by room."""
+    config = items[0].config
+    if config.option.markexpr != "not slow" or config.option.keyword:
+        return
+    rooms = (item.path.relative_to(Path(__file__).parent).parts[0] for item in items if item.get_closest_marker("slow"))
+    config.stash[LEFT_OUT] = dict(Counter(rooms))
+    if hasattr(
+        config, "workeroutput"
+    ):  # with xdist, the processes that run the tests collect them, all of them the same
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count from a process of xdist that has ended."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, object, object]:
+    """Say what was left out, and how to run it, after the reasons of skipped tests."""
+    summed_up = yield
+    if rooms := config.stash.get(LEFT_OUT, {}):
+        counts = ", ".join(f"{room} {count}" for room, count in sorted(rooms.items(), key=lambda each: -each[1]))
+        terminalreporter.write_line(f"left out, marked slow: {counts} - tests/run --slow")
+    return summed_up

@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
 from slurmtrain.launch.cluster_file.content import ClusterFile
 from slurmtrain.launch.cluster_file.describe import describe
-from slurmtrain.launch.cluster_file.drift import Drift, Kind, drift
 from slurmtrain.launch.cluster_file.words import group_words
 from slurmtrain.launch.login_node import LoginNode, look_at_login_node
+from slurmtrain.launch.queue_check.finding import Finding
+from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.launch.submit import dry_run, slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.submit_once import check as ask_slurm
@@ -175,19 +175,14 @@ def _print(facts: ClusterFacts, described: ClusterFile, path: Path, refused: str
         print("SLURM would accept a job of it")
     else:
         print(f"SLURM would not accept a job of it: {one_line(refused)}")
-    _print_list("what SLURM does here", described.notes)
-    _print_list("not known; please answer in the file", described.questions)
+    if described.questions:
+        print("not known; please answer in the file:")
+    for question in described.questions:
+        print(f"  - {one_line(question)}")
     own = path.resolve().parent.parent
     found = path.suffix == ".yaml" and path.parent.name == "cluster" and own in search_folders("config", None, None)
     chosen = f"+cluster={path.stem}" if found else f"--config-dir {own} +cluster={path.stem}"
     print(f"  {PROGRAM} {chosen} submit --dry-run\n  {PROGRAM} probe --check {path}")
-
-
-def _print_list(title: str, sentences: Sequence[str]) -> None:
-    if sentences:
-        print(f"{title}:")
-    for sentence in sentences:
-        print(f"  - {one_line(sentence)}")
 
 
 def _row(facts: ClusterFacts, name: str, default: bool) -> list[str]:
@@ -255,9 +250,7 @@ def _object(
     file, cluster, partition, slurm  the file; SLURM's names of the cluster and of the partition; SLURM's version
     values     the fields that the file sets
     questions  what is not known, as sentences; each begins with the field
-    notes      what SLURM does here, as sentences
     refused    why SLURM would not accept a job of the file; null: it would, or cannot be asked
-    observed   what the file was made of, by name
     seconds    how long it took to look
     """
     return {
@@ -267,9 +260,7 @@ def _object(
         "slurm": facts.config.get("SLURM_VERSION"),
         "values": described.values,
         "questions": list(described.questions),
-        "notes": list(described.notes),
         "refused": refused,
-        "observed": dict(described.observed),
         "seconds": round(took_s, 3),
     }
 
@@ -290,33 +281,42 @@ def _check(options: argparse.Namespace) -> int:
     if cluster.backend != Backend.SLURM:
         raise UsageError(f"{path} is not a SLURM cluster (backend: {cluster.backend})", hint="name another file")
     facts = _facts(slurm_conf_of(config))
-    found = _differences(facts, cluster, text, path)
+    findings, now = _compare(facts, cluster, path)
+    fields = [name for name in now if getattr(cluster, name) != now[name]]
     if options.json:
-        print_json({"file": str(path), "drift": [_drift_object(each) for each in found]})
-    elif not found:
+        print_json(
+            {
+                "file": str(path),
+                "findings": [
+                    {"fatal": each.fatal, "field": each.field, "message": each.message, "hint": each.hint}
+                    for each in findings
+                ],
+                "changed": {name: {"file": getattr(cluster, name), "probe": now[name]} for name in fields},
+            }
+        )
+    elif not findings and not fields:
         print(f"{path} fits cluster {one_line(facts.name)}")
     else:
-        for each in found:
+        for each in sorted(findings, key=lambda each: not each.fatal):
             hint = f"; {each.hint}" if each.hint else ""
-            print(f"{each.kind}: {one_line(each.message)}{one_line(hint)}")
-    if any(each.kind == Kind.REFUSED for each in found):
+            print(f"{'cannot run' if each.fatal else 'doubt'}: {one_line(each.message)}{one_line(hint)}")
+        if fields:
+            print(f"--- {path}\n+++ what probe would write today")
+        for name in fields:
+            print(f"-{name}: {one_line(str(getattr(cluster, name)))}\n+{name}: {one_line(str(now[name]))}")
+    if any(each.fatal for each in findings):
         return EXIT_CONFIG
-    return 1 if found else 0
+    return 1 if findings or fields else 0
 
 
-def _differences(facts: ClusterFacts, cluster: ClusterConfig, text: str, path: Path) -> list[Drift]:
-    groups, user_id = own_groups(), os.getuid()
+def _compare(facts: ClusterFacts, cluster: ClusterConfig, path: Path) -> tuple[list[Finding], dict[str, object]]:
+    """Return what a job of a file would meet on the cluster, and the values that `probe` would write today."""
     name = cluster.partition.partition(",")[0] if cluster.partition else None
     try:
         fresh = describe(facts, LoginNode(), partition=name, account=cluster.account, qos=cluster.qos, name=path.stem)
     except ConfigError as error:
-        return [Drift(Kind.REFUSED, "cluster.partition", error.message, error.hint or "")]
-    return drift(facts, cluster, text, fresh, groups=groups, user_id=user_id)
-
-
-def _drift_object(each: Drift) -> dict[str, str]:
-    """Return one difference: kind ("cannot run", "changed" or "doubt"), field, message, hint."""
-    return {"kind": each.kind, "field": each.field, "message": each.message, "hint": each.hint}
+        return [Finding("cluster.partition", error.message, error.hint or "", fatal=True)], {}
+    return check_request(facts, cluster, groups=own_groups(), user_id=os.getuid()), fresh.values
 
 
 def _file_named(word: str) -> Path:

@@ -11,7 +11,7 @@ from slurmtrain.control.access import claimed_alone, client, has_no_job, jobs_in
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs import choices, lookup
+from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import reopen
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -60,8 +60,6 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         else:
             hint = f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it"
         raise ClusterError(f"run {run_dir.id} has not ended: {now.status}, {now.explanation}", hint=hint)
-    if choices.is_open(run_dir):
-        return _resume_everywhere(run_dir, overrides, code=code)
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in jobs_in_queue(run_dir, now) if job in before]
     if left:
@@ -108,20 +106,6 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         log.info(interrupted(run_dir, client(run_dir)))
         raise
     return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
-
-
-def _resume_everywhere(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str:
-    """Submit a run that has started nowhere to each of its choices again."""
-    from slurmtrain.launch.submit_first import submit_to_each
-
-    if overrides or code:
-        raise UsageError(f"run {run_dir.id} has not started anywhere yet", hint="submit it again, with the changes")
-    choices.open_again(run_dir)
-    run_dir.request_file.unlink(missing_ok=True)
-    run_dir.event(Event.RESUME_ASKED)
-    jobs = submit_to_each(run_dir).jobs
-    to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
-    return f"run {run_dir.id} is submitted again to {to}; the first that starts takes it"
 
 
 def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,11 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.access import claimed_alone
-from slurmtrain.control.submitting import check, starting_after, submit_run, submit_to_choices, warn_of_memory
+from slurmtrain.control.submitting import check, starting_after, submit_run, warn_of_memory
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.script_parts import Line
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import PLACEHOLDER_ID, dry_run, explained, preparing, slurm_conf_of
+from slurmtrain.launch.submit import dry_run, explained, preparing, slurm_conf_of
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMN = 72  # where the reasons of `render --explain` begin, at most
-CHOICE_NAME = re.compile(r"[\w-][\w.-]{0,99}")
 
 
 def main(arguments: Arguments) -> int:
@@ -52,8 +50,6 @@ def main(arguments: Arguments) -> int:
         with contextlib.ExitStack() as unpacked:
             return _submit_or_show(_of_bundle(arguments, unpacked), arguments, unpacked)
     config = _as_typed(arguments)
-    if config.cluster.choices:
-        return _submit_to_choices(config, arguments)
     job = _Experiment(config, validate(config), arguments.overrides, None, current_folder())
     return _submit_or_show(job, arguments, contextlib.ExitStack())
 
@@ -77,20 +73,17 @@ class _Experiment:
 
 def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experiment:
     """Return what a bundle holds, with the overrides of the command line. It is unpacked until `unpacked` is closed."""
-    from slurmtrain.launch import unbundle
+    from slurmtrain.launch import bundle as bundles
 
     for option in ("--config-name", "--config-path"):
         if option in arguments.options:
             raise UsageError(f"--from contains a whole config, so there is nothing to compose from {option}")
-    bundle = unpacked.enter_context(unbundle.opened(Path(arguments.options["--from"]).expanduser()))
+    bundle = unpacked.enter_context(bundles.opened(Path(arguments.options["--from"]).expanduser()))
     config_dir = arguments.options.get("--config-dir")
-    config, dims = unbundle.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
-    if config.cluster.choices:
-        raise UsageError("--from works with one cluster, but cluster.choices names several", hint="+cluster=NAME")
-    source = unbundle.source_of(bundle)
-    unbundle.tell_differences(bundle, config)
+    config, dims = bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
+    bundles.tell_differences(bundle)
     overrides = [*bundle.manifest["overrides"], *arguments.overrides]
-    return _Experiment(config, dims, overrides, source, bundle.workdir or current_folder())
+    return _Experiment(config, dims, overrides, bundle.code, bundle.workdir or current_folder())
 
 
 def _submit_or_show(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
@@ -119,15 +112,8 @@ def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
 
 
 def _as_typed(arguments: Arguments) -> Config:
-    config = _composed(arguments, arguments.overrides)
-    if not config.cluster.choices and any(word.lstrip("+") == "cluster=first" for word in arguments.overrides):
-        raise UsageError("cluster=first names no clusters", hint="cluster=first cluster.choices=[a100x4,h100x8]")
-    return config
-
-
-def _composed(arguments: Arguments, overrides: Sequence[str]) -> Config:
     return compose(
-        overrides,
+        arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
         config_path=arguments.options.get("--config-path"),
@@ -163,19 +149,7 @@ def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitSta
     if "--json" in arguments.options:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0
-    return _tell_submitted(run_dir, f"as job {job_id}", arguments)
-
-
-def _tell_submitted(run_dir: RunDir, where: str, arguments: Arguments) -> int:
-    """Say what was submitted, and the verbs to type next; with --follow, show its log until it ends.
-
-    Args:
-        where: the words that follow the id of the run.
-
-    Returns:
-        The exit code of the verb; with --follow, that of the run.
-    """
-    print(f"submitted run {run_dir.id} {where}\n  {run_dir.path}")
+    print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = lookup.reference(run_dir)
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
     if "--follow" not in arguments.options:
@@ -183,54 +157,6 @@ def _tell_submitted(run_dir: RunDir, where: str, arguments: Arguments) -> int:
     from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
-
-
-def _submit_to_choices(config: Config, arguments: Arguments) -> int:
-    """Submit a run to each of cluster.choices, or print the scripts with --dry-run."""
-    names = config.cluster.choices
-    if arguments.verb == "render" or "--after" in arguments.options:
-        what = "render" if arguments.verb == "render" else "--after"
-        raise UsageError(
-            f"{what} works with one cluster, but cluster.choices has {len(names)}", hint=f"cluster={names[0]}"
-        )
-    others = [word for word in arguments.overrides if not _chooses_cluster(word)]
-    dry, cwd = "--dry-run" in arguments.options, current_folder()
-    for place, name in enumerate(names):
-        if not CHOICE_NAME.fullmatch(name) or name in names[:place]:
-            raise UsageError(
-                f"cluster.choices={','.join(names)}: {name!r} is "
-                + ("there twice" if name in names[:place] else "no name"),
-                hint="names of cluster files, such as [a100x4,h100x8]",
-            )
-    from slurmtrain.launch import submit_first
-
-    composed = {name: _composed(arguments, [f"cluster={name}", *others]) for name in names}
-    submit_first.refuse_unsuitable(composed)
-    configs = submit_first.Suitable[tuple[Config, ParallelDims]]()
-    for name, one in composed.items():
-        with configs.leaving_out(name):
-            dims = validate(one)
-            check(one, dims, cwd, look_at_files=not dry)
-            configs.values[name] = one, dims
-    if dry:
-        configs.require_some()
-        suitable = {name: one for name, (one, _) in configs.values.items()}
-        print(submit_first.dry_run_of_each(suitable, cwd, PLACEHOLDER_ID), end="")
-        return 0
-    run_dir, submitted = submit_to_choices(configs, arguments.overrides, cwd)
-    jobs = submitted.jobs
-    if "--json" in arguments.options:
-        facts = {"left_out": submitted.left_out, "unknown": submitted.unknown}
-        print_json(
-            {"run": run_dir.id, "path": str(run_dir.path), "job_ids": list(jobs.values()), "choices": jobs, **facts}
-        )
-        return 0
-    to = ", ".join(f"{name} as job {job_id}" for name, job_id in jobs.items())
-    return _tell_submitted(run_dir, f"to {to}; the first that starts takes it", arguments)
-
-
-def _chooses_cluster(override: str) -> bool:
-    return override.partition("=")[0].lstrip("+~") in ("cluster", "cluster.choices")
 
 
 def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:

@@ -422,8 +422,8 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.probe",
         "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
         "file systems, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
-        "value that SLURM does not report. --check compares a file with the cluster and exits with 0: it fits, 1: something "
-        "has changed, or 78: its jobs cannot run.",
+        "value that SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, "
+        "1: something, or 78: jobs of the file cannot run.",
         examples=(
             "probe  # writes conf/cluster/NAME.yaml for the default partition",
             "probe --partition gpu --out -  # only print it",
@@ -468,12 +468,6 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.batch.begin_attempt",
         hidden=True,
     ),
-    "take-run": Verb(
-        "take-run RUN_DIRECTORY CHOICE",
-        "for the batch script: check whether this is the first job of cluster.choices to start",
-        "slurmtrain.cli.batch.take_run",
-        hidden=True,
-    ),
     "stage": Verb(
         "stage RUN_DIRECTORY ...",
         "for the batch script: copy code, environment and data to the nodes of a job",
@@ -487,5 +481,3 @@ VERBS: dict[str, Verb] = {
         hidden=True,
     ),
 }
-# The batch scripts of runs that earlier versions have submitted call them by these names.
-VERBS |= {"settle": VERBS["finish-attempt"], "begin": VERBS["begin-attempt"], "again": VERBS["resubmit"]}

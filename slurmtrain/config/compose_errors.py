@@ -12,7 +12,6 @@ from slurmtrain.config.field_types import shown
 from slurmtrain.config.folders import Primary, config_groups
 from slurmtrain.config.frozen import first_line
 from slurmtrain.config.keys import fields_instead, unknown_field
-from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 
 Composed = Callable[[Sequence[str]], Any]
@@ -119,8 +118,6 @@ def _unknown_open_key(
     else:
         return None
     wrong = f"{'.'.join(path)} has no key {word!r}"
-    if path == ["model"] and is_our_decoder(node) and word in NAMES:
-        return UsageError(wrong, hint=f"it is called model.{NAMES[word]}, as in Llama's own files")
     if sign == "~":
         return UsageError(wrong, hint=nearest(word, node) if node else "there is nothing to remove")
     added = f"+{override}"

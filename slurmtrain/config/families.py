@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.our_decoder import is_our_decoder
 
 CONFIG = "config.json"
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"  # the _target_ of a model of transformers

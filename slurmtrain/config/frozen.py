@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config import secrets
-from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of, without_unused
 from slurmtrain.config.schema import Config
 from slurmtrain.config.typed import structured, typed
 from slurmtrain.errors import ConfigError
@@ -24,6 +23,9 @@ from slurmtrain.system.redaction import SECRET_VARIABLE, hide
 
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
+SCHEMA_VERSION = 1
+HEADER = "# Frozen by slurmtrain, schema version {}.\n"
+HEADER_LINE = re.compile(r"# Frozen by slurmtrain, schema version (\d+)\.")
 
 
 def freeze(config: Config) -> str:
@@ -36,8 +38,8 @@ def freeze(config: Config) -> str:
     # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
     # libyaml's dumper, where PyYAML was built with it, takes a third of the time.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.dump(without_unused(to_values(config)), Dumper=dumper, sort_keys=False, default_flow_style=False)
-    return header() + text
+    text: str = yaml.dump(to_values(config), Dumper=dumper, sort_keys=False, default_flow_style=False)
+    return HEADER.format(SCHEMA_VERSION) + text
 
 
 def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
@@ -48,8 +50,7 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
             disk.
 
     Raises:
-        ConfigError: it is missing, is not a config of this version or an earlier one, or a secret is not in the
-            environment.
+        ConfigError: it is missing, is not a config of this version, or a secret is not in the environment.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -64,17 +65,17 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
         raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} contains no config", hint="it was written at submit; has it been edited?")
-    left_out = migrate(values, version_of(data.decode()))
-    if left_out:
-        import logging  # here, since --help loads this module and needs none
-
-        logging.getLogger(__name__).warning("unknown fields ignored: %s of %s", ", ".join(left_out), path)
     try:
         if with_secrets:
             values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
         return to_config(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
+        found = HEADER_LINE.match(data.decode())
+        newer = found is not None and int(found[1]) > SCHEMA_VERSION
+        raise ConfigError(
+            f"{path} is not a config of this version: {first_line(error)}",
+            hint="a newer slurmtrain froze it: install that one where the job runs" if newer else None,
+        ) from None
 
 
 def config_hash(config: Config) -> str:
@@ -84,11 +85,9 @@ def config_hash(config: Config) -> str:
 
     Name, run folder, cluster, evaluation and checks are left out: the same experiment elsewhere is the same experiment.
     """
-    values = as_first_digested(to_values(config))
-    for key in ("cluster", "eval", "hooks", "secrets"):
+    values = to_values(config)
+    for key in ("cluster", "eval", "hooks", "secrets", "watchdog", "observe", "preflight"):
         del values[key]
-    for key in ("watchdog", "observe", "preflight"):
-        values.pop(key, None)
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

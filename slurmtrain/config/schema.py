@@ -89,9 +89,6 @@ class ClusterConfig:
 
     # "slurm"; or "local": run the same job as processes on this machine, in the foreground
     backend: Backend = Backend.SLURM
-    # With cluster=first: names of cluster files. The run is submitted to each of them, and the first job that starts
-    # gets it.
-    choices: list[str] = field(default_factory=list)
     # A number, or a range such as 2-4: as many nodes of it as SLURM can give. The global batch size does not change, so
     # a number of nodes that cannot divide it is not used: the ranks run on the next smaller one that can.
     nodes: int | str = 1

@@ -14,13 +14,11 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
-from slurmtrain.runs import choices, lookup
+from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, write_request
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.paths import current_folder
 
@@ -36,10 +34,7 @@ def cancel(run_dir: RunDir) -> str:
     Raises:
         ClusterError: SLURM refuses or does not answer, or the run is still setting up.
     """
-    if choices.is_open(run_dir):
-        return _cancel_everywhere(run_dir)
     said = [_cancel_one(run_dir)]
-    _take_back(run_dir)
     if run_dir.info()["backend"] == Backend.SLURM and is_claimed(claim_folder(run_dir)):
         with claimed_alone(run_dir):  # somebody was resuming it at the same moment
             said = [_cancel_one(run_dir)]
@@ -49,44 +44,6 @@ def cancel(run_dir: RunDir) -> str:
         ended = cancel_all([run_dir], client(run_dir))
         said += [f"its evaluation {evaluation.path.name} is told to end" for evaluation in ended]
     return "\n".join(said)
-
-
-def _cancel_everywhere(run_dir: RunDir) -> str:
-    """End a run that waits in several queues: its jobs are cancelled in all of them."""
-    now = state(run_dir)
-    if not now.alive:
-        return f"run {run_dir.id} is not running: {now.explanation}"
-    ask_to_cancel(run_dir)  # first of all: a job that starts now finds it, and leaves
-    with contextlib.suppress(OSError):
-        run_dir.event(Event.CANCEL_ASKED)
-    left = _take_back(run_dir, all_of_them=True)
-    if left:
-        raise ClusterError(
-            f"run {run_dir.id} is cancelled, but {'; '.join(left)}",
-            hint="its job exits as soon as it starts; or try again later",
-        )
-    return f"run {run_dir.id} is told to end, in all its queues"
-
-
-def _take_back(run_dir: RunDir, *, all_of_them: bool = False) -> list[str]:
-    """Cancel the jobs of a run at its choices, and return what could not be done.
-
-    Args:
-        all_of_them: also that of the choice that has the run, which may have begun this very moment.
-    """
-    left = []
-    claim = None if all_of_them else choices.claim_of(run_dir)
-    for choice in choices.choices_of(run_dir):
-        if not choice.token or (claim is not None and claim.choice == choice.name):
-            continue
-        try:
-            asks = SlurmClient(choice.slurm_conf())
-            jobs = asks.find_by_comment(TOKEN_PREFIX + choice.token)
-            if jobs:
-                asks.cancel(*jobs)
-        except ClusterError as error:
-            left.append(f"{choice.name} cannot be asked: {error.message}")
-    return left
 
 
 def _cancel_one(run_dir: RunDir) -> str:
@@ -137,15 +94,8 @@ def requeue(run_dir: RunDir, overrides: Sequence[str] = ()) -> str:
     """
     if not overrides:
         return _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2")
-    _refuse_in_several_queues(run_dir)
     _check_changeable(run_dir, state(run_dir), overrides)
     local = run_dir.info()["backend"] == Backend.LOCAL
-    if not local:
-        with claimed_alone(run_dir):
-            now = state(run_dir)
-            _check_changeable(run_dir, now, overrides)
-            if now.status in WAITING:
-                return _change_waiting(run_dir, now, overrides)
     from slurmtrain.launch.next_change import record_next_change
 
     with record_next_change(run_dir, overrides, current_folder(), None if local else client(run_dir)) as lines:
@@ -174,25 +124,12 @@ def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         why = "it does not start again by itself (requeue.mode=off)"
     elif _by_hand(run_dir, now):
         why = "it was started by hand"
+    elif now.status in WAITING:
+        why = "its job waits in the queue"
     if why is not None:
         raise ClusterError(
             f"run {run_dir.id} cannot be changed while it is alive: {why}", hint=f"cancel it, then {resume}"
         )
-
-
-def _change_waiting(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> str:
-    """Change a run whose job waits, and let it start as soon as it can. Called by who has claimed the run."""
-    from slurmtrain.launch.next_change import change_pending
-
-    slurm, job_id = client(run_dir), _job_id(now)
-    left = [job for job in jobs_in_queue(run_dir, now) if job != job_id]
-    if left:  # whoever let this job take their place was killed before they were cancelled
-        slurm.cancel(*left)
-    lines = change_pending(run_dir, job_id, overrides, current_folder(), slurm)
-    run_dir.event(Event.REQUEUE_ASKED)
-    if now.reason != "Dependency" and run_dir.info()["job_ids"][-1] == job_id:
-        slurm.start_now(job_id)
-    return "\n".join([f"run {run_dir.id} is changed, and waits to start", *lines])
 
 
 def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, changed: bool = False) -> str:
@@ -201,7 +138,6 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
     Args:
         changed: its next attempt has another config.
     """
-    _refuse_in_several_queues(run_dir)
     now = _after_a_pause(run_dir, state(run_dir))
     if changed and not run_dir.next_change_file.exists():  # it was made in that pause
         return f"run {run_dir.id} has just started again"
@@ -295,15 +231,6 @@ def _starts_again_in_its_job(run_dir: RunDir, now: RunState) -> bool:
     if run_dir.info()["backend"] == Backend.LOCAL:
         return last.verdict not in (Verdict.DONE, Verdict.END)
     return last.verdict == Verdict.IN_PLACE and last.job_id == now.job_id
-
-
-def _refuse_in_several_queues(run_dir: RunDir) -> None:
-    """Raise ClusterError for a run that waits in the queues of cluster.choices."""
-    if choices.is_open(run_dir):
-        raise ClusterError(
-            f"run {run_dir.id} waits in several queues, and has not started in any of them",
-            hint=f"`cancel {run_dir.id}` takes it out of all of them; then submit it again",
-        )
 
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:

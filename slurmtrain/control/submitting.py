@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -36,9 +34,6 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.user import own_groups
-
-if TYPE_CHECKING:
-    from slurmtrain.launch.submit_first import Submitted, Suitable
 
 log = logging.getLogger(__name__)
 
@@ -108,42 +103,6 @@ def submit_run(
         if later == plan:
             raise
         return _submit(later, overrides, cwd, after, source)
-
-
-def submit_to_choices(
-    configs: Suitable[tuple[Config, ParallelDims]], overrides: Sequence[str], cwd: Path
-) -> tuple[RunDir, Submitted]:
-    """Prepare one run and submit it to each of several clusters or partitions, of which the first to start takes it.
-
-    One whose SLURM is not there, or refuses the job, is left out with a warning.
-
-    Args:
-        configs: config and parallel dims of the run on each, after all checks, by the name of the choice.
-        overrides, cwd: as for `submit_run`.
-
-    Returns:
-        The run, and what has become of it at each choice.
-
-    Raises:
-        ConfigError, ClusterError: as `submit_run`, if no choice is left; or what is chosen does not go together.
-    """
-    from slurmtrain.launch import submit_first
-
-    confs: dict[str, str | None] = {}
-    for name, (config, _) in list(configs.values.items()):
-        with configs.leaving_out(name):
-            confs[name] = client_of(config).slurm_conf
-    configs.require_some()
-    plain = {name: config for name, (config, _) in configs.values.items()}
-    confs = {name: confs[name] for name in plain}
-    submit_first.check_choices(plain, confs, cwd)
-    for config, dims in configs.values.values():
-        warn_of_memory(config, dims)
-    with preparing(next(iter(plain.values())), overrides, cwd) as run_dir:
-        submit_first.write_choices(run_dir, plain, confs, cwd)
-        submitted = submit_first.submit_to_each(run_dir)
-    left_out = {name: error.message for name, error in configs.left_out.items()}
-    return run_dir, replace(submitted, left_out=left_out | submitted.left_out)
 
 
 def starting_after(config: Config, runs: str) -> Config:

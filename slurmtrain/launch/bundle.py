@@ -1,171 +1,105 @@
-"""`runs bundle RUN`: one file with what it takes to run a run again elsewhere: config, code, packages, and how.
+"""`runs bundle` and `submit --from`: a tar file with the config, the code and the revision of a run, to run it again elsewhere.
 
-The bytes of a bundle depend on the run alone, and no secret goes into it (`bundle_secrets`).
+A bundle holds what the run's snapshot holds, and is not searched for secrets. Its code runs as whoever submits it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fnmatch
 import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import re
-import stat
 import tarfile
+import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurmtrain.config.checks.job import NAME
+from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.overrides import normalise
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
-from slurmtrain.launch.bundle_format import (
-    CONFIG,
-    ENVIRONMENT,
-    FORMAT,
-    LOCK,
-    MANIFEST,
-    MOST_BYTES,
-    PATCH,
-    Member,
-    is_inside,
-    leads_inside,
-    matches,
-    some,
-    with_digest,
-)
-from slurmtrain.launch.bundle_secrets import known_secrets, refuse_secrets, without_files
-from slurmtrain.launch.bundle_texts import lock_text, readme_text
+from slurmtrain.launch.changes import changed
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.runs.code_record import CodeRecord, read_code_record
 from slurmtrain.runs.environment_record import newest_environment
-from slurmtrain.runs.ownership import foreign_link
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import give_name, temporary_beside
-from slurmtrain.system.process_facts import ProcessFacts
-from slurmtrain.system.redaction import bytes_of, redacted
+from slurmtrain.system.process_facts import ProcessFacts, gather_facts
+from slurmtrain.system.records import COUNT, OBJECT, TEXT, TEXTS, printable
+from slurmtrain.system.redaction import redacted
 
-PICKLED = re.compile(r"slurmtrain\.runtime\.(jobs\.)?(map_task|hydra_task)\b")  # programs of job.command
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Packed:
-    """What goes into a bundle.
-
-    Attributes:
-        folder: name of the folder that all is in.
-        created: the time that its files have, in unix seconds.
-        members: its files, the list of them first.
-        warnings: what is not in it, or is not as it was at submit, in sentences.
-    """
-
-    folder: str
-    created: int
-    members: list[Member]
-    warnings: list[str]
+FORMAT = 1
+MANIFEST, CONFIG, LOCK = "bundle.json", "config.yaml", "requirements.txt"
+PICKLED = re.compile(r"slurmtrain\.runtime\.jobs\.(map_task|hydra_task)\b")  # programs of job.command
+TORCH_INDEX = "https://download.pytorch.org/whl"
+SHOWN = 8  # packages that differ
+_FIELDS = {"format": COUNT, "run": TEXT, "import_roots": TEXTS, "overrides": TEXTS, "git": OBJECT, "packages": OBJECT}
 
 
-@dataclass
-class _Code:
-    """The files of the snapshot, the links in it, and what is to be said of them."""
-
-    members: list[Member] = field(default_factory=list)
-    links: dict[str, str] = field(default_factory=dict)
-    links_out: dict[str, str] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def pack(run_dir: RunDir, *, exclude: Sequence[str] = (), allow: Sequence[str] = ()) -> Packed:
-    """Collect what a bundle of a run holds.
+def write_bundle(run_dir: RunDir, target: Path, *, exclude: Sequence[str] = ()) -> str:
+    """Write the bundle of a run, the same bytes each time, and return its sha256. There is a whole file in the end, or none.
 
     Args:
-        exclude: patterns of files of the code that are left out, also of the patch.
-        allow: patterns of files that are packed although they look like secrets.
+        target: a file that does not exist; one whose name ends in .tar is not compressed.
+        exclude: patterns of files of the code that are left out.
 
     Raises:
-        UnreadableRecordError: the run's records cannot be read, or are too large.
+        UnreadableRecordError: the run's records cannot be used.
         UsageError: what the run calls lies elsewhere.
-        ConfigError: something in it is a secret, or looks like one; the message names the first few.
+        ConfigError: the file exists, or cannot be written.
     """
     info = run_dir.info(whole=True)
     values = run_dir.config_values()
-    if PICKLED.search(str(_at(values, "job", "command"))):
+    if isinstance(values, dict) and PICKLED.search(str((values.get("job") or {}).get("command"))):
         raise UsageError(
             f"run {run_dir.id} calls a pickled function of slurmtrain.map or a Hydra program, which a bundle cannot contain",
             hint="run the program again at the other place; bundles are for runs of `submit`",
         )
     record = read_code_record(run_dir.code_record_file) or CodeRecord()
     in_place = str(info.get("workdir", "/")).startswith("/")
-    code = _Code() if in_place else _code_of(run_dir, record, exclude)
     if in_place:
-        code.warnings.append(
-            f"run {run_dir.id} ran in place, in {info.get('workdir')}: its code is not in the bundle, and `submit --from` "
-            "takes that of the folder where it is typed"
-        )
+        log.warning("run %s ran in place, in %s: its code is not in the bundle", run_dir.id, info.get("workdir"))
     recorded = newest_environment(run_dir)
-    facts = ProcessFacts() if recorded is None else recorded[1]
-    if recorded is None:
-        code.warnings.append("no attempt recorded its packages: the bundle has no list of packages")
-    config = records.read_bytes(run_dir.config_file)
-    facts_of_run = _run_facts(run_dir, info, in_place)
-    about = [
-        Member("README.md", readme_text(facts_of_run, facts, record, code.links_out, values).encode()),
-        Member(CONFIG, config),
-        Member(LOCK, lock_text(facts).encode()),
-        Member(ENVIRONMENT, _json({**facts.to_json(), "system": _without_host(facts.system)})),
-        *([Member("job.sbatch", records.read_bytes(run_dir.script))] if run_dir.script.is_file() else []),
-        *([Member(PATCH, bytes_of(diff))] if (diff := without_files(record.diff or "", exclude)) else []),
-    ]
-    members = sorted([*about, *code.members], key=lambda member: member.name)
-    manifest = {
+    facts = recorded[1] if recorded is not None else ProcessFacts()
+    manifest: dict[str, Any] = {
         "format": FORMAT,
-        **facts_of_run,
-        "git": {"revision": record.revision, "dirty": record.dirty, "branch": record.branch, "remote": record.remote},
-        "untracked": list(record.untracked),
-        "links": code.links,
-        "links_out": code.links_out,
-        "changed": code.changed,
-        "files": {
-            member.name: {
-                "sha256": hashlib.sha256(member.content).hexdigest(),
-                "size": len(member.content),
-                "executable": member.executable,
-            }
-            for member in members
-        },
+        "run": run_dir.id,
+        **{name: info[name] for name in ("name", "user", "created", "config_hash", "version", "image") if name in info},
+        "overrides": list(info.get("overrides") or ()),
+        "workdir": None if in_place else info["workdir"],
+        "import_roots": [] if in_place else list(info.get("import_roots") or ()),
+        "git": {name: getattr(record, name) for name in ("revision", "dirty", "branch", "remote")},
+        "python": facts.system.get("python"),
+        "packages": dict(sorted(facts.packages.items())),
     }
-    first = Member(MANIFEST, _json(with_digest(redacted(manifest))))
-    known, unknown = known_secrets(run_dir)
-    refuse_secrets(run_dir, [first, *members], known, allow)
-    if unknown:
-        code.warnings.append(
-            f"unknown in this shell, so the check of the bundle could not look for these secrets: {some(unknown)}"
-        )
-    name = info["name"] if NAME.fullmatch(info["name"]) else "run"  # the record may be somebody else's
-    return Packed(f"{name}-{run_dir.id}", int(info["created"]), [first, *members], code.warnings)
-
-
-def write_bundle(packed: Packed, target: Path) -> str:
-    """Write a bundle, and return its sha256. There is a whole file in the end, or none.
-
-    Args:
-        target: a file that does not exist; one whose name ends in .tar is not compressed.
-
-    Raises:
-        ConfigError: it exists, or cannot be written.
-    """
+    texts = {
+        MANIFEST: (json.dumps(redacted(manifest), indent=1) + "\n").encode(),
+        CONFIG: records.read_bytes(run_dir.config_file),
+        LOCK: _requirements(facts).encode(),
+    }
     temporary = temporary_beside(target)
     try:
         with temporary.open("xb") as file:
-            if target.suffix == ".tar":
-                _write_tar(packed, file)
-            else:
-                with gzip.GzipFile("", "wb", 6, file, mtime=0) as stream:
-                    _write_tar(packed, stream)
-            file.flush()
-            os.fsync(file.fileno())
+            packed = file if target.suffix == ".tar" else gzip.GzipFile("", "wb", 6, file, mtime=0)
+            with packed, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                for name, content in texts.items():
+                    _add(tar, run_dir, info, name, io.BytesIO(content), len(content))
+                if not in_place:
+                    _add_code(tar, run_dir, info, record, exclude)
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         give_name(temporary, target)
@@ -180,88 +114,183 @@ def write_bundle(packed: Packed, target: Path) -> str:
         temporary.unlink(missing_ok=True)
 
 
-def _write_tar(packed: Packed, stream: BinaryIO | gzip.GzipFile) -> None:
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for member in packed.members:
-            entry = tarfile.TarInfo(f"{packed.folder}/{member.name}")
-            entry.size, entry.mode, entry.mtime = len(member.content), member.mode, packed.created
-            tar.addfile(entry, io.BytesIO(member.content))
+def _add(
+    tar: tarfile.TarFile,
+    run_dir: RunDir,
+    info: Mapping[str, Any],
+    name: str,
+    content: BinaryIO | None,
+    size: int = 0,
+    *,
+    executable: bool = False,
+    link: str | None = None,
+) -> None:
+    entry = tarfile.TarInfo(f"{run_dir.id}/{name}")
+    entry.size, entry.mode, entry.mtime = size, 0o755 if executable else 0o644, int(info["created"])
+    if link is not None:
+        entry.type, entry.linkname = tarfile.SYMTYPE, link
+    tar.addfile(entry, content)
 
 
-def _at(values: Any, *keys: str) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
-
-
-def _run_facts(run_dir: RunDir, info: Mapping[str, Any], in_place: bool) -> dict[str, Any]:
-    known = ("name", "user", "created", "overrides", "config_hash", "version", "image")
-    facts: dict[str, Any] = redacted(
-        {
-            "run": run_dir.id,
-            **{name: info[name] for name in known if name in info},
-            "workdir": None if in_place else info.get("workdir"),
-            "import_roots": [] if in_place else list(info.get("import_roots") or ()),
-        }
-    )
-    return facts
-
-
-def _without_host(system: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in sorted(system.items()) if name != "host"}
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(redacted(values), indent=1) + "\n").encode()
-
-
-def _code_of(run_dir: RunDir, record: CodeRecord, exclude: Sequence[str]) -> _Code:
-    """Return the files of a run's snapshot, without those that the program has written beside them."""
-    found, root = _Code(), os.path.realpath(run_dir.code)
-    of_a_sweep = os.path.join(os.path.realpath(run_dir.path.parent), "code")
-    if os.path.lexists(run_dir.code) and foreign_link(run_dir.code) and root != of_a_sweep:
-        raise UnreadableRecordError(f"{run_dir.code} is a link, and links in a run are not followed")
-    names = sorted(record.files) or sorted(_all_files(Path(root)))
-    if not record.files:
-        found.warnings.append("the run has no record of its code's files: all that lie there are packed")
-    total = 0
-    for name in names:
-        if not is_inside(name):
+def _add_code(
+    tar: tarfile.TarFile, run_dir: RunDir, info: Mapping[str, Any], record: CodeRecord, exclude: Sequence[str]
+) -> None:
+    """Add the files of the snapshot as they are now, without those that the program has written beside them."""
+    root = run_dir.code.resolve()
+    if root not in (run_dir.path.resolve() / "code", run_dir.path.resolve().parent / "code"):  # the latter of a sweep
+        raise UnreadableRecordError(f"{run_dir.code} leads to {root}, which is not the code of the run")
+    gone: list[str] = []
+    for name in sorted(record.files):
+        path = root / name
+        if path.resolve() != path:  # in the run of somebody else it could lead to any file of the reader
             raise UnreadableRecordError(f"{run_dir.code_record_file} names {name!r}, which is no file of the code")
-        if matches(name, exclude):
+        if _matches(name, exclude):
             continue
-        path = Path(root) / name
-        # A folder in between that is a link, as of a run of somebody else, could lead to any file of the reader's.
-        if os.path.realpath(path.parent) != os.path.normpath(path.parent):
-            raise UnreadableRecordError(f"{path.parent} is a link, and links in a run are not followed")
+        if not path.is_file():
+            gone.append(name)
+            continue
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            _add(tar, run_dir, info, f"code/{name}", file, found.st_size, executable=bool(found.st_mode & 0o100))
+    for name, link in sorted(record.links.items()):
+        inside = os.path.normpath(os.path.join(os.path.dirname(name), link))
+        if inside.startswith(("/", "..")):
+            log.warning("code/%s is a link to %s, which is not in the bundle", printable(name), printable(link))
+        elif not _matches(name, exclude):
+            _add(tar, run_dir, info, f"code/{name}", None, link=link)
+    if gone:
+        log.warning("gone since the run was submitted: %s", _some(gone))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a file of the code, by its path or its name alone, matches one of these patterns."""
+    plain = [pattern.removeprefix("code/") for pattern in patterns]
+    return any(fnmatch.fnmatchcase(each, pattern) for each in (name, os.path.basename(name)) for pattern in plain)
+
+
+def _requirements(facts: ProcessFacts) -> str:
+    """Return the packages as pip reads them. Those that no index has are given by their URL, or in a comment."""
+    lines = [f"# What the newest attempt ran with, on Python {facts.system.get('python', '?')}"]
+    if build := facts.packages.get("torch", "").partition("+")[2]:
+        lines.append(f"--extra-index-url {TORCH_INDEX}/{build}")
+    for name, version in sorted(facts.packages.items()):
+        origin = facts.origins.get(name)
+        if origin is None:
+            lines.append(f"{name}=={version}")
+        elif re.match(r"(git\+)?(https|ssh)://", origin):
+            lines.append(f"{name} @ {origin}")
+        else:
+            lines.append(f"# {name}=={version}, installed from {origin}")
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that has been unpacked.
+
+    Attributes:
+        manifest: what its bundle.json says.
+        folder: where it is unpacked.
+        facts: what run.json says of the bundle that a run was made from.
+    """
+
+    manifest: Mapping[str, Any]
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @property
+    def workdir(self) -> Path | None:
+        """The folder in which the program runs, as unpacked; None for a run that ran in place."""
+        return None if self.manifest["workdir"] is None else self.folder / self.manifest["workdir"]
+
+    @property
+    def code(self) -> CodeSource | None:
+        """What the new run's snapshot is made of; None for a run that ran in place."""
+        if self.manifest["workdir"] is None:
+            return None
+        git = {name: self.manifest["git"].get(name) for name in ("revision", "dirty", "branch", "remote")}
+        record = CodeRecord(**git, diff="" if git["dirty"] is False else None)
+        roots = tuple(self.manifest["import_roots"])
+        return CodeSource(self.folder / "code", self.manifest["workdir"], roots=roots, record=record, bundle=self.facts)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Bundle]:
+    """Unpack a bundle into a folder that is removed after the block.
+
+    Raises:
+        UsageError: there is no such file.
+        ConfigError: it is torn, is no bundle, or would write outside of the folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurmtrain-bundle-") as name:
         try:
-            content = records.read_bytes(path, at_most=MOST_BYTES - total)
-        except (FileNotFoundError, NotADirectoryError):
-            found.changed.append(name)
-            continue
-        total += len(content)
-        if record.files and hashlib.sha256(content).hexdigest() != record.files[name]:
-            found.changed.append(name)
-        executable = bool(os.lstat(path).st_mode & stat.S_IXUSR)
-        found.members.append(Member(f"code/{name}", content, executable))
-    for name, target in sorted(record.links.items()):
-        if is_inside(name) and not matches(name, exclude):
-            (found.links if leads_inside(name, target, record.links) else found.links_out)[name] = target
-    if found.changed:
-        found.warnings.append(
-            f"changed or gone since the run was submitted: {some(found.changed)}; packed as they are now"
-        )
-    if found.links_out:
-        found.warnings.append(
-            f"not in the bundle, because these links lead out of the code: {some(list(found.links_out))}"
-        )
-    return found
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                file.seek(0)
+                with tarfile.open(fileobj=file) as tar:
+                    tar.extractall(name, filter="data")
+                    while tar.fileobj is not None and tar.fileobj.read(1 << 20):  # up to gzip's checksum at the end
+                        pass
+            folder = next(Path(name).iterdir(), Path(name))
+            if not (folder / MANIFEST).is_file():
+                raise ValueError(f"it has no {MANIFEST}")
+            manifest = json.loads((folder / MANIFEST).read_text())
+            if not all(kind.holds(manifest[field]) for field, kind in _FIELDS.items()) or manifest["format"] != FORMAT:
+                raise ValueError(f"its {MANIFEST} is none of this version")
+            if manifest["workdir"] is not None:
+                (folder / manifest["workdir"]).mkdir(parents=True, exist_ok=True)
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is incomplete, or not a bundle: {printable(str(error))[:200]}",
+                hint="copy it again, and compare its sha256 with the one that `runs bundle` printed",
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be read: {error.strerror}", hint="`runs bundle RUN` makes a bundle"
+            ) from None
+        yield Bundle(manifest, folder, {"file": str(path), "sha256": digest, "run": manifest["run"]})
 
 
-def _all_files(root: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
-            path = Path(folder) / name
-            if path.is_file() and not path.is_symlink():
-                yield str(path.relative_to(root))
+def config_of(
+    bundle: Bundle, overrides: Sequence[str], cwd: Path, *, config_dir: str | None = None
+) -> tuple[Config, ParallelDims]:
+    """Return the config of a bundle with overrides, after all checks of its fields.
+
+    With `+cluster=NAME` all of the group `cluster` is that of the other cluster. The folder of runs is this shell's.
+
+    Raises:
+        UsageError: an override that cannot be read, or chooses another group.
+        ConfigError: a value that cannot work.
+    """
+    config = load_frozen(bundle.folder / CONFIG, with_secrets=False)
+    config = dataclasses.replace(config, job=dataclasses.replace(config.job, runs_dir=JobConfig().runs_dir))
+    chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
+    others = [word for word in overrides if word not in chosen]
+    if chosen:
+        of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
+        others = [word for word in others if word not in of_cluster]
+        composed = compose([*map(normalise, chosen), *of_cluster], config_dir=config_dir)
+        config = dataclasses.replace(config, cluster=composed.cluster)
+    for word in others:
+        key = word.lstrip("+~").partition("=")[0]
+        if "." not in key:
+            raise UsageError(
+                f"{word}: with --from, only single fields can be set, and the group cluster chosen",
+                hint="such as optim.lr=1e-4, or +cluster=NAME",
+            )
+    return changed(config, others, cwd, fixed=())
+
+
+def tell_differences(bundle: Bundle) -> None:
+    """Log which packages of the run are missing here, or have another version."""
+    then, here = bundle.manifest["packages"], gather_facts().packages
+    other = [f"{name} {here[name]} (was {then[name]})" for name in then if here.get(name, then[name]) != then[name]]
+    missing = [name for name in then if name not in here and name != "slurmtrain"]
+    if other:
+        log.warning("other versions than those of the run: %s", _some(other, SHOWN))
+    if missing:
+        log.warning("packages of the run that are not installed here: %s", _some(missing, SHOWN))

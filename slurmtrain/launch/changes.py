@@ -18,12 +18,10 @@ from typing import Any
 
 from slurmtrain.config.frozen import config_hash, first_line, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.keys import fields_instead, unknown_field
-from slurmtrain.config.migrations import SCHEMA_VERSION
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.earlier_names import is_our_decoder, name_of_today
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
@@ -48,7 +46,6 @@ log = logging.getLogger(__name__)
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
-_SCHEMA_VERSION = re.compile(r"^SCHEMA_VERSION = (\d+)$", re.MULTILINE)
 _FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
@@ -59,7 +56,6 @@ def change(
     *,
     code: bool = False,
     client: SlurmClient | None = None,
-    asked: float | None = None,
 ) -> list[str]:
     """Change a run none of whose ranks is at work, before it starts again. Nothing is changed if anything is wrong.
 
@@ -71,7 +67,6 @@ def change(
         cwd: the folder of the command, to which paths in them are relative.
         code: take a new snapshot, from the folder where the run was submitted.
         client: asked whether SLURM accepts the script, if it asks for other resources; None: SLURM is not asked.
-        asked: when a person has asked for it, in unix seconds, if that was earlier: see `next_change`.
 
     Returns:
         Sentences that say what is different now.
@@ -85,7 +80,7 @@ def change(
     known = _unused(run_dir, overrides) if overrides and not code else None
     if known is not None:
         return [f"changed already: {word}" for word in known]
-    config, words = plan(run_dir, before, overrides, cwd, code=code) if overrides else (before, [])
+    config, words = plan(run_dir, before, overrides, cwd) if overrides else (before, [])
     info = run_dir.info()
     number = _free_number(run_dir, len(info.get("changes", ())) + 1)
     fresh, snapshot = run_dir.path / f"{_FRESH}{os.getpid()}", None
@@ -93,7 +88,7 @@ def change(
         if code:
             snapshot = _snapshot(config, info, fresh)
         facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides)}
-        facts |= {"attempts": _last_attempt(run_dir), **({"asked": asked} if asked is not None else {})}
+        facts["attempts"] = _last_attempt(run_dir)
         new: dict[str, Any] = {"config_hash": config_hash(config), "steps": steps_of(config)}
         new |= {"own_checkpoints": None} if "own_checkpoints" in info else {}
         new |= own_checkpoints_of(config)
@@ -129,18 +124,11 @@ def change(
     return describe(before, config, reached_step.newest_checkpoint_step(run_dir))
 
 
-def plan(
-    run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path, *, code: bool = False
-) -> tuple[Config, list[str]]:
+def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, list[str]]:
     """Return the config of a run with these fields changed, and the overrides without relative values, after all checks.
-
-    Args:
-        code: the run gets a new snapshot, too.
 
     Raises as `change`. Nothing is written.
     """
-    if not code:
-        _check_code_reads_config(run_dir)
     words = with_steps(overrides, before)
     if lookup.is_sweep(run_dir.path.parent):
         check_of_one_run(words, run_dir.info().get("varied") or ())
@@ -154,31 +142,6 @@ def plan(
     return config, words
 
 
-def _check_code_reads_config(run_dir: RunDir) -> None:
-    """Refuse a change of a run whose own slurmtrain, in the snapshot of its code, could not read a config of this version.
-
-    Raises:
-        ConfigError: it is an earlier one.
-    """
-    version = schema_version_of(run_dir.code)
-    if version is not None and version < SCHEMA_VERSION:
-        raise ConfigError(
-            f"the code of run {run_dir.id} holds an older slurmtrain, which cannot read configs of this version",
-            hint=f"`resume {run_dir.id} KEY=VALUE --code` goes on with the code as it is now; without KEY=VALUE the run "
-            "goes on as it is",
-        )
-
-
-def schema_version_of(code: Path) -> int | None:
-    """Return the version of configs that the slurmtrain in a snapshot reads; None: the installed one is used."""
-    try:
-        text = (code / "slurmtrain" / "config" / "migrations.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = _SCHEMA_VERSION.search(text)
-    return None if found is None else int(found.group(1))
-
-
 def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
     """Ask SLURM whether it would accept a script that asks for other resources than the run's present one.
 
@@ -186,7 +149,7 @@ def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
         RefusedError: it would not.
     """
     present = run_dir.script.read_text() if run_dir.script.is_file() else ""
-    if resources(script) == resources(present):
+    if _resources(script) == _resources(present):
         return
     proposed = run_dir.path / f"{_FRESH}{os.getpid()}.sbatch"
     proposed.write_text(without_past(script))
@@ -196,9 +159,9 @@ def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
         proposed.unlink(missing_ok=True)
 
 
-def resources(script: str) -> list[str]:
+def _resources(script: str) -> list[str]:
     """Return the options of sbatch in a script, in order."""
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
 def _last_attempt(run_dir: RunDir) -> int:
@@ -308,8 +271,6 @@ def changed(
             if not isinstance(inside, dict) or (part not in inside and not added):
                 hint = f"config.yaml has all fields; `+{word}` adds one to an open group (model, data, cluster.env)"
                 key = ".".join(path[: number + 1])
-                if is_our_decoder(values["model"]) and name_of_today(key) != key:
-                    hint = f"it is called {name_of_today(key)}, as in Llama's own files"
                 raise UsageError(f"{word}: the config of this run has no {key}", hint=hint)
             if number < len(path) - 1:
                 inside = inside.setdefault(part, {})
@@ -332,7 +293,6 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         UsageError: one does. `sweep retry` and the tables of the sweep would still use the former value.
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
-    keys += [name_of_today(key) for key in keys]
     for word in overrides:
         field = ".".join(_parsed(word)[0])
         if field.partition(".")[0] in OF_THE_SWEEP:

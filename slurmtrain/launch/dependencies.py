@@ -11,7 +11,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs import choices, lookup
+from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import free_dependents
 from slurmtrain.slurm.client import SlurmClient
@@ -97,11 +97,6 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     if not now.alive:
         raise _will_not_finish(run_dir, now)
     info = run_dir.info()
-    if choices.is_open(run_dir):
-        raise UsageError(
-            f"run {run_dir.id} waits in several queues, so it is not known yet which job to wait for",
-            hint="submit when it has started",
-        )
     if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
             f"run {run_dir.id} does not have its own SLURM job, so SLURM cannot wait for it",

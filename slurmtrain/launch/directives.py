@@ -13,7 +13,6 @@ from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.launch.arrays import array_option
 from slurmtrain.launch.script_parts import JobPaths, Line
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, Version
 
 # Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
@@ -162,8 +161,6 @@ def keeps_nodes(config: Config, paths: JobPaths) -> bool:
 
 def _folder_of_log(paths: JobPaths) -> Path:
     """Return the folder of the batch script's log. One in the run directory would say that the job has begun there."""
-    if paths.choice is not None:
-        return RunDir(paths.run_dirs[0]).choices / paths.choice
     return paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]
 
 

@@ -20,9 +20,9 @@ from slurmtrain.config.families import HUGGING_FACE
 from slurmtrain.config.launched_program import repeated_launcher
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data.sources import config_check
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.program_check import check_program
+from slurmtrain.our_decoder import is_our_decoder
 from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.system.paths import URL, absolute
 from slurmtrain.system.sight import OF_EACH_NODE, Seen, Sight, look, unwritable

@@ -113,7 +113,6 @@ def _render(
         directives=explained_directives(config, paths, version, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
-        choice=paths.choice,
         tasks=paths.tasks,
         setup=setup_lines(config.cluster),
         env=config.cluster.env,

@@ -30,7 +30,6 @@ class JobPaths:
         parallelism: number of tasks of an array that may run at the same time; None: no limit.
         pack: number of runs that share a task.
         submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
-        choice: for a run with cluster.choices, the one that the job is of: it asks first whether another one has the run.
     """
 
     run_dirs: Sequence[Path]
@@ -40,7 +39,6 @@ class JobPaths:
     pack: int = 1
     roots: Sequence[str] = ()
     submit_dir: Path | None = None
-    choice: str | None = None
 
     @property
     def tasks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
-from slurmtrain.launch.own_outputs import is_own_output
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
@@ -35,6 +35,9 @@ OF_ANOTHER_REPOSITORY = frozenset(
 )
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
 UNTRACKED = "?"  # what `git ls-files -t` puts before such a file
+OWN_BUNDLE = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{5}\.tar(\.gz)?")  # the name that `runs bundle` gives
+GENERATOR = b'<meta name="generator" content="slurmtrain">'
+HEAD_BYTES = 2048  # of a page; the mark is among its first lines
 LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
 
 
@@ -268,7 +271,7 @@ def _files_in_git(root: Path) -> list[Path]:
     for entry in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
         tag, name = entry[:1], entry[2:]
         path = root / name
-        if not name or (tag == UNTRACKED and is_own_output(path)):
+        if not name or (tag == UNTRACKED and _is_own_output(path)):
             continue
         if path.is_file() or path.is_symlink():  # neither: deleted, but still tracked
             files.append(Path(name))
@@ -280,7 +283,18 @@ def _files_in_git(root: Path) -> list[Path]:
 def _visible_files(root: Path) -> list[Path]:
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file() or path.is_symlink())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [name for name in visible if not is_own_output(root / name)]
+    return [name for name in visible if not _is_own_output(root / name)]
+
+
+def _is_own_output(path: Path) -> bool:
+    """Return whether a file is a bundle of `runs bundle`, by its name, or a page of `report`, by its content."""
+    if path.suffix != ".html":
+        return OWN_BUNDLE.fullmatch(path.name) is not None
+    try:
+        with path.open("rb") as file:
+            return GENERATOR in file.read(HEAD_BYTES)
+    except OSError:
+        return False
 
 
 def _check_size(files: list[Path], root: Path, max_mb: int) -> None:

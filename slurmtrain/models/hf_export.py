@@ -23,7 +23,6 @@ from slurmtrain.config import families
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.earlier_names import is_our_decoder, with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, DataError
 from slurmtrain.models import byte_tokenizer
 from slurmtrain.models.huggingface import HuggingFace, stored_names
@@ -34,6 +33,7 @@ from slurmtrain.models.lora_export import (
     read_adapters,
     write_merged,
 )
+from slurmtrain.our_decoder import is_our_decoder
 
 MODEL = "model"  # the object of a checkpoint that is exported
 TOKENIZER = "tokenizer.json"
@@ -173,7 +173,7 @@ def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description
     Raises:
         ConfigError: the config does not say what model it is, or Hugging Face has no family for it.
     """
-    model = with_names_of_today(config).get("model")
+    model = config.get("model")
     if not isinstance(model, Mapping) or not model.get("_target_"):
         raise ConfigError("it does not say what model it holds, as one of a program of your own", hint=TO_FILE)
     dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}

@@ -16,11 +16,11 @@ from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.config import families
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.huggingface import HuggingFace, read_whole
 from slurmtrain.models.lora import has_adapters, name_without_adapters, without_adapters
+from slurmtrain.our_decoder import is_our_decoder
 
 SHOWN = 3
 

@@ -23,8 +23,8 @@ from slurmtrain.config.parallel_dims import (
     sequence_lengths,
 )
 from slurmtrain.config.schema import Config
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.our_decoder import is_our_decoder
 from slurmtrain.planner.memory import ADAM_STATES, MemorySettings, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 

@@ -21,8 +21,8 @@ from slurmtrain.config.parallel_dims import (
     parallel_dims_of,
 )
 from slurmtrain.config.schema import Config
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.our_decoder import is_our_decoder
 from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of, most_bytes
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.config.migrations import with_unused
-from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_measured
@@ -293,12 +291,11 @@ def _files(tree: Path) -> dict[str, Path]:
 
 
 def _config(run_dir: RunDir) -> Any:
-    """Return the frozen config as plain values, so that runs of another version of the schema can be compared, too."""
+    """Return the frozen config as plain values, so that runs of another version can be compared, too."""
     try:
-        values = run_dir.config_values()
+        return run_dir.config_values()
     except UnreadableRecordError as error:
         raise ConfigError(error.message, hint=error.hint) from None
-    return with_unused(with_names_of_today(values)) if isinstance(values, Mapping) else values
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:

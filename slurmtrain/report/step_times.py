@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurmtrain.config.frozen import to_config
-from slurmtrain.config.migrations import migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UnreadableRecordError
 from slurmtrain.runs.events import Event
@@ -140,7 +139,6 @@ def config_of(run_dir: RunDir) -> Config:
     try:
         if not isinstance(values, dict):
             raise UnreadableRecordError(f"{run_dir.config_file} holds no config")
-        migrate(values, version_of(records.read_text(run_dir.config_file)))
         return to_config(values)
     except (OmegaConfBaseException, ConfigError, TypeError, ValueError) as error:
         sentence = records.printable(str(error).partition("\n")[0])

@@ -12,9 +12,6 @@ class Event(StrEnum):
     RENDERED = "rendered"  # its batch script was written, for a person to submit
     SUBMITTING = "submitting"  # sbatch is about to be called
     SUBMITTED = "submitted"
-    TAKEN = "taken"  # by the first of the jobs of cluster.choices that has started
-    NOT_TAKEN = "not taken"  # by a job that has started later, and has left at once
-    TAKEN_BACK = "taken back"  # jobs of the other choices
     GONE_FROM_QUEUE = "gone from the queue"
     CHAIN_CANCELLED = "rest of the chain cancelled"
     DEPENDENTS_FREED = "dependents freed"  # jobs that waited for this run may start, or never will

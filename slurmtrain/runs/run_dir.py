@@ -108,11 +108,6 @@ class RunDir:
     def script(self) -> Path:
         return self.path / "job.sbatch"
 
-    @property
-    def choices(self) -> Path:
-        """The folder of what the run is on each of cluster.choices, and of who has taken it; see `runs/choices.py`."""
-        return self.path / "choices"
-
     @cached_property
     def attempts(self) -> Path:
         return self.path / "attempts"

@@ -142,7 +142,6 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
-    from slurmtrain.runtime.rendezvous import StopDuringStartError
 
     sys.excepthook = _record_and_show
     environment = Environment.detect()
@@ -172,7 +171,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
             from slurmtrain.runtime.preflight.check import run_preflight
 
             run_preflight(config, session.distributed, session.context, stop_requested=lambda: stop_flag.requested)
-    except StopDuringStartError:
+    except signals.StopDuringStartError:
         leave(EXIT_REQUEUE)
     if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)

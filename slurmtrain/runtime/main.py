@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +131,7 @@ def _run(
         with undeterred("complete the record of the attempt"):
             _finish_by_hand(config, environment, context, code)
         leave(code)
-    except _stop_during_start():
+    except signals.StopDuringStartError:
         if stop_watcher is not None:
             stop_watcher.wait_for_record()
         leave(EXIT_REQUEUE)
@@ -354,12 +353,3 @@ def _fail(
         with undeterred("tell the other ranks"):
             watchdog.failed(lost_a_peer=failure.because_of_peer)
     leave(failure.exit_code)
-
-
-def _stop_during_start() -> tuple[type[BaseException], ...]:
-    """Return the exception class StopDuringStartError if its module was ever loaded.
-
-    Importing it here would import torch before signals are handled.
-    """
-    module = sys.modules.get("slurmtrain.runtime.rendezvous")
-    return (module.StopDuringStartError,) if module is not None else ()

@@ -30,6 +30,7 @@ from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.runtime.told_error import error_of_word, word_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.signals import StopDuringStartError
 
 ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the rendezvous folder of ranks that were started by hand
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
@@ -42,10 +43,6 @@ REPORTED_S = 20.0  # that every missing node must have reported for, before rank
 STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
 PREFLIGHT = "preflight, "  # how a sentence begins about what a node, or the config, is at fault for
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
-
-
-class StopDuringStartError(Exception):
-    """A stop was requested while a rank waited for others, before training has begun."""
 
 
 @dataclass(frozen=True)

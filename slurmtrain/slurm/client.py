@@ -189,30 +189,29 @@ class SlurmClient:
         """
         return self._call([*SQUEUE, "--me", "--format=%A"], before=SHIELD).split()
 
-    def find_by_comment(self, word: str, *, ended: bool = False, states: Collection[str] | None = None) -> list[str]:
+    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 
         An array is one job.
 
         Args:
-            ended, states: as for `comments`.
+            ended: as for `comments`.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        jobs = self.comments(ended=ended, states=states)
+        jobs = self.comments(ended=ended)
         if word.endswith(":"):
             return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
         return [job for job, words in jobs.items() if word in words]
 
-    def comments(self, *, ended: bool = False, states: Collection[str] | None = None) -> dict[str, list[str]]:
+    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
         """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
 
         An array is one job.
 
         Args:
             ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
-            states: only jobs in one of these states, by SLURM's words; None: in any.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -222,7 +221,7 @@ class SlurmClient:
         found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
-            if comment and (ended or state not in GONE) and (states is None or state in states):
+            if comment and (ended or state not in GONE):
                 found.setdefault(job_id, comment.split())
         return found
 
@@ -354,22 +353,6 @@ class SlurmClient:
             return []
         shown = self.glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
-
-    def batch_script(self, job_id: str) -> str:
-        """Return the batch script of a job, as it was submitted.
-
-        Raises:
-            ClusterError: SLURM does not know it, or was not reached.
-        """
-        return self._call(["scontrol", "write", "batch_script", job_id, "-"])
-
-    def hold(self, job_id: str) -> None:
-        """Keep a pending job from starting until it is released.
-
-        Raises:
-            ClusterError: SLURM refused, as for a job that has started, or was not reached.
-        """
-        self._call(["scontrol", "hold", job_id])
 
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])

@@ -64,9 +64,6 @@ LIVE = (
     JobState.STAGE_OUT,
 )
 
-# States of a job whose batch script has not started yet.
-NOT_STARTED = (JobState.PENDING, JobState.CONFIGURING)
-
 # States of a job that scancel has ended, while its batch script still runs and afterwards. Others end in COMPLETING, too.
 AFTER_SCANCEL = (JobState.COMPLETING, JobState.CANCELLED)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.frozen import freeze, to_values
-from slurmtrain.config.migrations import as_first_digested
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.arrays import Array, plan_arrays
@@ -31,10 +30,9 @@ def identity_of(config: Config) -> str:
 
     The places of runs and code, hooks, loggers, what a search does with its trials, and the sources of secrets are left out.
     """
-    values = as_first_digested(to_values(config))
-    del values["hooks"], values["secrets"]
-    for key in ("watchdog", "observe", "search"):
-        values.pop(key, None)
+    values = to_values(config)
+    for key in ("hooks", "secrets", "watchdog", "observe", "search"):
+        del values[key]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

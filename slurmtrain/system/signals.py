@@ -50,6 +50,10 @@ class StopRequest:
     time: float  # unix time, seconds
 
 
+class StopDuringStartError(Exception):
+    """A stop was requested while a rank waited for others, before its work has begun."""
+
+
 class StopFlag:
     """The flag that a stop was requested. Get the process's only instance from `install_signal_handlers`."""
 

@@ -1,45 +1,24 @@
-"""Benchmarks: python -m tests.bench [NAME ...] [--options of one]; without a name, all that BENCHMARKS names."""
+"""Benchmarks: python -m tests.bench NAME [options of it]; `all` runs all, and without a name they are listed."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from pathlib import Path
 
-BENCHMARKS = (
-    "cli",
-    "quickstart",
-    "throughput",
-    "overhead",
-    "observe",
-    "stop",
-    "recovery",
-    "checkpoint",
-    "node_copies",
-    "collect",
-    "status",
-    "report",
-    "usage",
-    "sweep",
-    "layout",
-    "prepare",
-    "data",
-    "numbers",
-    "weights",
-    "goodput",
-    "hf_checkpoint",
-    "preflight",
-)
+BENCHES = ("cli", "runs", "sweep", "training", "checkpoint", "hf_checkpoint", "data", "recovery", "goodput", "gpu")
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    first_option = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    names = words[:first_option] or list(BENCHMARKS)
-    for name in names:
-        if name not in BENCHMARKS:
-            raise SystemExit(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
-        print(f"== {name}", flush=True)
-        importlib.import_module(f"tests.bench.{name}").main()
+    name, *options = sys.argv[1:] or [""]
+    if name not in (*BENCHES, "all", ""):
+        raise SystemExit(f"there is no benchmark {name!r}; there are: {', '.join(BENCHES)}")
+    for each in BENCHES if name == "all" else [name] if name else []:
+        importlib.import_module(f"tests.bench.{each}").main(options)
+    for each in BENCHES if not name else []:
+        text = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{each}.py").read_text())) or ""
+        print(f"{each:14} {text.splitlines()[0]}")
 
 
 if __name__ == "__main__":

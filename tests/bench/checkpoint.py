@@ -1,166 +1,124 @@
-"""Checkpoints against what the machine can do (memcpy, dd, plain reads, SHA-256) and against torch.distributed.checkpoint.
+"""Checkpoints against torch.distributed.checkpoint (DCP), memcpy, dd and plain reads. Wanted: a stall of half of DCP's.
 
-python -m tests.bench checkpoint [--gb 3] [--rounds 3] [--layouts replicated sharded] [--only stalls writes ...]
+Two processes hold parameters with Adam, and all take turns in them; a value is that of the slower rank. Needs six times the
+state in memory (eight where it is replicated) and seven times in free disk space, in TMPDIR or here: /tmp may be in memory.
 
-Two processes hold parameters with Adam; everything is measured in turn in the same processes, the order changing from round
-to round, and each ratio is one of two measurements of the same round. Wanted, each by its median:
+    stall of a step by an asynchronous save         <= 0.5 x DCP async_save as it is, thread or process; <= 1.2 x memcpy;
+                                                    <= 1 x DCP async_save with buffers that it keeps
+    all time lost by it                             <= 1 x the best of DCP
+    save and wait for the commit, digests included  <= 1 x dcp.save + fsync; <= 1.3 x memcpy + dd with fsync
+    restore, everything verified                    <= 1.4 x plain reads of the same files, from the disk
 
-    stall of a training step by an asynchronous save    <= 0.5 x DCP async_save, thread or process; <= 1.2 x memcpy
-                                                        <= 1 x DCP async_save that keeps its buffers
-    all time lost by it                                 <= 1 x the best of DCP
-    durable write, digests and fsync included           >= 0.8 x dd with fsync, ahead of dcp.save + fsync
-    verify, from the page cache                         >= 0.9 x SHA-256 of memory with as many threads
-    restore, everything verified                        >= 0.7 x plain reads of the same files, from the disk
-                                                        >= 0.7 x SHA-256 of memory by all cores, from the page cache
-    flag of preemption to commit                        <= 1.3 x memcpy + dd
-    planning for 4,096 ranks x 1,000 tensors            <= 5 s and 500 MB on rank 0
-
-The replicated layout is what DDP has: every rank holds everything, ours stages and writes one half on each of two ranks, and
-DCP stages everything on each of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds.
-Memcpy and dd move what a rank of ours stages and writes. A stall is what `save` takes and what the optimiser's step behind it
-takes longer than usual: right behind it ("at once", where nothing hides the copying), or after forward and backward. "All time
-lost" counts what the background takes from the steps until it is over, too, where ours also reads back what it wrote. "Of a
-save" are the parts of the call of `save` itself. From the page cache, a restore is bound by SHA-256, 1.5 to 2 GB/s of a core,
-and not by reading, which is shown all the same. Needs
-six times the state in memory (eight where it is replicated) and six times in free disk space.
+The replicated layout is what DDP has: ours stages and writes one half on each of two ranks, and DCP stages everything on each
+of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds. Memcpy and dd move what a rank of ours
+writes. A stall is what `save` takes and what the optimiser's step right behind it takes longer than usual, where nothing hides
+the copying; all time lost has what the background takes from the steps until it is over, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
-import signal
+import shutil
 import statistics
-import sys
+import subprocess
 import tempfile
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.save import staging
-from slurmtrain.checkpoint.save.fingerprints import fingerprint
-from tests.bench import checkpoint_planning
-from tests.bench.checkpoint_reference import (
-    Action,
-    DcpAsync,
-    copy_into,
-    dcp_save_synced,
-    dcp_state,
-    dd,
-    digest_memory,
-    drop_from_page_cache,
-    give_back_memory,
-    make_source,
-    read_part,
-    remove,
-)
+import slurmtrain
+from tests.bench.side_by_side import Row, in_turn, options, ratio, seconds_of, show
+from tests.support.gloo import rank_variables
 
-RANKS, WIDTH, UNDISTURBED_STEPS = 2, 2048, 3
-LAYOUTS = ("replicated", "sharded")
-MEASUREMENTS = ("stalls", "writes", "reads", "verify", "planning")
+RANKS, WIDTH, USUAL_STEPS, BLOCK_BYTES = 2, 2048, 3, 16 << 20
+DCP = ("DCP thread", "DCP process", "DCP thread, kept", "DCP process, kept")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench checkpoint")
-    parser.add_argument("--gb", type=float, default=3.0, help="parameters and both moments of Adam, in all")
-    parser.add_argument("--rounds", type=int, default=3, help="that count; one more comes before as a warm-up")
-    parser.add_argument("--compute", type=float, default=1.0, help="seconds of forward and backward of a step")
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
-    parser.add_argument(
-        "--kinds", nargs="+", default=DcpAsync.KINDS, choices=DcpAsync.KINDS, help="of DCP; each takes memory"
-    )
-    parser.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS, help="leave out the others")
-    options, _ = parser.parse_known_args()
-    if set(options.only) - {"planning"}:
-        measure_layouts(options)
-    if "planning" in options.only:
-        checkpoint_planning.main()
+def main(words: list[str]) -> None:
+    layouts, only = ("replicated", "sharded"), ("stalls", "writes", "reads")
+    chosen = options(__doc__, words, gb=3.0, rounds=3, compute=1.0, layouts=layouts, kinds=DCP, only=only)
+    for layout in chosen.layouts:
+        with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=os.environ.get("TMPDIR", ".")) as name:
+            mp.spawn(run_rank, args=(layout, Path(name).resolve(), chosen), nprocs=RANKS)
 
 
-def measure_layouts(options: argparse.Namespace) -> None:
-    check_memory(options.gb, 8 if "replicated" in options.layouts else 6)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder is removed
-    # Not in memory, as /tmp may be.
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=os.environ.get("TMPDIR", ".")) as name:
-        folder = Path(name).resolve()
-        check_disk(folder, options.gb)
-        for layout in options.layouts:
-            run_ranks(layout, folder / layout, options)
-
-
-def check_memory(gb: float, times: int) -> None:
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    if available < times * gb * 1e9:
-        raise SystemExit(f"--gb {gb:g} wants {times * gb:.0f} GB of memory, and {available / 1e9:.0f} GB are free")
-
-
-def check_disk(folder: Path, gb: float) -> None:
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
-    if free < 6 * gb * 1e9:
-        raise SystemExit(f"--gb {gb:g} wants {6 * gb:.0f} GB in {folder.parent}, and {free / 1e9:.0f} GB are free")
-
-
-def run_ranks(layout: str, folder: Path, options: argparse.Namespace) -> None:
-    folder.mkdir()
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
-    context = mp.spawn(run_rank, args=(layout, folder, options), nprocs=RANKS, join=False)
-    try:
-        while not context.join():
-            pass
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-        remove(folder)
-
-
-def run_rank(rank: int, layout: str, folder: Path, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, layout: str, folder: Path, chosen: argparse.Namespace) -> None:
+    os.environ.update(rank_variables(rank, RANKS), OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")  # of DCP, about gloo and stagers
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    bench = Bench(rank, layout, folder, options)
-    for number in range(options.rounds + 1):
-        for measure in rotated(
-            tuple(getattr(bench, name) for name in MEASUREMENTS[:-1] if name in options.only), number
-        ):
-            measure(number)
-            give_back_memory()
-        if number == 0:
-            bench.seconds.clear()  # a warm-up
+    os.chdir(folder)
+    os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT), 2)  # the process of DCP tells everything that it does
+    slurmtrain.init(device="cpu")
+    bench = Bench(rank, layout, folder, chosen.gb, chosen.compute)
+    rows: list[Row] = []
+    if "stalls" in chosen.only:
+        stalls = {kind: partial(bench.stall, kind) for kind in ("memcpy", "ours", *chosen.kinds)}
+        rows += stall_rows(in_turn(stalls, chosen.rounds))
+    if "writes" in chosen.only:
+        writes = {"ours": bench.save_ours, "dcp": bench.save_dcp, "dd": bench.dd, "memcpy": bench.memcpy}
+        rows += write_rows(in_turn(writes, chosen.rounds))
+    if "reads" in chosen.only:
+        rows += read_rows(in_turn(bench.readers(), chosen.rounds))
     if rank == 0:
-        bench.report()
-    bench.close()
+        held = sum(tensor.nbytes for tensor in bench.training.tensors())
+        show(f"{layout}: a rank holds {held / 1e9:.2f} GB, and ours writes {bench.own_bytes / 1e9:.2f} GB of it", rows)
+    bench.checkpointer.close()
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def rotated(items: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    return items[number % len(items) :] + items[: number % len(items)]
+def stall_rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
+    at_once, in_all = ({name: [both[i] for both in values] for name, values in found.items()} for i in (0, 1))
+    rows = [Row(f"stall: {name}", values) for name, values in at_once.items()]
+    rows += [Row(f"all time lost: {name}", values) for name, values in in_all.items() if name != "memcpy"]
+    rows.append(ratio("stall: ours / memcpy", at_once["ours"], at_once["memcpy"], "<= 1.2"))
+
+    def against(what: str, of: dict[str, list[float]], kinds: list[str], wanted: str) -> None:
+        if kinds:
+            best = [min(values) for values in zip(*(of[kind] for kind in kinds), strict=True)]
+            rows.append(ratio(what, of["ours"], best, wanted))
+
+    against("stall: ours / better DCP", at_once, [kind for kind in at_once if kind in DCP[:2]], "<= 0.5")
+    against("stall: ours / better DCP, kept buffers", at_once, [kind for kind in at_once if kind in DCP[2:]], "<= 1")
+    against("all time lost: ours / best DCP", in_all, [kind for kind in in_all if kind in DCP], "<= 1")
+    return rows
 
 
-class Step(NamedTuple):
-    """Seconds of a training step: forward and backward, and the optimiser's."""
+def write_rows(found: dict[str, list[float]]) -> list[Row]:
+    bound = [copy + write for copy, write in zip(found["memcpy"], found["dd"], strict=True)]
+    return [
+        *(Row(f"save and wait: {name}", values) for name, values in found.items()),
+        ratio("save and wait: ours / dcp.save + fsync", found["ours"], found["dcp"], "<= 1"),
+        ratio("save and wait: ours / (memcpy + dd)", found["ours"], bound, "<= 1.3"),
+    ]
 
-    compute: float
-    optimizer: float
+
+def read_rows(found: dict[str, list[float]]) -> list[Row]:
+    rows = [Row(f"restore: {name}", values) for name, values in found.items()]
+    for where, wanted in (("cold", "<= 1.4"), ("warm", "")):
+        ours, plain = found[f"ours, {where}"], found[f"plain reads, {where}"]
+        rows.append(ratio(f"restore, {where}: ours / plain reads", ours, plain, wanted))
+        rows.append(ratio(f"restore, {where}: ours / dcp.load", ours, found[f"dcp, {where}"]))
+    return rows
 
 
 class Training:
@@ -182,7 +140,9 @@ class Training:
         self.optimizer.step()
         for tensor in self.tensors():
             tensor.uniform_()  # not what a disk could make short work of
-        self._products = self._calibrate(compute_s)
+        self._products = 50
+        seconds = min(seconds_of(self.forward_and_backward) for _ in range(3))
+        self._products = round(50 * compute_s / slowest(seconds))
 
     def tensors(self) -> list[Tensor]:
         """What this rank holds of parameters and moments. (Adam's counts of steps are too small to matter.)"""
@@ -195,335 +155,243 @@ class Training:
         for _ in range(self._products):
             factor @ factor
 
-    def _calibrate(self, compute_s: float) -> int:
-        self._products = 50
-        seconds = min(timed(self.forward_and_backward) for _ in range(3))
-        counts = torch.tensor([compute_s / seconds * self._products])
-        dist.all_reduce(counts)
-        return round(counts.item() / RANKS)
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.optimizer.step()
 
 
 class Bench:
-    """All measurements, on one rank. `seconds`: by name, one value a round, that of the slower rank."""
+    """All measurements, on one rank."""
 
-    def __init__(self, rank: int, layout: str, folder: Path, options: argparse.Namespace):
-        self.rank, self.layout, self.folder = rank, layout, folder
-        self.training = Training(layout, options.gb, options.compute)
-        self.compute_s, self.kinds = options.compute, tuple(options.kinds)
+    def __init__(self, rank: int, layout: str, folder: Path, gb: float, compute_s: float):
+        self.rank, self.folder = rank, folder
+        self.training = Training(layout, gb, compute_s)
+        self.objects: dict[str, Any] = {"model": self.training.model, "optimizer": self.training.optimizer}
         # What a rank of ours stages and writes: of replicas its share, of shards all.
-        self.own = [share_of(tensor, rank) if layout == "replicated" else tensor for tensor in self.training.tensors()]
+        held = self.training.tensors()
+        self.own = [tensor.chunk(RANKS)[rank] for tensor in held] if layout == "replicated" else held
         self.own_bytes = sum(tensor.nbytes for tensor in self.own)
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.checkpointer = Checkpointer(folder / "ours", group=dist.new_group(backend="gloo"))
-        self.dcp_group = dist.new_group(backend="gloo")
-        self.parts = Parts()
-        self.source = folder / "source"
-        self.sample = memoryview(os.urandom(256 << 20)) if rank == 0 else memoryview(b"")
-        self.on_rank_0(lambda: make_source(self.source, self.own_bytes))
+        self.buffer = torch.empty(self.own_bytes // 4).fill_(1.0)  # its pages are there
+        self.checkpointer = slurmtrain.Checkpointer(folder / "ours")
+        self.group = dist.new_group(backend="gloo")
+        self.source = folder / f"source-{rank}"
+        self.source.write_bytes(os.urandom(BLOCK_BYTES) * (self.own_bytes // BLOCK_BYTES + 1))
+        os.sync()
 
-    # How things are measured.
-
-    def together(self, name: str, action: Action) -> float:
+    def together(self, action: Callable[[], object]) -> float:
         """Seconds that `action` takes on the slower rank, begun on all at once."""
         dist.barrier()
-        return self.note(name, timed(action))
+        return slowest(seconds_of(action))
 
-    def note(self, name: str, seconds: float) -> float:
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        self.seconds[name].append(slowest.item())
-        return slowest.item()
+    def memcpy(self) -> float:
+        """What no staging can do without."""
 
-    def on_rank_0(self, action: Action) -> None:
-        if self.rank == 0:
-            action()
-        dist.barrier()
+        def copy() -> None:
+            for tensor, room in zip(self.own, self.buffer.split([t.numel() for t in self.own]), strict=True):
+                room.view(tensor.shape).copy_(tensor)
 
-    def remove(self, path: Path) -> None:
-        self.on_rank_0(lambda: remove(path))
+        return self.together(copy)
 
-    # The measurements.
+    def stall(self, kind: str) -> tuple[float, float]:
+        """What a save costs: in its call and the optimiser's step behind it, and with all steps until it is over."""
+        if kind == "memcpy":
+            return self.memcpy(), 0.0
+        save = OurAsync(self.checkpointer) if kind == "ours" else DcpAsync(kind, self.group)
+        self._stall(save)  # a warm-up: buffers and processes are made
+        found = self._stall(save)
+        save.close()
+        return found
 
-    def stalls(self, number: int) -> None:
-        """An asynchronous save of each kind; right behind it the optimiser steps, or forward and backward come first."""
-        self.memcpy("memcpy")
-        for kind in rotated(("ours", *self.kinds), number):
-            save = OurAsync(self.checkpointer) if kind == "ours" else DcpAsync(kind, self.dcp_group)
-            with quiet_children():  # the process of DCP tells everything that it does
-                self.stall(save, self.train_step())  # a warm-up: buffers and processes are made
-            undisturbed = [self.train_step() for _ in range(UNDISTURBED_STEPS)]
-            usual = Step(*(statistics.median(times) for times in zip(*undisturbed, strict=True)))
-            for when, compute in (("at once", False), ("after compute", True)):
-                lost, lost_in_all = self.stall(save, usual, compute=compute)
-                self.note(f"{kind}, {when}", lost)
-                if isinstance(save, OurAsync) and not compute:
-                    self.note("of a save: fingerprints of replicas", self.parts.fingerprints_s)
-                    self.note("of a save: copy of the state", self.parts.stage_s - self.parts.fingerprints_s)
-                    self.note("of a save: everything else", save.stall_s - self.parts.stage_s)
-                self.note(f"{kind}, {when}: all time lost", lost_in_all)
-            save.close()
-
-    def stall(self, save: OurAsync | DcpAsync, usual: Step, *, compute: bool = True) -> tuple[float, float]:
-        """Seconds that a save costs: by itself and in the optimiser's step behind it; and with all that its work in the
-        background takes from steps until it is over."""
+    def _stall(self, save: OurAsync | DcpAsync) -> tuple[float, float]:
+        usual_optimizer = statistics.median(seconds_of(self.training.optimizer.step) for _ in range(USUAL_STEPS))
+        usual = statistics.median(seconds_of(self.training.step) for _ in range(USUAL_STEPS))
         directory = self.folder / "dcp"
-        self.parts.forget()
         dist.barrier()
-        lost = timed(lambda: save.save(self.training.model, self.training.optimizer, directory))
-        step = self.train_step(compute=compute, ready=save.before_optimizer_step)
-        lost += step.optimizer - usual.optimizer
-        lost_in_all = lost + (step.compute - usual.compute if compute else 0.0)
-        while not self.all_agree(save.done()):
-            lost_in_all += sum(self.train_step()) - sum(usual)
-        save.wait()
+        lost = seconds_of(lambda: save.save(self.training, directory))
+        lost += seconds_of(lambda: self.optimizer_step(save)) - usual_optimizer
+        in_all = lost
+        while slowest(0.0 if save.done() else 1.0):
+            in_all += seconds_of(self.training.step) - usual
         self.remove(directory)
-        return lost, lost_in_all
+        return slowest(lost), slowest(in_all)
 
-    def train_step(self, *, compute: bool = True, ready: Action = lambda: None) -> Step:
-        forward = timed(self.training.forward_and_backward) if compute else 0.0
-        began = time.perf_counter()
-        ready()
+    def optimizer_step(self, save: OurAsync | DcpAsync) -> None:
+        save.before_optimizer_step()
         self.training.optimizer.step()
-        return Step(forward, time.perf_counter() - began)
 
-    def all_agree(self, value: bool) -> bool:
-        agreed = torch.tensor(int(value))
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        return bool(agreed)
-
-    def memcpy(self, name: str) -> None:
-        buffer = torch.empty(self.own_bytes // 4).fill_(1.0)  # its pages are there
-        self.together(name, lambda: copy_into(buffer, self.own))
-
-    def writes(self, number: int) -> None:
-        """Durable: ours with nothing else to do, as at a preemption; dcp.save with fsync; dd by both ranks."""
-        for measure in rotated((self.preemption, self.dcp_synced, self.two_dd), number):
-            self.on_rank_0(os.sync)
-            measure()
-
-    def preemption(self) -> None:
+    def save_ours(self) -> float:
+        """With nothing else to do, as at a preemption."""
         save = OurAsync(self.checkpointer)
-        self.memcpy("memcpy at preemption")
-        dist.barrier()
-        began = time.perf_counter()
-        save.save(self.training.model, self.training.optimizer)
-        self.checkpointer.wait_staged()
-        staged = time.perf_counter()
-        save.wait()
-        committed = time.perf_counter()
-        self.note("save and wait", committed - began)
-        self.note("ours written", committed - staged)
-        save.wait_until_idle()
 
-    def dcp_synced(self) -> None:
+        def commit() -> None:
+            save.save(self.training, self.folder)
+            save.pending.result()
+
+        took = self.together(commit)
+        while not save.done():
+            time.sleep(0.01)
+        return took
+
+    def save_dcp(self) -> float:
+        """With what makes it durable: fsync of every file and directory, of which DCP leaves out some."""
         directory = self.folder / "dcp"
-        state = dcp_state(self.training.model, self.training.optimizer)
-        self.together("dcp.save + fsync", lambda: dcp_save_synced(state, directory, self.dcp_group))
+
+        def save() -> None:
+            write_dcp(self.training, directory, self.group)
+            for path in (*directory.iterdir(), directory, self.folder) if self.rank == 0 else ():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+
+        took = self.together(save)
         self.remove(directory)
+        return took
 
-    def two_dd(self) -> None:
+    def dd(self) -> float:
+        """As many bytes on the disk; past the page cache, as ours writes, where the file system can."""
         target = self.folder / f"dd-{self.rank}"
-        self.together("dd", lambda: dd(self.source, target, self.own_bytes))
-        remove(target)
+        words = ["dd", f"if={self.source}", f"of={target}", "bs=16M", f"count={self.own_bytes}", "iflag=count_bytes"]
+        words.append("conv=fsync")
+        quiet = partial(subprocess.run, stderr=subprocess.DEVNULL, check=False)
+        took = self.together(lambda: quiet([*words, "oflag=direct"]).returncode == 0 or quiet(words))
+        assert target.stat().st_size == self.own_bytes
+        target.unlink()
+        os.sync()
+        return took
 
-    def reads(self, number: int) -> None:
-        """The last checkpoint into the live model, and its files by plain reads; from the disk and from the page cache."""
-        files = sorted(self.newest().iterdir())
-        model, optimizer = self.training.model, self.training.optimizer
+    def readers(self) -> dict[str, Callable[[], float]]:
+        """The last checkpoint of each into the live model, and plain reads of ours; from the disk and the page cache."""
+        saved = OurAsync(self.checkpointer)
+        saved.save(self.training, self.folder)
+        files = sorted(saved.pending.result().path.iterdir())
+        of_dcp = self.folder / "dcp-to-read"
+        write_dcp(self.training, of_dcp, self.group)
 
-        def restore() -> None:
+        def ours() -> None:
             self.own[0].zero_()
-            assert self.checkpointer.restore(model=model, optimizer=optimizer)
+            assert self.checkpointer.restore(**self.objects)
             assert self.own[0].any()
 
-        plain = partial(read_part, files, self.rank, RANKS)
-        for name, action in rotated((("restore", restore), ("plain reads", plain)), number):
-            self.on_rank_0(lambda: drop_from_page_cache(files))
-            self.together(f"{name}, cold", action)
-            self.together(f"{name}, warm", action)
+        def load() -> None:
+            state = dcp_state(self.training)
+            dcp.load(state, storage_reader=dcp.FileSystemReader(of_dcp), process_group=self.group)
+            model, optimizer = self.training.model, self.training.optimizer
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
-    def newest(self) -> Path:
-        """The last checkpoint that another measurement has left, or a first one."""
+        def plain() -> None:
+            block = memoryview(bytearray(BLOCK_BYTES))
+            for path in files[self.rank :: RANKS]:
+                with path.open("rb", buffering=0) as file:
+                    while file.readinto(block):
+                        pass
+
+        def cold(action: Callable[[], object]) -> float:
+            os.sync()
+            for path in (*files, *of_dcp.iterdir()):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return self.together(action)
+
+        def warm(action: Callable[[], object]) -> float:
+            action()
+            return self.together(action)
+
+        actions = {"ours": ours, "dcp": load, "plain reads": plain}
+        return {
+            f"{name}, {where}": partial(how, action)
+            for name, action in actions.items()
+            for where, how in (("cold", cold), ("warm", warm))
+        }
+
+    def remove(self, directory: Path) -> None:
+        """And wait for the disk: freeing gigabytes must not fall into the next measurement."""
         dist.barrier()
-        if not committed(self.folder / "ours"):
-            save = OurAsync(self.checkpointer)
-            save.save(self.training.model, self.training.optimizer)
-            save.wait_until_idle()
-        return committed(self.folder / "ours")[-1]
-
-    def verify(self, number: int) -> None:
-        """All files' digests against SHA-256 of as many bytes in memory, by rank 0."""
-        path = self.newest()
-        files = read_manifest(path).files
-        size = sum(record.size for record in files.values())
-        self.on_rank_0(lambda: read_part([path / name for name in files], 0, 1))
-        for name, action in rotated((("verify", self.find_damage), ("SHA-256", self.digest_sample)), number):
-            self.together(name, partial(action, path, size) if self.rank == 0 else lambda: None)
-
-    def find_damage(self, path: Path, size: int) -> None:
-        manifest = read_manifest(path)
-        damage = blocks.find_damage(path, sorted(manifest.files.items()), mapped=True)
-        assert not damage, damage
-
-    def digest_sample(self, path: Path, size: int) -> None:
-        with blocks.threads() as pool:
-            digest_memory(self.sample, size, pool)
-
-    def close(self) -> None:
-        self.checkpointer.close()
+        if self.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.sync()
         dist.barrier()
-
-    # What is printed.
-
-    def report(self) -> None:
-        held = sum(tensor.nbytes for tensor in self.training.tensors())
-        print(
-            f"{self.layout}: a rank holds {held / 1e9:.2f} GB; ours stages and writes {self.own_bytes / 1e9:.2f} GB of it, "
-            f"DCP stages {held / 1e9:.2f} GB; a step computes for {self.compute_s:g} s"
-        )
-        for name, values in sorted(self.seconds.items()):
-            print(f"  {name:44} {spread(values)} s   {self.rate(name)}")
-        of = self.seconds  # nothing of what was not measured
-        plain, kept = ([kind for kind in self.kinds if ("kept" in kind) is keeps] for keeps in (False, True))
-        lost = "after compute: all time lost"
-        bound = [copy + write for copy, write in zip(of["memcpy at preemption"], of["dd"], strict=True)]
-        for name, numerator, denominator, wanted in (
-            ("stall / better DCP async_save", of["ours, at once"], self.best(plain, "at once"), "<= 0.5"),
-            ("stall / better DCP async_save, kept buffers", of["ours, at once"], self.best(kept, "at once"), "<= 1"),
-            ("stall / memcpy", of["ours, at once"], of["memcpy"], "<= 1.2"),
-            ("stall after compute / memcpy", of["ours, after compute"], of["memcpy"], "<= 1.2"),
-            ("fingerprints of replicas / memcpy", of["of a save: fingerprints of replicas"], of["memcpy"], ""),
-            ("copy of the state / memcpy", of["of a save: copy of the state"], of["memcpy"], "<= 1.2"),
-            ("all time lost / best DCP async_save", of[f"ours, {lost}"], self.best(plain + kept, lost), "<= 1"),
-            ("write speed / dd", of["dd"], of["ours written"], ">= 0.8"),
-            ("write speed with copying / dd", of["dd"], of["save and wait"], ""),
-            ("write speed with copying / dcp.save + fsync", of["dcp.save + fsync"], of["save and wait"], ">= 1"),
-            ("verify speed / SHA-256", of["SHA-256"], of["verify"], ">= 0.9"),
-            ("restore speed / SHA-256, warm", of["SHA-256"], of["restore, warm"], ">= 0.7"),
-            ("restore speed / plain reads, cold", of["plain reads, cold"], of["restore, cold"], ">= 0.7"),
-            ("restore speed / plain reads, warm", of["plain reads, warm"], of["restore, warm"], ""),
-            ("preemption to commit / (memcpy + dd)", of["save and wait"], bound, "<= 1.3"),
-        ):
-            if not (numerator and denominator):  # not measured
-                continue
-            ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-            print(f"  {name:44} {spread(ratios)}   {verdict(statistics.median(ratios), wanted)}")
-
-    def best(self, kinds: Sequence[str], what: str) -> list[float]:
-        return [min(values) for values in zip(*(self.seconds[f"{kind}, {what}"] for kind in kinds), strict=True)]
-
-    def rate(self, name: str) -> str:
-        """Of all ranks together."""
-        whole = ("dd", "dcp.save", "ours written", "restore", "plain", "verify", "SHA", "memcpy", "save and wait")
-        if not name.startswith(whole):
-            return ""
-        return f"{RANKS * self.own_bytes / 1e9 / statistics.median(self.seconds[name]):6.2f} GB/s"
-
-
-class Parts:
-    """Where the time of a save of ours goes before training goes on.
-
-    Attributes:
-        stage_s: seconds of the copy into host memory, with fingerprints.
-        fingerprints_s: of them, of what other ranks hold, too.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-        stage = staging.Staging.stage
-
-        def timed_stage(*args: Any, **kwargs: Any) -> staging.Image:
-            began = time.perf_counter()
-            image = stage(*args, **kwargs)
-            self.stage_s += time.perf_counter() - began
-            return image
-
-        def timed_fingerprint(tensor: Tensor) -> Tensor:
-            began = time.perf_counter()
-            found = fingerprint(tensor)
-            self.fingerprints_s += time.perf_counter() - began
-            return found
-
-        staging.Staging.stage = timed_stage  # type: ignore[method-assign]
-        setattr(staging, "fingerprint", timed_fingerprint)  # noqa: B010 (a name that it has imported)
-
-    def forget(self) -> None:
-        self.stage_s = self.fingerprints_s = 0.0
 
 
 class OurAsync:
-    """The same face as `DcpAsync`."""
+    """A save with the same face as `DcpAsync`."""
 
-    def __init__(self, checkpointer: Checkpointer):
+    def __init__(self, checkpointer: slurmtrain.Checkpointer):
         self._checkpointer = checkpointer
-        self._pending_save: Any = None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path | None = None) -> None:
+    def save(self, training: Training, directory: Path) -> None:
         step = (self._checkpointer.last_step or 0) + 1
-        self._pending_save = self._checkpointer.save(step, model=model, optimizer=optimizer)
-
-    @property
-    def stall_s(self) -> float:
-        """What the call of `save` took."""
-        return float(self._pending_save.stall_s)
+        self.pending = self._checkpointer.save(step, model=training.model, optimizer=training.optimizer)
 
     def before_optimizer_step(self) -> None:
         """A hook on the optimiser waits for what is still being copied."""
 
     def done(self) -> bool:
         """Committed, read back, and older ones removed."""
-        return self._pending_save.done() and self._checkpointer._saves._thread.idle
-
-    def wait(self) -> None:
-        """Until the commit."""
-        self._pending_save.result()
-
-    def wait_until_idle(self) -> None:
-        """Until there is nothing left to do."""
-        while not self.done():
-            time.sleep(0.01)
-        dist.barrier()
+        return self.pending.done() and self._checkpointer.idle
 
     def close(self) -> None:
         """The checkpointer stays, as it does in a run."""
 
 
-@contextmanager
-def quiet_children() -> Iterator[None]:
-    """What is started meanwhile has no stderr."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+class DcpAsync:
+    """`dcp.async_save` on its own gloo group.
+
+    Args:
+        kind: "thread" and "process" are what DCP does when it is told nothing else: a fresh copy each time, made before
+            `async_save` returns. "kept": with a stager of one's own that copies in the background, into the same buffers each
+            time, the best that DCP can do.
+    """
+
+    def __init__(self, kind: str, group: dist.ProcessGroup):
+        self._group, process = group, "process" in kind
+        self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        self._stager = DefaultStager(StagingOptions(False, process, True, False)) if "kept" in kind else None
+        self._staged: Future[Any] | None = None
+
+    def save(self, training: Training, directory: Path) -> None:
+        answer = dcp.async_save(
+            dcp_state(training),
+            storage_writer=dcp.FileSystemWriter(directory),
+            process_group=self._group,
+            async_checkpointer_type=self._type,
+            async_stager=self._stager,
+        )
+        if isinstance(answer, AsyncSaveResponse):
+            self._staged, self._written = answer.staging_completion, answer.upload_completion
+        else:
+            self._written = answer
+
+    def before_optimizer_step(self) -> None:
+        """Until the state may be changed."""
+        if self._staged is not None:
+            self._staged.result()
+
+    def done(self) -> bool:
+        return self._written.done()
+
+    def close(self) -> None:
+        """Give back all memory. DCP's process keeps what it has written last, and would stay for good."""
+        if self._stager is not None:
+            self._stager.close()
+        self._staged = self._stager = None
+        del self._written
+        _async_process_executor._CHECKPOINT_PROCESS = None
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed blocks of up to 32 MiB
+            libc.malloc_trim(0)
 
 
-def share_of(tensor: Tensor, rank: int) -> Tensor:
-    rows = len(tensor)
-    return tensor[rows * rank // RANKS : rows * (rank + 1) // RANKS]
+def dcp_state(training: Training) -> dict[str, Any]:
+    weights, moments = get_state_dict(training.model, training.optimizer)
+    return {"model": weights, "optimizer": moments}
 
 
-def timed(action: Action) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+def write_dcp(training: Training, directory: Path, group: dist.ProcessGroup) -> None:
+    dcp.save(dcp_state(training), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
 
 
-def verdict(value: float, wanted: str) -> str:
-    if not wanted:
-        return ""
-    comparison, limit = wanted.split()
-    met = value <= float(limit) if comparison == "<=" else value >= float(limit)
-    return f"wanted {wanted}: {'met' if met else 'MISSED'}"
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):7.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-if __name__ == "__main__":
-    main()
+def slowest(value: float) -> float:
+    """Return the largest value of all ranks."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()

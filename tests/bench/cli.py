@@ -1,21 +1,14 @@
-"""How long the command line takes to answer, against a bare Hydra app's `--help`. Wanted: at most 1.3 times; plan: 1 s."""
+"""How long the command line takes to answer, against the `--help` of a bare Hydra app. Wanted: at most 1.3 times; plan: 1 s."""
 
 from __future__ import annotations
 
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-ROUNDS = 11
-# 72 billion parameters on 128 GPUs: many layouts fit.
-PLAN = [
-    *(sys.executable, "-m", "slurmtrain", "+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b"),
-    *("parallel=fsdp_tp_pp", "parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
-    *("train.global_batch_size=512", "train.micro_batch_size=1", "data.seq_len=4096"),
-]
+from tests.bench.side_by_side import Row, in_turn, options, ratio, run, seconds_of, show
+
 BARE_APP = """
 import hydra
 
@@ -25,45 +18,33 @@ def main(config):
 
 main()
 """
+OURS = [sys.executable, "-m", "slurmtrain"]
+# 72 billion parameters on 128 GPUs: many layouts fit.
+PLAN = [
+    *("+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel=fsdp_tp_pp", "parallel.tp=8"),
+    *("parallel.pp=2", "parallel.param_dtype=bfloat16", "train.global_batch_size=512", "train.micro_batch_size=1"),
+    *("data.seq_len=4096", "plan"),
+]
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        app = Path(folder)
-        (app / "app.py").write_text(BARE_APP)
-        (app / "conf").mkdir()
-        (app / "conf" / "config.yaml").write_text("lr: 0.1\nmodel:\n  width: 64\n")
+def main(words: list[str]) -> None:
+    rounds = options(__doc__, words, rounds=11).rounds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "app.py").write_text(BARE_APP)
+        (folder / "conf").mkdir()
+        (folder / "conf" / "config.yaml").write_text("lr: 0.1\nmodel:\n  width: 64\n")
         commands = {
             "bare Hydra app --help": [sys.executable, "app.py", "--help"],
-            "slurmtrain --help": [sys.executable, "-m", "slurmtrain", "--help"],
-            "slurmtrain submit --dry-run": [
-                sys.executable,
-                "-m",
-                "slurmtrain",
-                "+cluster=a100x4",
-                "submit",
-                "--dry-run",
-            ],
-            "slurmtrain plan": [*PLAN, "plan"],
-            "slurmtrain plan --search": [*PLAN, "plan", "--search"],
-            "slurmtrain finish-attempt (import only)": [
-                sys.executable,
-                "-c",
-                "import slurmtrain.cli.batch.finish_attempt",
-            ],
+            "--help": [*OURS, "--help"],
+            "submit --dry-run": [*OURS, "+cluster=a100x4", "submit", "--dry-run"],
+            "plan": [*OURS, *PLAN],
+            "plan --search": [*OURS, *PLAN, "--search"],
         }
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for round_number in range(ROUNDS + 1):
-            for name, command in commands.items():
-                began = time.perf_counter()
-                subprocess.run(command, cwd=app, check=True, capture_output=True)
-                if round_number:  # the first is a warm-up
-                    times[name].append(time.perf_counter() - began)
-        bare = times["bare Hydra app --help"]
-        for name, seconds in times.items():
-            ratios = [ours / theirs for ours, theirs in zip(seconds, bare, strict=True)]
-            print(f"{name:34} {statistics.median(seconds):6.3f} s   {statistics.median(ratios):5.2f} x bare --help")
-
-
-if __name__ == "__main__":
-    main()
+        variants = {name: partial(seconds_of, partial(run, command, folder)) for name, command in commands.items()}
+        found = in_turn(variants, rounds)
+    bare = found["bare Hydra app --help"]
+    limits = {"plan": "<= 1", "plan --search": "<= 1"}
+    rows = [Row(name, seconds, wanted=limits.get(name, "")) for name, seconds in found.items()]
+    rows += [ratio(f"{name} / bare Hydra app", found[name], bare, "<= 1.3") for name in ("--help", "submit --dry-run")]
+    show("from enter to the answer", rows)

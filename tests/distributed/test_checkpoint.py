@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import importlib
-import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,9 +19,8 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format import blocks, manifest
-from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
-from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
@@ -98,72 +94,6 @@ class Rank:
 
     def weights(self) -> list[float]:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).tolist()
-
-
-def save_and_go_on(distributed: DistributedContext | None, directory: Path) -> list[float]:
-    rank = Rank(distributed, directory)
-    rank.steps(3)
-    rank.save(3)
-    return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
-
-
-def restore_and_go_on(distributed: DistributedContext | None, directory: Path) -> list[float]:
-    random.seed(99)
-    rank = Rank(distributed, directory, incarnation=2, seed=5)
-    assert rank.restore() == 3
-    assert rank.loader.samples_consumed == 36
-    return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
-
-
-def test_four_ranks_continue_with_the_same_bits(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    """Weights, optimiser, sample order and each rank's own random numbers."""
-    one_after_another = gloo_ranks(4, save_and_go_on, tmp_path)
-    assert gloo_ranks(4, restore_and_go_on, tmp_path) == one_after_another
-    assert len({answer[-1] for answer in one_after_another}) == 4
-
-
-def test_a_single_process_continues_with_the_same_bits(tmp_path: Path) -> None:
-    expected = save_and_go_on(None, tmp_path)
-    assert restore_and_go_on(None, tmp_path) == expected
-
-
-def just_restore(distributed: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], float]:
-    rank = Rank(distributed, directory, incarnation=2, seed=5)
-    return rank.restore(), rank.weights(), torch.rand(()).item()
-
-
-def test_another_number_of_ranks_reads_the_same_weights(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    gloo_ranks(2, save_and_go_on, tmp_path)
-    alone = just_restore(None, tmp_path)
-    three = gloo_ranks(3, just_restore, tmp_path)
-    assert [step for step, _, _ in three] == [3, 3, 3]
-    assert all(weights == alone[1] for _, weights, _ in three)
-    # Ranks 0 and 1 go on with their saved random state; rank 2 has none and keeps that of its seed.
-    assert len({drawn for _, _, drawn in three}) == 3
-
-
-def save_own(distributed: DistributedContext, directory: Path) -> list[Any]:
-    rank = Rank(distributed, directory)
-    own = {"counter": Counter(rank.rank * 10)}
-    rank.checkpointer.save(1, per_rank=own, model=rank.model).result()
-    fresh = Counter(-1)
-    Rank(distributed, directory, incarnation=2).checkpointer.restore(per_rank={"counter": fresh}, model=rank.model)
-    return [fresh.value, fresh.tensor.tolist()]
-
-
-class Counter:
-    def __init__(self, value: int):
-        self.value, self.tensor = value, torch.tensor([float(value)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self.tensor = state["value"], state["tensor"]
-
-
-def test_each_rank_gets_its_own_objects_back(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    assert gloo_ranks(3, save_own, tmp_path) == [[0, [0.0]], [10, [10.0]], [20, [20.0]]]
 
 
 # Damage. Two checkpoints are there; what is done to the newer one must make all ranks take the older.
@@ -311,23 +241,6 @@ def test_when_all_are_damaged_no_rank_starts_afresh(
     assert "damaged" in refused(None, directory)
 
 
-def test_a_manifest_that_names_a_path_outside_is_not_followed(copy_of_two: tuple[Path, list[float]]) -> None:
-    directory, _ = copy_of_two
-    newest = committed(directory)[-1]
-    values = json.loads((newest / "manifest.json").read_text())
-    values["files"]["../../secret"] = {"size": 1, "sha256": "0"}
-    text = json.dumps(values)
-    (newest / "manifest.json").write_text(text)
-    (newest / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-    step, _, said = restore_and_tell(None, directory)
-    assert step == 1
-    assert "'../../secret', which is not a plain file name" in said[0]
-
-
-def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
-    assert Rank(None, tmp_path).restore() is None
-
-
 # Death and failure in the middle of a save.
 
 
@@ -372,9 +285,12 @@ STAGES = {
 
 def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     directories = {stage: tmp_path / f"checkpoints-{number}" for number, stage in enumerate(STAGES)}
+    started = {
+        stage: gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage])
+        for stage, directory in directories.items()
+    }
     for stage, directory in directories.items():
-        endings = gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage]).endings()
-        assert -signal.SIGKILL in [ending.exit_code for ending in endings], stage
+        assert -signal.SIGKILL in [ending.exit_code for ending in started[stage].endings()], stage
         assert [path.name for path in committed(directory)] == ["checkpoint_0000001"], stage
     for answers in gloo_ranks(2, restore_each, directories):
         assert {stage: answer[0] for stage, answer in answers.items()} == dict.fromkeys(STAGES, 1)
@@ -446,68 +362,6 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []
-
-
-def test_only_the_newest_are_kept_and_never_fewer_than_two(tmp_path: Path) -> None:
-    rank = Rank(None, tmp_path, keep=Keep(last=3))
-    for step in range(1, 6):
-        rank.save(step)
-    rank.checkpointer.close()
-    assert [step_of(path) for path in committed(tmp_path)] == [3, 4, 5]
-    with pytest.raises(CheckpointError, match="at least 2"):
-        Keep(last=1)
-
-
-# Another model than the one that was saved.
-
-
-def model(**changes: nn.Module | None) -> nn.Module:
-    layers: dict[str, nn.Module | None] = {"first": nn.Linear(2, 3), "second": nn.Linear(3, 1), **changes}
-    return nn.ModuleDict({name: layer for name, layer in layers.items() if layer is not None})
-
-
-CHANGES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "one more": (
-        lambda: model(third=nn.Linear(1, 1)),
-        ["- model.third.bias is not in the checkpoint; - model.third.weight is not"],
-    ),
-    "one less": (
-        lambda: model(second=None),
-        ["+ model.second.bias is in the checkpoint alone; + model.second.weight is in"],
-    ),
-    "another name": (
-        lambda: model(second=None, zweite=nn.Linear(3, 1)),
-        ["- model.zweite.bias is not", "+ model.second.bias is in"],
-    ),
-    "another shape": (
-        lambda: model(second=nn.Linear(3, 2)),
-        ["model.second.", "[1", "[2", "there and", "here"],
-    ),
-    "another dtype": (
-        lambda: model(second=nn.Linear(3, 1).bfloat16()),
-        ["model.second.", "float32 there", "bfloat16 here"],
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: Path, change: str) -> None:
-    Checkpointer(tmp_path).save(1, model=model()).result()
-    make, words = CHANGES[change]
-    changed = make()
-    before = {name: tensor.clone() for name, tensor in changed.state_dict().items()}
-    with pytest.raises(CheckpointError, match="does not fit") as caught:
-        Checkpointer(tmp_path).restore(model=changed)
-    assert all(word in caught.value.message for word in words), caught.value.message
-    assert "to continue all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
-    assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
-    assert committed(tmp_path)  # it is sound, only not for this model
-
-
-def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None:
-    Checkpointer(tmp_path).save(1, model=model()).result()
-    with pytest.raises(CheckpointError, match="- counter is not in the checkpoint"):
-        Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))
 
 
 def save_at_my_own_step(distributed: DistributedContext, directory: Path) -> list[Any]:

@@ -1,8 +1,13 @@
-"""What is sent in a step: so many collectives and no more, for a Decoder of L = 2 blocks, which is L + 1 units of FSDP."""
+"""What ranks do together: agree on a stop, tell each other plain values, and send what a step has to and no more."""
 
 from __future__ import annotations
 
+import math
+import os
+import pickle
+import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +15,157 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slurmtrain.checkpoint import ranks
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SlurmtrainError, SupersededError
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.parallel.gradients import clip_gradients
+from slurmtrain.parallel.parallelize import DistributedModel, parallelize
+from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.system import signals
+from slurmtrain.system.signals import StopCause
 from slurmtrain.training.forward_backward import build_forward_backward
 from tests.support.gloo import GlooRanks
+from tests.support.pickles import Evil
 
-L = 2
+
+def step_until_told(distributed: DistributedContext, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
+    stop = signals.install_signal_handlers()
+    agreement = StopAgreement(stop, distributed.control_group)
+
+    def tell(step: int) -> None:
+        if distributed.environment.rank == told_rank and step == told_at:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert stop.wait(60)
+
+    step = 0
+    while step < 100:
+        if not between:
+            tell(step)
+        agreement.begin()
+        if between:
+            tell(step)
+        if agreement.finish().stop:
+            break
+        step += 1
+    first = stop.first
+    assert first is not None
+    return step, first.cause
+
+
+def test_when_one_rank_is_told_all_stop_after_the_same_step(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks(4, step_until_told, 2, 7, False)
+    assert answers == [(7, "another rank"), (7, "another rank"), (7, "SIGUSR2"), (7, "another rank")]
+
+
+def test_a_signal_after_the_ranks_have_handed_in_their_flags_stops_all_one_step_later(gloo_ranks: GlooRanks) -> None:
+    assert [step for step, _ in gloo_ranks(2, step_until_told, 0, 3, True)] == [4, 4]
+
+
+def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
+    stop = signals.StopFlag()
+    agreement = StopAgreement(stop, None)
+    agreement.begin()
+    assert not agreement.finish().stop
+    stop.request(StopCause.DEADLINE)
+    agreement.begin()
+    assert agreement.finish()
+    assert stop.first is not None
+    assert stop.first.cause == "deadline"
+
+
+def test_a_checkpoint_that_was_asked_for_waits_for_a_moment_for_one() -> None:
+    asked = [True, False]
+    agreement = StopAgreement(signals.StopFlag(), None, lambda: asked.pop(0))
+    agreement.begin()  # in the midst of an evaluation, say
+    assert not agreement.finish().save
+    agreement.begin(save=False)
+    assert agreement.finish().save
+    agreement.begin(save=False)
+    assert not agreement.finish().save
+
+
+def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
+    """What this rank hears; of what fails, the error's type and message."""
+    told = RankGroup(distributed.checkpoint_group)
+    rank = told.rank
+    heard: list[Any] = []
+
+    def fail(error: Exception, on: int) -> None:
+        if rank == on:
+            raise error
+
+    def hear(question: Any) -> None:
+        try:
+            heard.append(question())
+        except SlurmtrainError as error:
+            heard.append([type(error).__name__, error.message])
+
+    def send_pickles(question: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(ranks, "encode", lambda value: pickle.dumps(Evil(canary)))
+            hear(question)
+
+    long = bytes([rank]) * (100_000 * rank)
+    hear(lambda: told.gather(lambda: [rank, bytes([rank]), {"a": None}]))
+    hear(lambda: told.on_rank_0(lambda: ["from", rank]))
+    hear(lambda: told.broadcast(rank, source=1))
+    hear(lambda: told.gather_on_rank_0(lambda: long, lambda all_: [len(each) for each in all_]))
+    hear(lambda: told.gather_on_rank_0(lambda: None, lambda all_: all_))
+    hear(lambda: told.all_do(lambda: Path("kept here")).name)
+    hear(lambda: told.all_do(lambda: fail(CheckpointMismatchError("another model"), 1)))
+    hear(lambda: told.gather_on_rank_0(lambda: fail(SupersededError("a newer one"), 1), lambda all_: "not reached"))
+    hear(lambda: told.on_rank_0(lambda: fail(FileNotFoundError(2, "no", "/there"), 0)))
+    send_pickles(lambda: told.gather(lambda: rank))
+    send_pickles(lambda: told.gather_on_rank_0(lambda: rank, lambda all_: all_))
+    hear(lambda: told.gather(lambda: rank))
+    return heard
+
+
+def test_plain_values_and_failures_are_heard_by_all_and_a_pickle_is_refused_and_not_executed(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    one, other = gloo_ranks(2, talk, tmp_path / "canary")
+    assert one == other
+    *fine, gathered, collected, last = one
+    assert fine == [
+        [[0, b"\0", {"a": None}], [1, b"\1", {"a": None}]],
+        ["from", 0],
+        1,
+        [0, 100_000],
+        [None, None],
+        "kept here",
+        ["CheckpointMismatchError", "another model"],
+        ["SupersededError", "a newer one"],
+        ["CheckpointError", "rank 0: /there: No such file or directory"],
+    ]
+    for kind, message in (gathered, collected):
+        assert kind == CheckpointError.__name__
+        assert "is not the beginning of a message between ranks; it was ignored" in message
+    assert last == [0, 1]
+    assert not (tmp_path / "canary").exists()
+
+
+L = 2  # blocks of the Decoder, which is L + 1 units of FSDP
 UNITS = L + 1
+
+
+def laid_out(
+    distributed: DistributedContext, model: Decoder, layout: dict[str, int], **options: Any
+) -> DistributedModel:
+    return parallelize(
+        model,
+        ParallelConfig(**options),
+        ParallelDims(**layout),
+        rank=distributed.environment.rank,
+        device=distributed.device,
+        group=distributed.device_group,
+        fill=lambda held: held,
+    )
 
 
 def counts(distributed: DistributedContext, names: list[str]) -> dict[str, dict[str, int]]:
@@ -41,15 +187,7 @@ def counts_of(
         max_seq_len=16,
         tie_embeddings=layout.get("pp", 1) == 1,
     )
-    distributed_model = parallelize(
-        model,
-        ParallelConfig(**options),
-        ParallelDims(**layout),
-        rank=distributed.environment.rank,
-        device=distributed.device,
-        group=distributed.device_group,
-        fill=lambda held: held,
-    )
+    distributed_model = laid_out(distributed, model, layout, **options)
     tokens = torch.randint(64, (1, 16))
     forward_backward = build_forward_backward(distributed_model, micro_batches, 1)
     for _ in range(2):
@@ -135,3 +273,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 def test_a_step_sends_no_more_than_it_has_to(found: dict[str, list[dict[str, int]]], name: str) -> None:
     ranks, *_, expected = CASES[name]
     assert found[name] == [expected] * ranks
+
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
+
+
+def norms(distributed: DistributedContext, layout: dict[str, int]) -> list[float]:
+    """Of gradients that are all 2: as they are, when they are clipped, and afterwards."""
+    distributed_model = laid_out(distributed, Decoder(**SIZES, tie_embeddings=False), layout)
+    parameters = list(distributed_model.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    return [float(clip_gradients(parameters, limit, distributed.device_group)[0]) for limit in (0.0, 1e6, 3.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (3, {"dp_shard": 3}),  # parts of unequal size, some of them empty
+        (4, {"dp_replicate": 2, "dp_shard": 2}),
+        (4, {"dp_replicate": 2, "tp": 2}),
+        (4, {"pp": 2, "dp_shard": 2}),
+    ],
+)
+def test_all_parts_count_once_and_are_clipped_alike(gloo_ranks: GlooRanks, ranks: int, layout: dict[str, int]) -> None:
+    whole = 2 * math.sqrt(Decoder(**SIZES, tie_embeddings=False).num_parameters())
+    for found in gloo_ranks(ranks, norms, layout):
+        assert found == pytest.approx([whole, whole, whole, 3.0], rel=1e-5)

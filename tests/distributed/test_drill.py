@@ -1,8 +1,9 @@
-"""`drill` on this machine: programs and runs of one's own that resume as they should, and others that do not."""
+"""Slow ones that need the whole command line: drills on this machine, bundles, the GPU benchmark without a GPU."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.models import Decoder
 from slurmtrain.runs.lookup import all_runs
 from tests.support.gloo import wait_until
-from tests.support.local_runs import PACED_MODEL, clean_environment
+from tests.support.local_runs import PACED_MODEL, LocalRun, Project, assert_same_bits, clean_environment
 from tests.support.loops import LOOP
 
 ONE = ["+cluster=local", "cluster.cpus_per_task=1"]
@@ -109,3 +111,50 @@ def _belongs_to(entry: Path, run: Path) -> bool:
         return str(run).encode() in (entry / "environ").read_bytes() and int(entry.name) != os.getpid()
     except OSError:
         return False
+
+
+@pytest.mark.slow
+def test_a_bundle_runs_again_from_an_empty_folder_with_the_same_bits(tmp_path: Path) -> None:
+    first, second = Project(tmp_path / "first"), Project(tmp_path / "second")
+    (second.path / "paced.py").unlink()  # the model is in the bundle
+    (first.path / ".gitignore").write_text("runs\n__pycache__\n")
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=me", "-c", "user.email=m@h", "commit", "-qm", "first"],
+    ):
+        subprocess.run(["git", *words], cwd=first.path, check=True)
+    try:
+        run = first.submit("train.steps=6", "cluster.tasks_per_node=2", "train.eval_every=0").finish()
+        (first.path / "paced.py").write_text("what is here now does not matter\n")
+        bundle = tmp_path / "bundle.tar.gz"
+        packed = first.cli("runs", "bundle", "last", str(bundle))
+        assert packed.returncode == 0, packed.stdout
+        process = second.popen("slurmtrain", "submit", "--from", str(bundle))
+        again = LocalRun(second.path, process)
+        second.runs.append(again)
+        again.finish()
+        assert_same_bits(run, again)
+        assert "other versions" not in again.output and "not installed" not in again.output
+        assert again.run_dir.info()["bundle"]["run"] == run.run_dir.id
+        compared = second.cli("runs", "compare", str(run.run_dir.path), str(again.run_dir.path))
+        assert "no file of the snapshots differs" in compared.stdout
+        assert "they ran with the same packages, driver, image and variables" in compared.stdout, compared.stdout
+    finally:
+        first.reap()
+        second.reap()
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_measures_and_writes_down(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "tests.bench.gpu", "smoke", "--results", str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = [json.loads(line) for line in results.read_text().splitlines()]
+    tiny = Decoder(vocab_size=256, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=128)
+    assert found["flops_per_token"] == 6 * (tiny.num_parameters() - 5 * 32) + 12 * 2 * 32 * 64
+    assert found["tokens_per_s"] > 0
+    assert abs(found["loss"] - math.log(256)) < 1
+    assert (found["mfu"], found["case"], found["seq_len"]) == (None, "smoke", 64)
+    assert f"{found['tokens_per_s']:,.0f} tokens/s" in done.stdout

@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from tests.support import wandb_files
 from tests.support.gloo import wait_until
 from tests.support.local_runs import Project
 
-pytest.importorskip("wandb", reason="wandb is not installed: pip install 'slurmtrain[wandb]'")
-pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'slurmtrain[mlflow]'")
+# Looked for and not imported: all processes of xdist collect this file.
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install 'slurmtrain[{name}]'")
+    for name in ("wandb", "mlflow")
+]
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 OWN_LOGGER = """

@@ -36,11 +36,11 @@ LENGTH = 64
 class Samples:
     """Sequences of random tokens below 128; `poisoned` ones begin with POISON."""
 
-    def __init__(self, poisoned: Sequence[int]):
-        self._poisoned = set(poisoned)
+    def __init__(self, poisoned: Sequence[int], length: int = 4096):
+        self._poisoned, self._length = set(poisoned), length
 
     def __len__(self) -> int:
-        return 4096
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(128, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
@@ -53,7 +53,7 @@ class PoisonedData:
     """As a `data._target_`."""
 
     def __init__(self, poisoned: Sequence[int] = (), **ignored: Any):
-        self.train, self.valid = Samples(poisoned), Samples([])
+        self.train, self.valid = Samples(poisoned), Samples([], length=8)
 
 
 class Fragile(Decoder):
@@ -154,6 +154,7 @@ def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
     gloo_ranks: GlooRanks, tmp_path: Path, layout: str
 ) -> None:
     ranks, words = LAYOUTS[layout]
+    words = [*words, "train.steps=9"]
     # What PowerSGD has put off is brought back, too, for which it has to be told.
     bad, good = [*poisoned(6), *words], [*without_updates(6, ask=layout == "PowerSGD"), *words]
     if ranks == 1:
@@ -200,28 +201,25 @@ TROUBLE = (7, 8, 9)  # with max_skipped=3: noticed for the third time in step 11
 ROLLBACK = ["train.max_skipped=3"]
 
 
-def test_too_many_skips_in_a_row_go_back_past_the_batches_that_broke_it(tmp_path: Path) -> None:
-    outcome = fit(alone(), tmp_path / "run", [*poisoned(*TROUBLE), *ROLLBACK])
+@pytest.fixture(scope="module")
+def went_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has gone back past its trouble."""
+    run = tmp_path_factory.mktemp("rollback") / "run"
+    outcome = fit(alone(), run, [*poisoned(*TROUBLE), *ROLLBACK])
     assert outcome.finished and outcome.step == 16
-    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
+    return run
+
+
+def test_too_many_skips_in_a_row_go_back_past_the_batches_that_broke_it(went_back: Path) -> None:
+    (back,) = events(went_back, Event.ROLLED_BACK)
     assert (back["step"], back["from_step"]) == (4, 11)
-    (again,) = events(tmp_path / "run", Event.CAUGHT_UP)
+    (again,) = events(went_back, Event.CAUGHT_UP)
     assert again["step"] == 11 and again["time"] > back["time"]
-    newest = read_manifest(committed(tmp_path / "run" / "checkpoints")[-1])
+    newest = read_manifest(committed(went_back / "checkpoints")[-1])
     assert newest.state["loader"]["samples_consumed"] == 8 * (16 + 11 - 4)  # steps 5 to 11 were left out
-    assert list(losses(tmp_path / "run")) == list(range(1, 17))  # each step once
-    assert all(map(math.isfinite, losses(tmp_path / "run").values()))
+    assert list(losses(went_back)) == list(range(1, 17))  # each step once
+    assert all(map(math.isfinite, losses(went_back).values()))
     assert newest.state["trainer"]["health"]["skipped"] == 3
-
-
-def test_what_follows_a_rollback_is_a_run_that_has_never_seen_those_samples(tmp_path: Path) -> None:
-    """Against a run that stops at that checkpoint, and goes on from there with the samples after the trouble."""
-    fit(alone(), tmp_path / "run", [*poisoned(*TROUBLE), *ROLLBACK])
-    words = poisoned()
-    assert fit(alone(), tmp_path / "other", words, StopAt(4)).step == 4
-    moved = trainer(alone(), tmp_path / "other", words, attempt=2, hooks=[BeginWith(11 * 8)])
-    moved.fit()
-    assert_same_run(tmp_path / "run", tmp_path / "other")
 
 
 class BeginWith(TrainingHook):
@@ -234,36 +232,40 @@ class BeginWith(TrainingHook):
         state.loader.load_state_dict({"samples_consumed": self._sample})
 
 
-@pytest.mark.parametrize("layout", ["FSDP"])
-def test_all_ranks_go_back_together(gloo_ranks: GlooRanks, tmp_path: Path, layout: str) -> None:
-    ranks, more = LAYOUTS[layout]
-    words = [*poisoned(*TROUBLE), *ROLLBACK, *more, f"cluster.tasks_per_node={ranks}"]
-    assert [each.step for each in gloo_ranks(ranks, fit, tmp_path / "run", words)] == [16] * ranks
-    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
-    assert (back["step"], back["from_step"]) == (4, 11)
+def test_what_follows_a_rollback_is_a_run_that_has_never_seen_those_samples(went_back: Path, tmp_path: Path) -> None:
+    """Against a run that stops at that checkpoint, and goes on from there with the samples after the trouble."""
+    words = poisoned()
+    assert fit(alone(), tmp_path / "other", words, StopAt(4)).step == 4
+    trainer(alone(), tmp_path / "other", words, attempt=2, hooks=[BeginWith(11 * 8)]).fit()
+    assert_same_run(went_back, tmp_path / "other")
 
 
 @pytest.mark.parametrize("stop_after", [9, 11, 12])
-def test_a_stop_around_a_rollback_changes_no_bit(tmp_path: Path, stop_after: int) -> None:
+def test_a_stop_around_a_rollback_changes_no_bit(went_back: Path, tmp_path: Path, stop_after: int) -> None:
     """Asked once at the start and once a step, so the 12th is after the rollback, in its first step."""
     words = [*poisoned(*TROUBLE), *ROLLBACK]
-    fit(alone(), tmp_path / "whole", words)
     assert fit(alone(), tmp_path / "stopped", words, StopAt(stop_after)).step == (5 if stop_after == 12 else stop_after)
     fit(alone(), tmp_path / "stopped", words, attempt=2)
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-    assert state(tmp_path / "whole") == state(tmp_path / "stopped")
+    assert_same_run(went_back, tmp_path / "stopped")
+    assert state(went_back) == state(tmp_path / "stopped")
 
 
-def test_rollback_goes_back_at_the_first_such_step(tmp_path: Path) -> None:
-    fit(alone(), tmp_path / "run", [*poisoned(10), "train.on_nonfinite=rollback"])
+@pytest.mark.parametrize(
+    ("ranks", "bad", "words", "back_to", "back_from"),
+    [
+        pytest.param(1, [10], ["train.on_nonfinite=rollback"], 8, 12, id="at the first such step"),
+        pytest.param(1, [16], ["train.on_nonfinite=rollback"], 12, 16, id="in the last step"),
+        pytest.param(2, TROUBLE, [*ROLLBACK, "parallel.dp_shard=2"], 4, 11, id="all ranks together"),
+    ],
+)
+def test_training_goes_back_to_the_checkpoint_from_before(
+    gloo_ranks: GlooRanks, tmp_path: Path, ranks: int, bad: list[int], words: list[str], back_to: int, back_from: int
+) -> None:
+    words = [*poisoned(*bad), *words, f"cluster.tasks_per_node={ranks}"]
+    outcomes = gloo_ranks(ranks, fit, tmp_path / "run", words)
+    assert [(each.finished, each.step) for each in outcomes] == [(True, 16)] * ranks
     (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
-    assert (back["step"], back["from_step"]) == (8, 12)
-
-
-def test_what_breaks_in_the_last_steps_is_looked_at_before_the_run_is_finished(tmp_path: Path) -> None:
-    outcome = fit(alone(), tmp_path / "run", [*poisoned(16), "train.on_nonfinite=rollback"])
-    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
-    assert (back["step"], back["from_step"], outcome.finished) == (12, 16, True)
+    assert (back["step"], back["from_step"]) == (back_to, back_from)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -326,11 +328,6 @@ def test_after_some_rollbacks_that_do_not_help_the_run_ends_and_keeps_what_was_s
     assert saved(tmp_path / "run") == [8]  # that of step 12 had taken the place of step 4's
 
 
-def test_without_a_checkpoint_from_before_it_ends(tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="there is no checkpoint from before"):
-        fit(alone(), tmp_path / "run", [*poisoned(3, 4, 5), *ROLLBACK])
-
-
 @pytest.mark.parametrize(("only", "begins_at"), [("null", 8), ("model", 0)])
 def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_what_it_has_begun_from(
     tmp_path: Path, only: str, begins_at: int
@@ -377,10 +374,13 @@ def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_the_weights_
     assert_same_run(tmp_path / "run", tmp_path / "other")
 
 
-def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path) -> None:
-    fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8"])
-    source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
-    words = [*poisoned(9, 10, 11), *ROLLBACK, f"checkpoint.restore_from={source}", "checkpoint.allow=[config]"]
+@pytest.mark.parametrize("begun", [False, True], ids=["anew", "from a checkpoint"])
+def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path, begun: bool) -> None:
+    words = [*poisoned(3, 4, 5), *ROLLBACK]
+    if begun:
+        fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8"])
+        source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
+        words = [*poisoned(9, 10, 11), *ROLLBACK, f"checkpoint.restore_from={source}", "checkpoint.allow=[config]"]
     with pytest.raises(DivergedError, match="there is no checkpoint from before"):
         fit(alone(), tmp_path / "run", words)
 

@@ -1,10 +1,11 @@
-"""Programs of somebody's own: a loop with a few added lines, and a command that knows nothing of slurmtrain."""
+"""Programs of somebody's own: loops with a few added lines, and a command that knows nothing of slurmtrain."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment
@@ -116,17 +118,6 @@ def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Pa
     assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(1))
 
 
-def test_under_torchrun_one_signalled_rank_stops_both_and_torchrun_starts_them_again(
-    folder: Path, undisturbed: Any
-) -> None:
-    program = Program(folder, *TORCHRUN, "--max-restarts", "1", *LOOP, *SLOWLY)
-    program.wait_for("step 10/")
-    os.kill(children(program.process.pid)[1], signal.SIGTERM)
-    program.finish()
-    assert "resuming at step" in program.log.read_text()
-    assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(2))
-
-
 def submit_command(project: Project, words: list[str], *overrides: str, pause_s: float = 0.0) -> LocalRun:
     """With `pause_s`, the program has the option --pause: it is this while there is a file `pause`, and 0 after that."""
     shutil.copytree(JOBS, project.path / "jobs")
@@ -222,11 +213,73 @@ def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(p
         assert state == {"done": 200, "sum": 20100, "starts": 2}
 
 
-def test_by_itself_the_own_command_does_the_same(folder: Path) -> None:
-    words = ["jobs/own_command.py", "--file", "sum.json"]
-    program = Program(folder, *words, "--pause", "0.05")
-    program.wait_for("10/100")
-    program.process.send_signal(signal.SIGTERM)
-    assert program.wait() == 75
-    Program(folder, *words).finish()
-    assert json.loads((folder / "sum-0.json").read_text()) == {"done": 100, "sum": 5050, "starts": 2}
+# Two models, two optimisers and a schedule: all of them come back, under torchrun.
+
+SAVE_EVERY = 7
+TWO_MODELS = ["jobs/own_two_models.py", "--steps", str(STEPS), "--batch", "16", "--save-every", str(SAVE_EVERY)]
+NAMES = ("generator", "discriminator", "generator_optimizer", "discriminator_optimizer", "scheduler")
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two ranks that nobody interrupted."""
+    folder = folder_with_jobs(tmp_path_factory.mktemp("undisturbed") / "folder")
+    Program(folder, *TORCHRUN, *TWO_MODELS).finish()
+    return folder / "checkpoints"
+
+
+def plain_state(checkpoints: Path) -> dict[str, Any]:
+    """What the newest checkpoint says besides tensors: the schedule, and the optimisers' settings."""
+    return dict(read_manifest(committed(checkpoints)[-1]).state)
+
+
+def signal_rank(program: Program, rank: int, number: int) -> None:
+    """Stop the ranks that run by now, and wait until torchrun has started others."""
+    before = children(program.process.pid)
+    os.kill(before[rank], number)
+    wait_until(
+        lambda: program.process.poll() is not None or not set(before) & set(children(program.process.pid)),
+        "started again",
+    )
+
+
+def resumed_at(program: Program) -> list[int]:
+    return [int(step) for step in re.findall(r"resuming at step (\d+) ", program.log.read_text())]
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    assert_same_tensors(checkpoint_tensors(one), checkpoint_tensors(other))
+    assert json.dumps(plain_state(one), sort_keys=True) == json.dumps(plain_state(other), sort_keys=True)
+
+
+def test_both_models_both_optimisers_and_the_schedule_are_in_the_checkpoint(two_models: Path) -> None:
+    tensors, plain = checkpoint_tensors(two_models), plain_state(two_models)
+    for name in NAMES:
+        assert [key for key in (*tensors, *plain) if key == name or key.startswith(f"{name}.")], name
+    # Adam keeps two moments and a count for every parameter: nothing of either optimiser is missing.
+    for model in ("generator", "discriminator"):
+        parameters = [key for key in tensors if key.startswith(f"{model}.")]
+        moments = [key for key in tensors if key.startswith(f"{model}_optimizer.state.")]
+        assert (len(parameters), len(moments)) == (4, 12)
+    assert plain["scheduler"]["last_epoch"] == STEPS
+    steps = {int(path.name.rpartition("_")[2]) for path in committed(two_models)}
+    assert steps == {STEPS, STEPS - STEPS % SAVE_EVERY}  # the last, and the last of those in between
+
+
+def test_stopped_and_killed_both_models_end_with_the_bits_of_the_undisturbed_run(
+    folder: Path, two_models: Path
+) -> None:
+    program = Program(folder, *TORCHRUN, "--max-restarts", "2", *TWO_MODELS, *SLOWLY)
+    program.wait_for("step 10/")
+    signal_rank(program, 1, signal.SIGTERM)
+    program.wait_for(" from checkpoint")
+    (stopped,) = resumed_at(program)
+    assert 10 <= stopped < STEPS
+    # The kill leaves no time to save: what comes back is written in the background while training goes on.
+    wait_until(lambda: step_of(committed(folder / "checkpoints")[-1]) > stopped, "saved in between")
+    signal_rank(program, 0, signal.SIGKILL)
+    program.finish()
+    _, killed = resumed_at(program)
+    assert stopped < killed < STEPS
+    assert killed % SAVE_EVERY == 0
+    assert_same_state(folder / "checkpoints", two_models)

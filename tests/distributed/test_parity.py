@@ -1,14 +1,33 @@
-"""Every layout computes what one process computes. All rows, with the measured differences: `python -m tests.parity`."""
+"""Every layout computes what one process computes, from its first weights on.
+
+All rows, with the measured differences: `python -m tests.parity`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.models import Decoder
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.forward_backward import build_forward_backward
+from tests.distributed.test_collectives import laid_out
+from tests.distributed.test_training import SLOW_RATE, StopAt, fit, losses
 from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
 from tests.support.gloo import GlooRanks
+from tests.support.local_runs import assert_same_run
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +58,165 @@ def test_loss_and_gradient_norm_are_those_of_one_process(
     gloo_ranks(size, train_rows, root, {row.name: config_of(row) for row in rows}, timeout_s=400)
     found = {row: compare(root, row) for row in rows}
     assert {row.name: values for row, values in found.items() if max(values.values()) > row.bound} == {}
+
+
+# Rows that four ranks do not divide, parts that end within a tile, and more than one tile along both dimensions.
+SIZES: dict[str, Any] = {
+    "vocab_size": 71, "dim": 36, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 2112,
+    "max_seq_len": 16, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True,
+}  # fmt: skip
+
+
+def sharded(model: Decoder, mesh: DeviceMesh, dimension: int = 0) -> None:
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(min(dimension, parameter.dim() - 1))
+
+    for block in model.blocks.children():
+        fully_shard(block, mesh=mesh, shard_placement_fn=place)
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+
+
+def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+    columns = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
+    rows = ["attention.out", "feed_forward.down"]
+    for block in model.blocks.children():
+        parallelize_module(
+            block, mesh, dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+        )
+    ends: dict[str, ParallelStyle] = {"embedding": RowwiseParallel()}
+    if model.output is not None:
+        ends["output"] = ColwiseParallel()
+    parallelize_module(model, mesh, ends)
+
+
+def fsdp(model: Decoder) -> None:
+    sharded(model, init_device_mesh("cpu", (4,)))
+
+
+def fsdp_by_columns(model: Decoder) -> None:
+    sharded(model, init_device_mesh("cpu", (4,)), dimension=1)
+
+
+def hsdp(model: Decoder) -> None:
+    sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def fsdp_tp(model: Decoder) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel(model, mesh["tp"])
+    sharded(model, mesh["dp"])
+
+
+LAYOUTS: list[Callable[[Decoder], None]] = [fsdp, fsdp_by_columns, hsdp, fsdp_tp]
+
+
+def draw_in_all_layouts(distributed: DistributedContext) -> dict[str, list[str]]:
+    """By layout, the names of the parameters whose bits differ from those of one rank."""
+    whole = Decoder(**SIZES)
+    whole.initialize(9)
+    different = {}
+    for lay in LAYOUTS:
+        with torch.device("meta"):
+            model = Decoder(**SIZES)
+        lay(model)
+        model.to_empty(device="cpu")
+        model.initialize(9)
+        wrong = []
+        for name, expected in whole.state_dict().items():
+            value = model.state_dict()[name]
+            assert isinstance(value, DTensor)
+            if not torch.equal(value.full_tensor(), expected):
+                wrong.append(name)
+        different[lay.__name__] = wrong
+    return different
+
+
+def test_every_layout_starts_from_the_bits_of_one_rank(gloo_ranks: GlooRanks) -> None:
+    for different in gloo_ranks(4, draw_in_all_layouts):
+        assert different == {lay.__name__: [] for lay in LAYOUTS}
+
+
+WIDTH, VOCABULARY, FFN = 32, 64, 96
+MATRICES = [(VOCABULARY, WIDTH), *[(WIDTH, WIDTH)] * 4, *[(FFN, WIDTH)] * 3]  # a block, and a tied embedding
+VECTORS = 3 * WIDTH
+ELEMENTS = sum(n * m for n, m in MATRICES) + VECTORS
+REPLICAS = {"dp_replicate": 2}
+
+
+def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
+    """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
+    model = Decoder(vocab_size=VOCABULARY, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=FFN, max_seq_len=16)
+    distributed_model = laid_out(distributed, model, layout, **options)
+    tokens = torch.randint(VOCABULARY, (1, 16))
+    forward_backward = build_forward_backward(distributed_model, 2, 1)
+    sent, all_reduce = 0, dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        nonlocal sent
+        sent += tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)  # type: ignore[arg-type]
+
+    dist.all_reduce = counting
+    for _ in range(3):
+        sent = 0
+        forward_backward.train([{"inputs": tokens, "targets": tokens}] * 2, global_tokens=lambda: 1)
+    dist.all_reduce = all_reduce
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "expected"),
+    [
+        (REPLICAS, {"gradient_compression": "bf16"}, 2 * ELEMENTS),
+        ({**REPLICAS, "dp_shard": 2}, {"reduce_dtype": "bfloat16"}, 2 * ELEMENTS // 2),
+        (
+            REPLICAS,
+            {"gradient_compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 2},
+            4 * (sum(2 * (n + m) for n, m in MATRICES) + VECTORS),
+        ),
+    ],
+    ids=["bf16", "HSDP in bfloat16", "powersgd"],
+)
+def test_a_step_sends_so_many_bytes_once_for_all_its_micro_batches(
+    gloo_ranks: GlooRanks, layout: dict[str, int], options: dict[str, str | int], expected: int
+) -> None:
+    ranks = ParallelDims(**layout).world_size
+    assert gloo_ranks(ranks, bytes_sent, layout, options) == [expected] * ranks
+
+
+SHORT = [*SLOW_RATE, "train.steps=6", "cluster.tasks_per_node=2", "train.eval_every=0", "checkpoint.every_steps=0"]
+POWERSGD = ["parallel.gradient_compression=powersgd", "parallel.powersgd_start_step=2", "parallel.powersgd_rank=2"]
+
+# A number is off by at most u of itself when it is rounded to bfloat16 (u = 2**-9) or float16 (2**-11). Each rank's gradient
+# is rounded, and their sum. With two ranks whose gradients have little in common, each has sqrt(2) times the norm of the mean.
+ROUNDINGS = 1 + 2**0.5
+BOUNDS = {"bf16": ROUNDINGS * 2**-9, "fp16": ROUNDINGS * 2**-11}
+
+
+def all_kinds(distributed: DistributedContext, folder: Path) -> None:
+    fit(distributed, folder / "none", SHORT)
+    for how in BOUNDS:
+        fit(distributed, folder / how, [*SHORT, f"parallel.gradient_compression={how}"])
+    fit(distributed, folder / "powersgd", [*SHORT, *POWERSGD])
+    stop = StopAt(4) if distributed.environment.rank == 1 else None
+    assert fit(distributed, folder / "stopped", [*SHORT, *POWERSGD], stop).step == 4
+    assert fit(distributed, folder / "stopped", [*SHORT, *POWERSGD], attempt=2).first_step == 4
+
+
+def test_compressed_steps_are_nearly_those_of_whole_gradients_and_go_on_after_a_stop_with_the_same_bits(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    gloo_ranks(2, all_kinds, tmp_path)
+    whole = losses(tmp_path / "none", "grad_norm")
+    for how, bound in BOUNDS.items():
+        norms = losses(tmp_path / how, "grad_norm")
+        differences = [abs(norms[step] - whole[step]) / whole[step] for step in whole]
+        assert 0 < max(differences) < bound, how
+
+    norms = losses(tmp_path / "powersgd", "grad_norm")
+    assert [step for step in whole if norms[step] != whole[step]] == [3, 4, 5, 6]  # from its start on
+    assert_same_run(tmp_path / "stopped", tmp_path / "powersgd")
+    # What more ranks have not seen is forgotten by all of them: else they would wait for each other in different collectives.
+    four = [*SHORT, *POWERSGD, "cluster.tasks_per_node=4", "train.steps=8", "checkpoint.allow=[config]"]
+    gloo_ranks(4, fit, tmp_path / "stopped", four, None, 3)
+    assert sorted(losses(tmp_path / "stopped")) == list(range(1, 9))

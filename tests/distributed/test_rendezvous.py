@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,10 +24,11 @@ from slurmtrain.parallel.sharded import build_mesh, sequence_group
 from slurmtrain.runtime import rendezvous
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
-from slurmtrain.runtime.rendezvous import StopDuringStartError
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
-from slurmtrain.system import signals
+from slurmtrain.system import process, signals
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.signals import StopDuringStartError
+from tests.support.children import descendants
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
 
@@ -55,8 +58,15 @@ def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
 
 
-def test_all_ranks_meet_in_three_groups(gloo_ranks: GlooRanks) -> None:
-    assert gloo_ranks(3, sums) == [[6.0, 6.0, 6.0]] * 3
+WORDS = ("", "ä", "x" * 100_000)
+
+
+def meet_and_talk(distributed: DistributedContext) -> tuple[list[float], list[str]]:
+    return sums(distributed), [hear(distributed, word) for word in WORDS]
+
+
+def test_all_ranks_meet_in_three_groups_and_hear_what_rank_0_tells_as_it_was(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks(3, meet_and_talk) == [([6.0, 6.0, 6.0], list(WORDS))] * 3
 
 
 def time_outs_of_layouts(distributed: DistributedContext) -> set[float]:
@@ -100,11 +110,6 @@ def port_of_the_store(directory: Path, ports: str) -> int:
 def test_ranks_meet_on_a_port_of_the_range_that_a_firewall_lets_through(gloo_ranks: GlooRanks) -> None:
     ports = gloo_ranks.start(2, port_of_the_store, "23000-23040").results()
     assert ports[0] == ports[1] and 23000 <= ports[0] <= 23040
-
-
-def test_what_rank_0_tells_arrives_as_it_was(gloo_ranks: GlooRanks) -> None:
-    for word in ("", "ä", "x" * 100_000):
-        assert gloo_ranks(2, hear, word) == [word, word]
 
 
 def test_two_worlds_on_one_machine_do_not_mix(gloo_ranks: GlooRanks) -> None:
@@ -275,3 +280,34 @@ def test_a_wrong_address_of_a_launcher_is_named_as_such(gloo_ranks: GlooRanks, h
         f"RendezvousError: preflight, master_address: rank 1 on {socket.gethostname()} cannot reach"
     )
     assert f"rank 0 at {host}:" in answer and "(MASTER_ADDR, MASTER_PORT)" in answer
+
+
+def never_end(directory: Path) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pause()
+
+
+TESTS = """
+import pathlib, sys
+from tests.distributed.test_rendezvous import never_end
+from tests.support.children import descendants
+from tests.support.gloo import GlooRanks
+
+with GlooRanks(pathlib.Path(sys.argv[1])) as ranks:
+    waiting = ranks.start(2, never_end)
+    print("started", flush=True)
+    waiting.endings()
+"""
+
+
+def test_ranks_of_tests_end_with_the_tests_when_these_are_killed(tmp_path: Path) -> None:
+    """Also one that is stopped; and neither the fork server nor what it has started stays."""
+    command = [sys.executable, "-c", TESTS, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None and tests.stdout.readline() == "started\n"
+        wait_until(lambda: len(descendants(tests.pid)) >= 4, "there: two ranks, the fork server, the tracker")
+        theirs = descendants(tests.pid)
+        tests.kill()
+    wait_until(lambda: not set(theirs) & process.stats().keys(), "gone")

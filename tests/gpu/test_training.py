@@ -17,7 +17,7 @@ from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
-from tests.distributed.test_profiles import profiled, recorded_steps
+from tests.distributed.test_numbers import profiled, recorded_steps
 from tests.distributed.test_training import losses, trainer
 from tests.support.local_runs import Project, assert_same_bits, assert_steps_join
 

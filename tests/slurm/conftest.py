@@ -1,4 +1,4 @@
-"""A real SLURM for the tests: one sandbox for the session, another one for clusters that preempt with the job's own signal.
+"""One real SLURM for all tests of this folder: a sandbox that they share, with partitions and settings of their own for some.
 
 A machine without SLURM fails these tests instead of skipping them: a skip would hide that nothing was tested.
 """
@@ -14,7 +14,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
-from tests.support.slurm_cluster import Cluster
+from slurmtrain.slurm.versions import PREEMPT_PARAMETERS
+from tests.support.slurm_cluster import Cluster, reconfigured
 
 
 def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
@@ -35,27 +36,18 @@ def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Cluster]:
-    """Four nodes; preemption and requeue send SIGTERM, like most clusters."""
-    yield from _cluster("tests", SandboxSpec(nodes=4, cpus=4, gpus=4, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10))
+    """Eight nodes; preemption and requeue send SIGTERM, like most clusters."""
+    spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
+    yield from _cluster("tests", spec)
 
 
-@pytest.fixture(scope="module")
-def user_signal_sandbox() -> Iterator[Cluster]:
-    """Two nodes; a preempted job gets the signal it asked for with `--signal`."""
-    spec = SandboxSpec(nodes=2, cpus=4, gpus=4, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, user_signal=True)
-    yield from _cluster("tests-usr", spec)
-
-
-@pytest.fixture(scope="module")
-def cancelling_sandbox() -> Iterator[Cluster]:
-    """One node; SLURM cancels preempted jobs instead of requeueing them."""
-    yield from _cluster("tests-cancel", SandboxSpec(nodes=1, grace_s=10, kill_wait_s=10, preempt_mode="cancel"))
-
-
-@pytest.fixture(scope="module")
-def graceless_sandbox() -> Iterator[Cluster]:
-    """One node; preemption requeues at once, without a GraceTime, which is SLURM's default."""
-    yield from _cluster("tests-grace", SandboxSpec(nodes=1, grace_s=0, kill_wait_s=10))
+@pytest.fixture
+def user_signal(sandbox: Cluster) -> Iterator[Cluster]:
+    """The sandbox, where a preempted job gets the signal that it asked for with `--signal`."""
+    current = sandbox.does(PREEMPT_PARAMETERS)
+    line = "PreemptParameters=send_user_signal" if current else "SlurmctldParameters=preempt_send_user_signal"
+    with reconfigured(sandbox, {"JobRequeue=1": f"{line}\nJobRequeue=1"}):
+        yield sandbox
 
 
 @pytest.fixture(scope="module")

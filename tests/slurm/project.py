@@ -79,7 +79,7 @@ SMALL = [
     "train.eval_every=20",
     "train.tensorboard=false",
     "checkpoint.every_steps=10",
-    "requeue.restart_delay_s=0",
+    "requeue.restart_delay_s=3",
 ]
 
 
@@ -183,7 +183,7 @@ def counting(steps: int, pause_s: float = 0.0) -> list[str]:
         f"job.command='{sys.executable} counting.py {steps} {pause_s}'",
         "cluster.nodes=1",
         "cluster.tasks_per_node=1",
-        "requeue.restart_delay_s=0",
+        "requeue.restart_delay_s=3",
     ]
 
 
@@ -194,19 +194,22 @@ class Project:
     path: Path
     cluster: Cluster
 
-    def submit(self, *overrides: str, nodes: str | None = None, small: bool = True, words: tuple[str, ...] = ()) -> Run:
+    def submit(
+        self, *overrides: str, nodes: str | None = None, small: bool = True, words: tuple[str, ...] = (), **env: str
+    ) -> Run:
         """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other; `words` are options."""
         line = [
             "+cluster=sandbox",
             "cluster.sandbox=null",
             f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
+            "requeue.restart_delay_s=3",  # SLURM waits for longer where this is over before the job has left its nodes
             *(SMALL if small else []),
             *([f"+cluster.sbatch.nodelist='{nodes}'"] if nodes else []),
             *overrides,
             "submit",
             *words,
         ]
-        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path)
+        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path, env=env)
         assert "submitted run" in done.stdout, done.stdout + done.stderr
         path = next(line.strip() for line in done.stdout.splitlines() if line.startswith("  /"))
         return Run(RunDir(Path(path)), self.cluster, self.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -90,21 +89,6 @@ def test_without_a_requeue_a_run_does_not_come_back_and_a_chain_does(sandbox: Cl
     assert jobs_of_drills(sandbox) == []
 
 
-def test_a_site_whose_slurm_refuses_a_requeue_is_told_what_to_set(sandbox: Cluster, tmp_path: Path) -> None:
-    front, real = tmp_path / "front", shutil.which("scontrol")
-    front.mkdir()
-    (front / "scontrol").write_text(
-        f'#!/bin/bash\nif [ "$1" = requeue ]; then echo "Requested operation is presently disabled" >&2; exit 1; fi\n'
-        f'exec {real} "$@"\n'
-    )
-    (front / "scontrol").chmod(0o755)
-    path = f"{front}:{sandbox.env()['PATH']}"
-    code, ways, found = drill(sandbox, tmp_path, "--ways", "requeue", path=path)
-    assert (code, ways["requeue"]["result"]) == (1, "failed"), found
-    assert "Requested operation is presently disabled" in ways["requeue"]["sentence"]
-    assert "requeue=chain" in ways["requeue"]["advice"]
-
-
 @pytest.fixture
 def no_requeue_by_default(sandbox: Cluster) -> Iterator[Cluster]:
     """A cluster with JobRequeue=0: a job is requeued only if it was submitted with --requeue."""
@@ -153,12 +137,6 @@ def test_a_grace_that_is_too_short_for_a_save_is_told_with_its_seconds(
     assert f"killed before it had saved, and partition low gives {total} s" in way["sentence"]
     assert "GraceTime" in way["advice"] and "save more often" in way["advice"]
     assert way["resumed_step"] == way["saved_step"] == 4  # of the last save before
-
-
-def test_a_partition_that_preempts_nobody_says_so(sandbox: Cluster, tmp_path: Path) -> None:
-    code, ways, _ = drill(sandbox, tmp_path, "cluster.partition=high", "--ways", "preemption")
-    assert (code, ways["preemption"]["result"]) == (75, "not tried")
-    assert "PreemptMode=OFF" in ways["preemption"]["sentence"]
 
 
 def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -36,6 +36,7 @@ SAME = [
     f"train.global_batch_size={BATCH}",
     "train.eval_every=0",
 ]
+ELASTIC = ["cluster.nodes=2-4", "cluster.tasks_per_node=1", "+model.pause_s=0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +55,56 @@ def logged(run: Run, field: str) -> dict[int, Any]:
     return {record["step"]: record[field] for record in run.losses() if field in record}
 
 
+class Changed(NamedTuple):
+    """Two runs at the same time, for each of which there are four nodes in all.
+
+    Attributes:
+        resized: lost two nodes to a colleague, and was then told to use three.
+        said: what `requeue` has said to that.
+        shrunk: one of its nodes died.
+    """
+
+    resized: Run
+    said: str
+    shrunk: Run
+
+
+@pytest.fixture(scope="module")
+def changed(project: Project, sandbox: Cluster) -> Changed:
+    batch = ["train.steps=60", "train.global_batch_size=16", "checkpoint.every_steps=2"]
+    shrunk = project.submit(*SAME, *ELASTIC, *batch, "cluster.exclude='n[0-3]'")
+    resized = project.submit(*SAME, *ELASTIC, "cluster.exclude='n[4-7]'")
+    resized.wait_for_step(3)
+    colleague = sandbox.submit_high(nodes=resized.attempts()[0].nodes[2:], seconds=600)
+    shrunk.wait_for_checkpoint()
+    sandbox.kill_node("n7", only_daemon=True)
+    try:
+        resized.wait_for_attempt(2)
+        resized.wait_for_step((resized.attempts()[1].first_step or 0) + 2)
+        sandbox.run(["scancel", colleague])
+        said = resized.cli("requeue", resized.run_dir.id, "cluster.nodes=3")
+        shrunk.wait_for_attempt(2)
+        resized.wait_for_attempt(3)
+        for run in (resized, shrunk):
+            run.finish()
+    finally:
+        sandbox.start_node("n7")
+        sandbox.run(["scancel", colleague])
+    return Changed(resized, said, shrunk)
+
+
 def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_loss_is_that_of_one_size(
-    project: Project, sandbox: Cluster
+    changed: Changed, project: Project, sandbox: Cluster
 ) -> None:
     """The losses differ by the order of float additions only.
 
     A float32 sum of n terms in another order differs by up to about sqrt(n) * 2**-24 relative; n is the tokens of a global
     batch. Each step feeds the differences of those before on, so that they stay within as many times that.
     """
-    run = project.submit(*SAME, "cluster.nodes=2-4", "cluster.tasks_per_node=1", "+model.pause_s=0.2")
-    run.wait_for_step(3)
-    colleague = sandbox.submit_high(nodes=run.attempts()[0].nodes[2:], seconds=600)
-    try:
-        run.wait_for_attempt(2)
-        run.wait_for_step((run.attempts()[1].first_step or 0) + 2)
-    finally:
-        sandbox.run(["scancel", colleague])
-    said = run.cli("requeue", run.run_dir.id, "cluster.nodes=3")
-    assert "cluster.nodes: 2-4 -> 3" in said
-    assert "a new job with the changed config resumes it by itself" in said and "it is requeued" not in said
-    run.wait_for_attempt(3)
-    run.finish()
-
+    run = changed.resized
+    assert "cluster.nodes: 2-4 -> 3" in changed.said
+    assert "a new job with the changed config resumes it by itself" in changed.said
+    assert "it is requeued" not in changed.said
     tries = run.attempts()
     assert [(attempt.world_size, len(attempt.nodes)) for attempt in tries] == [(4, 4), (2, 2), (3, 3)]
     assert [attempt.reason for attempt in tries] == ["preempted", "asked", "finished"]
@@ -97,21 +126,10 @@ def test_on_four_then_two_then_three_nodes_every_sample_is_seen_once_and_the_los
     assert all(abs(found[step] - loss) <= tolerance * loss for step, loss in expected.items())
 
 
-def test_without_a_spare_node_the_run_goes_on_with_fewer_nodes_in_the_same_job(
-    project: Project, sandbox: Cluster
-) -> None:
+def test_without_a_spare_node_the_run_goes_on_with_fewer_nodes_in_the_same_job(changed: Changed) -> None:
     """Three nodes are left of four; 16 sequences divide by two."""
-    words = [*SAME, "train.steps=60", "train.global_batch_size=16", "cluster.tasks_per_node=1", "+model.pause_s=0.2"]
-    run = project.submit(*words, "cluster.nodes=2-4", "checkpoint.every_steps=2")
-    run.wait_for_checkpoint()
-    sandbox.kill_node("n3", only_daemon=True)
-    try:
-        run.wait_for_attempt(2)
-        run.finish()
-    finally:
-        sandbox.start_node("n3")
-    first, second = run.attempts()
-    assert (first.reason, first.verdict, first.failed_on) == ("node failure", "in-place", "n3")
-    assert (first.nodes, second.nodes) == (["n0", "n1", "n2", "n3"], ["n0", "n1"])
+    first, second = changed.shrunk.attempts()
+    assert (first.reason, first.verdict, first.failed_on) == ("node failure", "in-place", "n7")
+    assert (first.nodes, second.nodes) == (["n4", "n5", "n6", "n7"], ["n4", "n5"])
     assert second.first_step == first.committed_step and second.job_id == first.job_id
     assert (second.restart_count, second.world_size) == (0, 2)

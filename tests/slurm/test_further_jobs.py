@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,12 +14,10 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.slurm.read_facts import read_preemption
 from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
-from tests.support.local_runs import assert_same_bits, assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 30
-ONE_RANK = ["cluster.nodes=1", "cluster.tasks_per_node=1", f"train.steps={STEPS}"]
-SLOW = [*ONE_RANK, "+model.pause_s=0.15"]
+SLOW = counting(STEPS, pause_s=0.15)
 
 
 @pytest.fixture(scope="module")
@@ -26,67 +25,61 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(project: Project) -> Run:
-    return project.submit(*ONE_RANK, nodes="n3")
-
-
 def jobs(run: Run) -> list[str]:
     return [str(job_id) for job_id in run.run_dir.info()["job_ids"]]
 
 
-def test_resubmitted_after_a_preemption_it_finishes_with_the_same_bits(
-    undisturbed: Run, project: Project, tmp_path: Path
-) -> None:
-    seen = tmp_path / "seen"
-    run = project.submit(
-        *SLOW,
-        "requeue=resubmit",
-        f"cluster.setup=['echo \"$MARK|$PYTHONPATH\" >>{seen}','export MARK=left-over']",
-        nodes="n0",
-    )
-    run.wait_for_step(3)
-    run.preempt_by_high()
+class Preempted(NamedTuple):
+    """Two runs that are preempted at the same time; `seen` has what the jobs of the first saw of their environment."""
+
+    resubmitted: Run
+    chained: Run
+    seen: Path
+
+
+@pytest.fixture(scope="module")
+def preempted(project: Project) -> Preempted:
+    seen = project.path.parent / "seen"
+    looks = f"cluster.setup=['echo \"$MARK|$PYTHONPATH\" >>{seen}','export MARK=left-over']"
+    resubmitted = project.submit(*SLOW, "requeue=resubmit", looks, small=False, nodes="n0")
+    chained = project.submit(*SLOW, "requeue=chain", small=False, nodes="n1")
+    for run in (resubmitted, chained):
+        run.wait_for_step(3)
+    assert "running" in chained.status()
+    for run in (resubmitted, chained):
+        run.cluster.submit_high(nodes=run.attempts()[-1].nodes, seconds=0.1)
+    return Preempted(resubmitted, chained, seen)
+
+
+def test_resubmitted_after_a_preemption_it_finishes_in_a_job_of_its_own(preempted: Preempted) -> None:
+    run = preempted.resubmitted
     run.wait_until(lambda: len(jobs(run)) == 2, "submitted again")
     first, second = jobs(run)
     assert f"Comment=slurmtrain:{run.run_dir.id}:1" in run.cluster.run(["scontrol", "show", "job", "-o", second]).stdout
     run.finish()
-    assert [(attempt.job_id, attempt.reason) for attempt in run.attempts()] == [
-        (first, "preempted"),
-        (second, "finished"),
-    ]
+    ends = [(attempt.job_id, attempt.reason) for attempt in run.attempts()]
+    assert ends == [(first, "preempted"), (second, "finished")]
     assert run.attempts()[0].sentence == "preempted; it is submitted again"
-    assert len(set(seen.read_text().splitlines())) == 1, (
+    assert len(set(preempted.seen.read_text().splitlines())) == 1, (
         "the second job saw what the first one had made of its environment"
     )
     assert run.cluster.job(second)["Requeue"] == "0"
-    assert_steps_join(run, total=STEPS)
-    undisturbed.finish()
-    assert_same_bits(run, undisturbed)
+    assert_counted_once(run, STEPS)
 
 
-def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finished(
-    undisturbed: Run, project: Project
-) -> None:
-    run = project.submit(*SLOW, "requeue=chain", nodes="n1")
+def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finished(preempted: Preempted) -> None:
+    run = preempted.chained
     chain = jobs(run)
     assert len(chain) == 4
-    run.wait_for_step(3)
-    assert "running" in run.status()
-    run.preempt_by_high()
-    run.wait_for_attempt(2)
-    run.wait_until(lambda: run.attempts()[-1].verdict == "done", "finished")
-    assert [(attempt.job_id, attempt.reason) for attempt in run.attempts()] == [
-        (chain[0], "preempted"),
-        (chain[1], "finished"),
-    ]
+    run.go_on()
+    run.wait_until(lambda: len(run.attempts()) == 2 and run.attempts()[-1].verdict == "done", "finished")
+    ends = [(attempt.job_id, attempt.reason) for attempt in run.attempts()]
+    assert ends == [(chain[0], "preempted"), (chain[1], "finished")]
     for link in chain[2:]:
         run.cluster.wait_for(link, "CANCELLED")
     run.cluster.wait_for(chain[1], "COMPLETED")
     assert "the next job of the chain continues" in run.status()
-    assert_steps_join(run, total=STEPS)
-    undisturbed.finish()
-    assert_same_bits(run, undisturbed)
+    assert_counted_once(run, STEPS)
 
 
 def test_a_job_of_a_chain_that_finds_the_run_finished_leaves_at_once(project: Project) -> None:
@@ -100,19 +93,20 @@ def test_a_job_of_a_chain_that_finds_the_run_finished_leaves_at_once(project: Pr
 
 
 def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) -> None:
-    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", nodes="n1")
+    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n1")
     run.wait_for_step(3)
     run.cli("cancel", run.run_dir.id)
     first = jobs(run)
     for link in first:
         run.cluster.wait_for(link, "CANCELLED")
     (attempt,) = run.attempts()
-    assert (attempt.reason, attempt.committed_step) == ("cancelled", attempt.last_step)
+    assert attempt.reason == "cancelled"
     assert "stopped" in run.status()
+    done = run.step()
     run.cli("resume", run.run_dir.id)
     second = jobs(run)[2:]
     assert len(second) == 2
-    run.wait_for_attempt(2)
+    run.wait_for_step(done + 2)
     assert run.attempts()[1].job_id == second[0]
     # Killed by nobody's word: the last link has none after it, and says so.
     run.cluster.run(["scancel", second[1]])
@@ -173,9 +167,9 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
 def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
     project: Project,
 ) -> None:
-    two_nodes = ["cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.exclude=n3"]
-    resubmitted = project.submit(*SLOW, "requeue=resubmit", *two_nodes)
-    chained = project.submit(*SLOW, "requeue=chain", nodes="n3")
+    slow = ["cluster.tasks_per_node=1", f"train.steps={STEPS}", "+model.pause_s=0.15"]
+    resubmitted = project.submit(*slow, "requeue=resubmit", "cluster.nodes=2", "cluster.exclude=n3")
+    chained = project.submit(*slow, "requeue=chain", "cluster.nodes=1", nodes="n3")
     for run in (resubmitted, chained):
         run.wait_for_checkpoint()
         (run.run_dir.path / "hold").touch()  # one must not finish while the other is waited for

@@ -38,6 +38,7 @@ class TestOnThisMachine(LauncherTestSuite):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/launcher=slurmtrain", LOCAL])])
 class TestProgramsOnThisMachine(IntegrationTestSuite):
     pass
@@ -85,6 +86,7 @@ class TestProgramsInSlurm(IntegrationTestSuite):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher_name", ["slurmtrain"])
 class TestInBatches(BatchedSweeperTestSuite):
     @pytest.fixture

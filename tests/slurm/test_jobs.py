@@ -14,6 +14,7 @@ import venv
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -133,83 +134,111 @@ def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is
     assert "stopped" in run.status()
 
 
-def test_two_runs_share_their_nodes(project: Project) -> None:
-    words = ["train.steps=20", "+model.pause_s=0.3", "cluster.tasks_per_node=1"]
-    runs = [project.submit(*words, nodes="n0,n1") for _ in range(2)]
-    for run in runs:
-        run.wait_for_attempt(1)
-    for run in runs:
-        run.finish()
-    first, second = (run.attempts()[0] for run in runs)
-    assert first.ended is not None and second.ended is not None
-    assert max(first.started, second.started) < min(first.ended, second.ended), "they did not run side by side"
-    assert runs[0].losses() == runs[1].losses()
+# It knows nothing of us, keeps its own count in a file, and dies of the signal, as programs do.
+COUNTS = """
+import os, pathlib, socket, sys, time
+from length import TOTAL
+
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+socket.create_server(("", int(os.environ["MASTER_PORT"]))) if rank == "0" else None
+state = pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"]) / f"count-{rank}"
+count = int(state.read_text()) if state.exists() else 0
+while count < TOTAL:
+    while count == 20 and os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+        time.sleep(0.1)  # until it is preempted
+    count += 1; new = state.with_suffix(".new"); new.write_text(str(count)); new.replace(state)
+print("counted to", count, "as", rank, "of", world, sys.argv[1:])
+"""
+# It dies of the signal; its child traps it, saves, on rank 1 for seconds longer, and exits with 0.
+WRAPPED = r"""
+cd "$SLURMTRAIN_RUN_DIR"; [ -e "saved-$RANK" ] && { touch "again-$RANK"; exit 0; }
+trap 'sleep $((RANK * 3 + 1)); date +%s.%N >new-$RANK; mv new-$RANK saved-$RANK; exit 0' TERM
+touch "up-$RANK"; while sleep 0.05; do :; done
+"""
+# It is told to stop, and does so when it may.
+STOPS_LATER = "trap 'touch {folder}/told' TERM; until [ -e {folder}/go ]; do sleep 0.1; done; exit 75\n"
 
 
-def test_editing_the_work_tree_changes_nothing_for_a_submitted_run(project: Project) -> None:
-    (project.path / "program.py").write_text("import counting\n")
-    words = [word.replace(" counting.py", " program.py") for word in counting(40, pause_s=0.1)]
-    run = project.submit(*words, small=False)
-    for name in ("program.py", "counting.py"):
-        (project.path / name).write_text("raise SystemExit('edited')")
-    run.wait_for_step(3)
-    run.cli("preempt", run.run_dir.id)  # the second attempt imports everything again
-    run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["asked", "finished"]
-    assert_counted_once(run, 40)
+class Preempted(NamedTuple):
+    """Runs that were preempted at the same moment, each on nodes of its own but for two that share theirs.
+
+    Attributes:
+        hooks: what the hooks of the first one have written.
+        cancelled: by scancel, in the grace time of the preemption.
+    """
+
+    sharing: tuple[Run, Run]
+    hooks: Path
+    wrapped: Run
+    cancelled: Run
 
 
-def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
-    """A program that knows nothing of us keeps its own count in a file and dies of the signal, as programs do."""
-    (project.path / "count.py").write_text(
-        "import os, pathlib, socket, sys, time\n"
-        "rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
-        "socket.create_server(('', int(os.environ['MASTER_PORT']))) if rank == '0' else None\n"
-        "state = pathlib.Path(os.environ['SLURMTRAIN_RUN_DIR']) / f'count-{rank}'\n"
-        "count = int(state.read_text()) if state.exists() else 0\n"
-        "while count < 40:\n"
-        "    while count == 20 and os.environ['SLURMTRAIN_ATTEMPT'] == '1':\n"
-        "        time.sleep(0.1)  # until it is preempted\n"
-        "    count += 1; new = state.with_suffix('.new'); new.write_text(str(count)); new.replace(state)\n"
-        "    time.sleep(0.05)\n"
-        "print('counted to', count, 'as', rank, 'of', world, sys.argv[1:])\n"
-    )
-    told = project.path / "told"
-    hook = f"echo $SLURMTRAIN_EVENT $SLURMTRAIN_ATTEMPT $SLURMTRAIN_NEXT $SLURMTRAIN_SENTENCE >>{told}"
-    run = project.submit(
-        "job=command",
-        f"job.command='{PYTHON} count.py --greeting \"two words\"'",
-        f"hooks.on_preemption='{hook}'",
-        f"hooks.on_finish='{hook}; sleep 60'",
-        f"hooks.on_failure='{hook}'",
-        "hooks.timeout_s=4",
-        small=False,
-    )
-    run.wait_until(lambda: (run.run_dir.path / "count-3").exists(), "counting")
-    run.preempt_by_high()
-    run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
-    logs = [(run.run_dir.attempt(2).path / f"rank-{rank}.log").read_text() for rank in range(4)]
-    assert [log.strip().splitlines()[-1] for log in logs] == [
-        f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
-    ]
-    assert told.read_text() == "preemption 1 requeue preempted; it is requeued\nfinish 2 done finished\n"
-    assert [event["outcome"] for event in events(run, "hook ended")][1:] == ["was killed after hooks.timeout_s=4"]
-    assert run.cluster.job(run.job_id)["ExitCode"] == "0:0"
-
-
-def test_a_program_whose_child_still_saves_when_preempted_is_waited_for_and_started_again(project: Project) -> None:
-    """The wrapper dies of the signal; its child traps it, saves, on rank 1 for seconds longer, and exits with 0."""
+@pytest.fixture(scope="module")
+def preempted(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Preempted:
+    folder = tmp_path_factory.mktemp("preempted")
+    project = make_project(folder / "project", sandbox)
+    (project.path / "length.py").write_text("TOTAL = 40\n")
+    (project.path / "count.py").write_text(COUNTS)
     (project.path / "wrap.sh").write_text("bash train.sh >/dev/null 2>&1\n")
-    (project.path / "train.sh").write_text(
-        'cd "$SLURMTRAIN_RUN_DIR"; [ -e "saved-$RANK" ] && { touch "again-$RANK"; exit 0; }\n'
-        "trap 'sleep $((RANK * 3 + 1)); date +%s.%N >new-$RANK; mv new-$RANK saved-$RANK; exit 0' TERM\n"
-        'touch "up-$RANK"; while sleep 0.05; do :; done\n'
-    )
-    words = ["cluster.nodes=1", "cluster.tasks_per_node=2", "cluster.srun_wait_s=1"]
-    run = project.submit("job=command", "job.command='bash wrap.sh'", *words, small=False)
-    run.wait_until(lambda: all((run.run_dir.path / f"up-{rank}").exists() for rank in "01"), "up")
-    run.preempt_by_high()
+    (project.path / "train.sh").write_text(WRAPPED)
+    (folder / "later").write_text(STOPS_LATER.format(folder=folder))
+    told = folder / "hooks"
+    hook = f"echo $SLURMTRAIN_EVENT $SLURMTRAIN_ATTEMPT $SLURMTRAIN_NEXT $SLURMTRAIN_SENTENCE >>{told}"
+    hooks = [f"hooks.on_preemption='{hook}'", f"hooks.on_finish='{hook}; sleep 60'", f"hooks.on_failure='{hook}'"]
+    counts = ["job=command", f"job.command='{PYTHON} count.py --greeting \"two words\"'"]
+    first = project.submit(*counts, *hooks, "hooks.timeout_s=4", small=False, nodes="n0,n1")
+    second = project.submit(*counts, small=False, nodes="n0,n1")
+    two = ["cluster.nodes=1", "cluster.tasks_per_node=2", "cluster.srun_wait_s=1"]
+    wrapped = project.submit("job=command", "job.command='bash wrap.sh'", *two, small=False, nodes="n2")
+    cancelled = project.submit("job=command", f"job.command='bash {folder}/later'", *ONE, small=False, nodes="n3")
+    for name in ("length.py", "count.py", "train.sh"):
+        (project.path / name).write_text("edited, not to be run\n")
+    for run in (first, second):
+        run.wait_until((run.run_dir.path / "count-3").exists, "counting")
+    wrapped.wait_until(lambda: all((wrapped.run_dir.path / f"up-{rank}").exists() for rank in "01"), "up")
+    cancelled.wait_until(lambda: bool(cancelled.attempts()) and bool(cancelled.attempts()[0].nodes), "running")
+    for nodes in (["n0", "n1"], ["n2"], ["n3"]):
+        sandbox.submit_high(nodes=nodes, seconds=0.1)
+    cancelled.wait_until((folder / "told").exists, "told to stop")
+    # The end that SLURM has announced stands there: by it the cancel, which brings an earlier one, is told from the preemption.
+    stop = cancelled.run_dir.attempt(1).path / "stop.json"
+    cancelled.wait_until(lambda: stop.exists() and json.loads(stop.read_text())["facts"], "SLURM's answer is recorded")
+    sandbox.run(["scancel", cancelled.job_id])
+    (folder / "go").touch()
+    return Preempted((first, second), told, wrapped, cancelled)
+
+
+def test_any_program_gets_ranks_requeue_and_status_and_shares_its_nodes(preempted: Preempted) -> None:
+    for run in preempted.sharing:
+        run.finish()
+        assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+        logs = [(run.run_dir.attempt(2).path / f"rank-{rank}.log").read_text() for rank in range(4)]
+        assert [log.strip().splitlines()[-1] for log in logs] == [
+            f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
+        ]
+        assert run.cluster.job(run.job_id)["ExitCode"] == "0:0"
+    first, second = (run.attempts()[0] for run in preempted.sharing)
+    assert first.nodes == second.nodes == ["n0", "n1"] and first.ended is not None and second.ended is not None
+    assert max(first.started, second.started) < min(first.ended, second.ended), "they did not run side by side"
+
+
+def test_editing_the_work_tree_changes_nothing_for_a_submitted_run(preempted: Preempted) -> None:
+    (run, _) = preempted.sharing
+    assert "edited" in (run.project / "count.py").read_text()
+    run.finish()  # the second attempt has imported everything again
+
+
+def test_hooks_are_told_of_the_preemption_and_of_the_end_and_are_ended_in_time(preempted: Preempted) -> None:
+    (run, _) = preempted.sharing
+    run.finish()
+    assert preempted.hooks.read_text() == "preemption 1 requeue preempted; it is requeued\nfinish 2 done finished\n"
+    assert [event["outcome"] for event in events(run, "hook ended")][1:] == ["was killed after hooks.timeout_s=4"]
+
+
+def test_a_program_whose_child_still_saves_when_preempted_is_waited_for_and_started_again(
+    preempted: Preempted,
+) -> None:
+    run = preempted.wrapped
     run.finish()
     first, second = run.attempts()
     assert (first.reason, first.said, second.reason) == ("preempted", "stopped", "finished")
@@ -218,15 +247,50 @@ def test_a_program_whose_child_still_saves_when_preempted_is_waited_for_and_star
     assert all((run.run_dir.path / f"again-{rank}").exists() for rank in "01")
 
 
-def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) -> None:
-    run = project.submit(
-        "job=command",
-        "job.command='bash -c \"exit 3\"'",
-        "requeue.max_attempts_without_progress=1",
-        *(f"hooks.on_{event}='echo $SLURMTRAIN_EVENT $SLURMTRAIN_EXIT_CODE'" for event in ("failure", "finish")),
-        *ONE,
-        small=False,
+def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(preempted: Preempted) -> None:
+    run = preempted.cancelled
+    run.cluster.wait_for(run.job_id, "CANCELLED")
+    (only,) = run.attempts()
+    assert (only.reason, only.verdict) == ("cancelled", "end"), run.logs()
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
+
+
+@pytest.fixture(scope="module")
+def brief(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs of one attempt, but for one that crashes again, at the same time."""
+    project = make_project(tmp_path_factory.mktemp("brief") / "project", sandbox)
+    own = project.path / "my_conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text(
+        "_target_: paced.Paced\nvocab_size: 256\ndim: 16\nn_layers: 1\nn_heads: 2\nmax_seq_len: 64\n"
     )
+    (project.path / "seal.py").write_text("raise ValueError('the seventh seal')\n")
+    command = ["job=command", "requeue.max_attempts_without_progress=1", *ONE]
+    hooks = [f"hooks.on_{event}='echo $SLURMTRAIN_EVENT $SLURMTRAIN_EXIT_CODE'" for event in ("failure", "finish")]
+    words = {
+        "own model": [*("--config-dir", "my_conf", "+experiment=smoke", "model=mine", "train.steps=5"), *ONE],
+        "crash": [*command, "job.command='bash -c \"exit 3\"'", *hooks],
+        "crash loop": [
+            *command,
+            f"job.command='{PYTHON} seal.py'",
+            "requeue.max_attempts_without_progress=2",
+            "requeue.blame_threshold=0",
+        ],
+        # srun has been seen to leave with 0 where it had lost its ranks; this one never starts any.
+        "lost": [*command, "job.command=true", "cluster.setup=['srun() { :; }']"],
+        "set-up fails": [*command, "job.command=true", "cluster.setup=['export FINE=1','ls /no/such/folder']"],
+        "variables": [
+            *command,
+            "job.command='bash -c \"echo $FROM_SETUP $FROM_ENV\"'",
+            "cluster.setup=['export FROM_SETUP=one']",
+            "+cluster.env.FROM_ENV='two  $(words)'",
+        ],
+    }
+    return {name: project.submit(*overrides, small=False) for name, overrides in words.items()}
+
+
+def test_a_program_that_fails_is_a_crash_with_its_exit_code(brief: dict[str, Run]) -> None:
+    run = brief["crash"]
     last = run.wait_for_end()
     assert (last.reason, last.verdict) == ("crash", "end")
     assert "exit code 3" in run.status()
@@ -234,10 +298,17 @@ def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) ->
     assert (run.run_dir.attempt(1).path / "hook.log").read_text() == "failure 3\n"
 
 
-def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(project: Project) -> None:
-    """srun has been seen to leave with 0 where it had lost its ranks; this one never starts any."""
-    lost = ["cluster.setup=['srun() { :; }']", "requeue.max_attempts_without_progress=1"]
-    run = project.submit("job=command", "job.command=true", *lost, *ONE, small=False)
+def test_a_crash_loop_ends_after_the_budget_and_says_why(brief: dict[str, Run]) -> None:
+    run = brief["crash loop"]
+    run.wait_for_end()
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
+    run.cluster.wait_for(run.job_id, "FAILED")
+    assert "2 attempts in a row without" in run.status()
+    assert "the seventh seal" in (run.run_dir.attempt(2).path / "rank-0.log").read_text()
+
+
+def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(brief: dict[str, Run]) -> None:
+    run = brief["lost"]
     last = run.wait_for_end()
     assert (last.reason, last.verdict) == ("crash", "end") and "ended without a word" in (last.sentence or ""), (
         run.logs()
@@ -246,12 +317,31 @@ def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(project: Pr
     run.cluster.wait_for(run.job_id, "FAILED")  # so none starts that waits for its success
 
 
+def test_a_set_up_line_that_fails_stops_the_job_and_says_which(brief: dict[str, Run]) -> None:
+    run = brief["set-up fails"]
+    run.cluster.wait_for(run.job_id, "FAILED")
+    assert "ls /no/such/folder" in run.status()
+    assert run.cluster.job(run.job_id)["ExitCode"] == "78:0"
+
+
+def test_setup_lines_and_variables_reach_the_ranks(brief: dict[str, Run]) -> None:
+    run = brief["variables"]
+    run.finish()
+    assert (run.run_dir.attempt(1).path / "rank-0.log").read_text() == "one two $(words)\n"
+
+
+def test_a_model_of_the_users_own_comes_from_a_config_folder(brief: dict[str, Run]) -> None:
+    run = brief["own model"]
+    run.finish()
+    assert run.tensors()["model.embedding.weight"].shape == (256, 16)
+
+
 def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
     example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
     (project.path / "own_loop.py").write_text(example)
 
     def submit(options: str, nodes: str) -> Run:
-        command = f"job.command='{PYTHON} own_loop.py{options}'"
+        command = f"job.command='{PYTHON} own_loop.py --steps 40{options}'"
         return project.submit("job=command", command, "cluster.tasks_per_node=1", small=False, nodes=nodes)
 
     plain, paced = submit("", "n0,n1"), submit(" --pause 0.1", "n2,n3")
@@ -273,84 +363,64 @@ def two_lives(folder: Path) -> str:
     return f"job.command='bash {folder}/program'"
 
 
-def with_failing_requeue(folder: Path, monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
-    """Put a scontrol before the real one, of which `requeue` fails so many times."""
-    folder.mkdir()
-    (folder / "left").write_text(str(times))
-    (folder / "scontrol").write_text(
-        f"""#!/bin/bash
+# A scontrol before the real one, of which `requeue` fails as many times as a file says; before the real one it does more.
+FAILING_REQUEUE = """#!/bin/bash
 n=$(cat {folder}/left)
 if [ "$1" = requeue ] && [ "$n" -gt 0 ]; then
   echo $((n - 1)) >{folder}/left
   echo "slurm_requeue error: Unable to contact slurm controller (connect failure)" >&2
   exit 1
 fi
-exec {shutil.which("scontrol")} "$@"
+[ "$1" != requeue ] || {first}
+exec {scontrol} "$@"
 """
-    )
-    (folder / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-@pytest.mark.parametrize(("times", "jobs"), [(2, 1), (99, 2)])
-def test_a_requeue_that_fails_loses_no_run(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int, jobs: int
-) -> None:
-    with_failing_requeue(tmp_path / "bin", monkeypatch, times=times)
-    run = project.submit(
-        "job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, "cluster.cpus_per_task=1", small=False
-    )
+@pytest.fixture(scope="module")
+def requeued(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path]]:
+    """Runs that stop and want to be requeued, at the same time, by what happens just before; each with a folder of its own."""
+    folder = tmp_path_factory.mktemp("requeued")
+    project = make_project(folder / "project", sandbox)
+    cases = {  # times that a requeue fails, and what is done before it
+        "fails twice": (2, ":"),
+        "always fails": (99, ":"),
+        "cancel": (0, f'{PYTHON} -m slurmtrain cancel "$(dirname "$PWD")" >{folder}/said 2>&1'),
+        "scancel": (0, 'scancel "${!#}"'),
+    }
+    runs = {}
+    for name, (times, first) in cases.items():
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        (own / "left").write_text(str(times))
+        (own / "scontrol").write_text(
+            FAILING_REQUEUE.format(folder=own, first=first, scontrol=shutil.which("scontrol"))
+        )
+        (own / "scontrol").chmod(0o755)
+        path = f"{own}:{os.environ['PATH']}"
+        runs[name] = project.submit("job=command", two_lives(own), *ONE, small=False, PATH=path), own
+    return runs
+
+
+@pytest.mark.parametrize(("case", "jobs"), [("fails twice", 1), ("always fails", 2)])
+def test_a_requeue_that_fails_loses_no_run(requeued: dict[str, tuple[Run, Path]], case: str, jobs: int) -> None:
+    run, folder = requeued[case]
+    before = 2 if jobs == 1 else 99
     last = run.wait_for_end()
     assert (last.number, last.reason) == (2, "finished"), run.logs()
-    assert len(run.run_dir.info()["job_ids"]) == jobs and int((tmp_path / "bin" / "left").read_text()) < times
+    assert len(run.run_dir.info()["job_ids"]) == jobs and int((folder / "left").read_text()) < before
     assert int(run.cluster.job(run.job_id)["Restarts"]) == (1 if jobs == 1 else 0)
 
 
+@pytest.mark.parametrize(("case", "by"), [("cancel", "cancelled by `cancel RUN`"), ("scancel", "cancelled by scancel")])
 def test_a_run_that_is_cancelled_just_before_its_requeue_stays_cancelled(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    requeued: dict[str, tuple[Run, Path]], case: str, by: str
 ) -> None:
-    """`scontrol requeue` can bring a cancelled job back: here the person comes between the last look and the requeue."""
-    with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
-    wrapper = tmp_path / "bin" / "scontrol"
-    cancel = f'[ "$1" != requeue ] || ({PYTHON} -m slurmtrain cancel "$(dirname "$PWD")") >{tmp_path}/said 2>&1\nexec'
-    wrapper.write_text(wrapper.read_text().replace("exec", cancel))
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    """`scontrol requeue` can bring a cancelled job back: here somebody comes between the last look and the requeue."""
+    run, _ = requeued[case]
     run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "end", "cancelled")
     run.cluster.wait_for(run.job_id, "CANCELLED")
-    assert len(run.attempts()) == 1 and "cancelled by `cancel RUN`" in (run.attempts()[0].sentence or ""), run.logs()
-    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
-
-
-def test_a_bare_scancel_just_before_the_requeue_is_not_undone(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
-    wrapper = tmp_path / "bin" / "scontrol"
-    wrapper.write_text(wrapper.read_text().replace("exec", '[ "$1" != requeue ] || scancel "${!#}"\nexec'))
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
-    run.cluster.wait_for(run.job_id, "CANCELLED")
     (only,) = run.attempts()
-    assert only.verdict == "end" and "cancelled by scancel" in (only.sentence or ""), run.logs()
-    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
-
-
-def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(project: Project, tmp_path: Path) -> None:
-    told, go = tmp_path / "told", tmp_path / "go"
-    (tmp_path / "program").write_text(f"trap 'touch {told}' TERM; until [ -e {go} ]; do sleep 0.1; done; exit 75")
-    run = project.submit("job=command", f"job.command='bash {tmp_path}/program'", *ONE, small=False)
-    run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
-    run.cluster.submit_high(nodes=run.attempts()[0].nodes, seconds=0.1)
-    run.wait_until(told.exists, "told to stop")
-    # The end that SLURM has announced stands there: by it the cancel, which brings an earlier one, is told from the preemption.
-    stop_file = run.run_dir.attempt(1).path / "stop.json"
-    run.wait_until(
-        lambda: stop_file.exists() and json.loads(stop_file.read_text())["facts"], "SLURM's answer is recorded"
-    )
-    run.cluster.run(["scancel", run.job_id])
-    go.touch()
-    run.cluster.wait_for(run.job_id, "CANCELLED")
-    (only,) = run.attempts()
-    assert (only.reason, only.verdict) == ("cancelled", "end"), run.logs()
+    assert by in (only.sentence or ""), run.logs()
     assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
 
 
@@ -361,7 +431,6 @@ def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_el
         "job=command",
         two_lives(tmp_path),
         "cluster.setup=['test ! -e $SLURMTRAIN_RUN_DIR/bad-$SLURMD_NODENAME']",
-        "requeue.restart_delay_s=1",
         *ONE,
         small=False,
     )
@@ -382,7 +451,7 @@ def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out_until
         '[ "$SLURMD_NODENAME" = "$(cat bad)" ] && [ "$SLURMTRAIN_ATTEMPT" -lt 4 ] && exit 3\n'
         f'[ "$SLURMTRAIN_ATTEMPT" -gt 3 ] && exit 0; until [ -e {tmp_path}/go ]; do sleep 0.1; done; exit 75\n'
     )
-    words = [f"job.command='bash {tmp_path}/program'", "requeue.restart_delay_s=1", *ONE]
+    words = [f"job.command='bash {tmp_path}/program'", *ONE]
     run = project.submit("job=command", *words, "requeue.max_attempts_without_progress=2", small=False)
     run.wait_until(lambda: len(run.attempts()) == 3 and bool(run.attempts()[2].nodes), "started elsewhere")
     (bad,) = run.attempts()[0].nodes
@@ -419,13 +488,14 @@ def catches_term(last_words: Sequence[str]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one(
     project: Project, tmp_path: Path
 ) -> None:
     """The step that looks after the node of the batch script outlives a TERM to all steps, at which it looks at once."""
     (tmp_path / "program").write_text(f"trap '' TERM; until [ -e {tmp_path}/go ]; do sleep 0.1; done\n")
     program = f"job.command='bash {tmp_path}/program'"
-    words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1", "requeue.restart_delay_s=1"]
+    words = ["cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.spare_nodes=1"]
     run = project.submit("job=command", program, *words, *WITH_GPUS, small=False)
     run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
     cluster, first = run.cluster, run.cluster.job(run.job_id)["BatchHost"]
@@ -488,7 +558,7 @@ exec {shutil.which("mkdir")} "$@"
     )
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run = project.submit("job=command", two_lives(tmp_path), *ONE, small=False)
     last = run.wait_for_end()
     first = run.attempts()[0]
     assert (last.number, last.reason) == (2, "finished"), run.logs()
@@ -497,47 +567,26 @@ exec {shutil.which("mkdir")} "$@"
     assert (job["ExcNodeList"], job["Restarts"]) == (first.nodes[0], "2")
 
 
-def test_a_rendered_script_can_be_handed_to_sbatch(project: Project) -> None:
+def test_a_rendered_script_can_be_handed_to_sbatch_and_with_other_ranks_says_both_and_is_not_retried(
+    project: Project,
+) -> None:
     words = ["+cluster=sandbox", "cluster.sandbox=null", *counting(20)]
-    project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
-    (run_dir,) = all_runs(project.path / "runs")
-    job_id = project.cluster.run(["sbatch", "--parsable", "job.sbatch"], cwd=project.path).stdout.strip()
-    run = Run(run_dir, project.cluster, project.path)
-    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "done", "finished")
+    jobs = {}
+    for options in ([], ["--ntasks-per-node=2"]):
+        project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
+        (rendered,) = {each.id: each for each in all_runs(project.path / "runs") if each.id not in jobs}.values()
+        command = ["sbatch", "--parsable", *options, "job.sbatch"]
+        jobs[rendered.id] = project.cluster.run(command, cwd=project.path).stdout.strip(), rendered
+    (job_id, plain), (_, other) = jobs.values()
+    run = Run(plain, project.cluster, project.path)
+    run.wait_until_done()
     assert run.attempts()[0].job_id == job_id
-
-
-def test_a_job_with_other_ranks_than_configured_says_both_and_is_not_retried(project: Project) -> None:
-    words = ["+cluster=sandbox", "cluster.sandbox=null", *counting(20)]
-    project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
-    (run_dir,) = all_runs(project.path / "runs")
-    run = Run(run_dir, project.cluster, project.path)
-    project.cluster.run(["sbatch", "--parsable", "--ntasks-per-node=2", "job.sbatch"], cwd=project.path)
+    run = Run(other, project.cluster, project.path)
     run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict is not None, "ended")
     (attempt,) = run.attempts()
     assert (attempt.reason, attempt.verdict) == ("config", "end")
     assert "started 2 ranks" in (attempt.sentence or "")
     assert "cluster.nodes=1 x cluster.tasks_per_node=1" in (attempt.sentence or "")
-
-
-def test_a_set_up_line_that_fails_stops_the_job_and_says_which(project: Project) -> None:
-    run = project.submit(*ONE, "cluster.setup=['export FINE=1','ls /no/such/folder']")
-    run.cluster.wait_for(run.job_id, "FAILED")
-    assert "ls /no/such/folder" in run.status()
-    assert run.cluster.job(run.job_id)["ExitCode"] == "78:0"
-
-
-def test_setup_lines_and_variables_reach_the_ranks(project: Project) -> None:
-    run = project.submit(
-        "job=command",
-        "job.command='bash -c \"echo $FROM_SETUP $FROM_ENV\"'",
-        "cluster.setup=['export FROM_SETUP=one']",
-        "+cluster.env.FROM_ENV='two  $(words)'",
-        *ONE,
-        small=False,
-    )
-    run.finish()
-    assert (run.run_dir.attempt(1).path / "rank-0.log").read_text() == "one two $(words)\n"
 
 
 LOOKS = """
@@ -671,7 +720,7 @@ def test_what_a_shell_has_set_for_slurms_commands_hides_no_run_and_changes_no_jo
 
 
 def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
-    words = " ".join(["+experiment=smoke", "train.steps=5", "train"])
+    words = " ".join(["+experiment=smoke", "train.steps=3", "train"])
     done = project.cluster.run(
         ["salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", f"{PYTHON} -m slurmtrain {words}"], cwd=project.path
     )
@@ -681,12 +730,12 @@ def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
 
 
 def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
-    words = ["+experiment=smoke", "train.steps=5", "train"]
+    words = ["+experiment=smoke", "train.steps=3", "train"]
     srun = ["sh", "-c", 'scontrol show hostnames >allocated; exec srun "$@"', "sh", PYTHON, "-m", "slurmtrain", *words]
-    done = project.cluster.run(["salloc", "-N2", "--ntasks-per-node=1", *srun], cwd=project.path)
+    done = project.cluster.run(["salloc", "-N2", "--ntasks-per-node=2", *srun], cwd=project.path)
     (run_dir,) = all_runs(project.path / "runs")
     attempt = json.loads((run_dir.attempt(1).path / "attempt.json").read_text())
-    assert (attempt["world_size"], attempt["reason"]) == (2, "finished"), done.stdout + done.stderr
+    assert (attempt["world_size"], attempt["reason"]) == (4, "finished"), done.stdout + done.stderr
     assert attempt["nodes"] == (project.path / "allocated").read_text().split()
     assert run_dir.attempt_numbers() == [1]
 
@@ -707,26 +756,6 @@ def test_a_refused_submission_says_why_and_leaves_nothing(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (project.path / "runs").exists()
-
-
-def test_a_model_of_the_users_own_comes_from_a_config_folder(project: Project) -> None:
-    own = project.path / "my_conf" / "model"
-    own.mkdir(parents=True)
-    (own / "mine.yaml").write_text(
-        "_target_: paced.Paced\nvocab_size: 256\ndim: 16\nn_layers: 1\nn_heads: 2\nmax_seq_len: 64\n"
-    )
-    run = project.submit(
-        "--config-dir",
-        "my_conf",
-        "+experiment=smoke",
-        "model=mine",
-        "train.steps=5",
-        "train.eval_every=0",
-        *ONE,
-        small=False,
-    )
-    run.finish()
-    assert run.tensors()["model.embedding.weight"].shape == (256, 16)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(
     if not installed("deepspeed" if launcher == "deepspeed" else launcher.replace("torchrun", "torch")):
         pytest.skip(f"{launcher} is not installed")
     sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    again = ["requeue.restart_delay_s=0", "job.snapshot=none"]
+    again = ["job.snapshot=none"]
     again += ["job.checkpoints='out/checkpoint-*'", "job.checkpoint_complete=trainer_state.json"]
     run = project.submit(f"job.launcher={launcher}", *sizes, *again, *more, small=False, words=("--", *words))
     ranks = range(4)
@@ -139,33 +138,9 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_an_own_loop_with_our_lines_stops_and_resumes_under_a_launcher(project: Project, launcher: str) -> None:
-    if not installed(launcher.replace("torchrun", "torch")):
-        pytest.skip(f"{launcher} is not installed")
-    shutil.copy(Path(__file__).parents[2] / "jobs" / "own_loop.py", project.path)
-    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    words = [launcher, "--no_local_rank"] if launcher == "deepspeed" else []
-    run = project.submit(
-        f"job.launcher={launcher}",
-        "requeue.restart_delay_s=0",
-        *sizes,
-        small=False,
-        words=("--", *words, "own_loop.py", "--pause", "0.1"),
-    )
-    log = run.run_dir.attempts / "0001" / "rank-0.log"
-    run.wait_until(lambda: log.exists() and "step 10/100" in log.read_text(), "training")
-    run.preempt_by_high()
-    run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"], run.logs()
-    first, second = run.attempts()
-    assert first.program_code == 75 and first.committed_step is not None and second.committed_step == 100
-
-
-@pytest.mark.slow
 def test_a_process_that_crashes_starts_all_nodes_again_together_and_is_named(project: Project) -> None:
     sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
-    shown = ["job.checkpoints='out/checkpoint-*'", "job.launcher=torchrun", "requeue.restart_delay_s=0"]
+    shown = ["job.checkpoints='out/checkpoint-*'", "job.launcher=torchrun"]
     run = project.submit(*shown, *sizes, small=False, words=("--", "train.py", "--crash"))
     run.wait_for_end()
     first, second = run.attempts()

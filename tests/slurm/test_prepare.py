@@ -29,9 +29,7 @@ def test_two_tasks_preempted_and_two_parts_of_an_array_make_what_one_process_mak
     output = project.path / "by-tasks"
     disk = hanging_disk(project.path / "disk", output, after=2)
     job = ["job=prepare", *fields, "prepare.output=by-tasks", "cluster.nodes=1", "cluster.tasks_per_node=2"]
-    run = project.submit(
-        *job, "requeue.restart_delay_s=0", f"+cluster.env.PYTHONPATH={disk['PYTHONPATH']}", small=False
-    )
+    run = project.submit(*job, f"+cluster.env.PYTHONPATH={disk['PYTHONPATH']}", small=False)
     records = output / ".prepare/units"
     run.wait_until(lambda: records.is_dir() and any(records.glob("*.json")), "at work")
     run.preempt_by_high()

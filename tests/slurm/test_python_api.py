@@ -18,7 +18,7 @@ NOTEBOOK = """
 import json, os, sys, time
 import slurmtrain
 
-ON = ["cluster.sandbox=null", f"cluster.slurm_conf={sys.argv[1]}", "requeue.restart_delay_s=0"]
+ON = ["cluster.sandbox=null", f"cluster.slurm_conf={sys.argv[1]}", "requeue.restart_delay_s=3"]
 
 def call(item):
     if item == 1:

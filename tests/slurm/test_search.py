@@ -91,15 +91,6 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
     assert len(table) == TRIALS
 
 
-def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, project: Path) -> None:
-    bad = "optim.lr=choice(0.99,0.98)"
-    few = ["hydra.sweeper.n_jobs=1", "search.max_failures_in_a_row=2"]
-    refused = sandbox.run(words(sandbox, bad, *few), cwd=project, check=False)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "2 trials in a row have failed (search.max_failures_in_a_row)" in refused.stderr
-    assert "exit code 1" in refused.stderr and "sweep retry " in refused.stderr
-
-
 # Who is first of all to begin is slow, and ends when four others have; who is sixth does badly, and never ends by itself.
 PACED = """
 import glob, itertools, json, os, time
@@ -122,6 +113,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_a_slow_trial_holds_no_other_up_and_a_bad_one_is_stopped(sandbox: Cluster, project: Path) -> None:
     (project / "objective.py").write_text(PACED)
     pruner = ["search.pruner=median", "search.startup_trials=2", "search.prune_after_steps=2"]

@@ -21,13 +21,11 @@ import pytest
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
-from slurmtrain.system.files import read_json, write_json
 from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
 from tests.support.local_runs import assert_same_bits
-from tests.support.slurm_cluster import Cluster, reconfigured
+from tests.support.slurm_cluster import Cluster, Job, reconfigured
 
 # Fails for some seeds, until a file says that somebody has mended it; else it counts.
 STUMBLING_PROGRAM = """
@@ -61,10 +59,6 @@ case "$fault" in
     exit 1 ;;
   refuses)
     echo "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying" >&2
-    exit 1 ;;
-  limits)
-    echo "sbatch: error: AssocMaxSubmitJobLimit" >&2
-    echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy" >&2
     exit 1 ;;
   answers-late)
     answer="$({sbatch} "$@")"; sleep 3; echo "$answer" ;;
@@ -161,7 +155,7 @@ def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
 LATER = "+cluster.sbatch.begin=now+1hour"
 
 
-@pytest.mark.parametrize("points", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_sweep_survives_its_shell_preemptions_and_points_that_fail(sweeper: Sweeper, points: int) -> None:
     words = sweeper.words(
         *stumbling(20, pause_s=0.5), f"train.seed=range({points})", "requeue.max_attempts_without_progress=1"
@@ -246,19 +240,19 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
         "checkpoint.every_steps=2",
         "checkpoint.asynchronous=false",
         "requeue=off",
-        "train.seed=1,2",
+        "train.seed=1",
         FROM_ENV=from_env,
         SBATCH_EXPORT="NONE",
     )
     now = sweeper.wait_until_ended(sweep, timeout_s=240)
     words = "ValueError: no login as ***FROM_ENV*** with ***FROM_FILE***"
-    assert [words in point["sentence"] for point in now["points"]] == [True, True], now
-    for run_dir in sweep.run_dirs().values():
-        attempt = run_dir.attempt(1).path
-        Cluster.wait_for_text(attempt / "hook.log", "***FROM_ENV*** ***FROM_FILE***\n")
-        log = (attempt / "rank-0.log").read_text()
-        assert "logging in as ***FROM_ENV***" in log and words in log
-        assert "***FROM_ENV***" in (run_dir.checkpoints / "checkpoint_0000002" / "manifest.json").read_text()
+    assert [words in point["sentence"] for point in now["points"]] == [True], now
+    (run_dir,) = sweep.run_dirs().values()
+    attempt = run_dir.attempt(1).path
+    Cluster.wait_for_text(attempt / "hook.log", "***FROM_ENV*** ***FROM_FILE***\n")
+    log = (attempt / "rank-0.log").read_text()
+    assert "logging in as ***FROM_ENV***" in log and words in log
+    assert "***FROM_ENV***" in (run_dir.checkpoints / "checkpoint_0000002" / "manifest.json").read_text()
     found = subprocess.run(["grep", "-rlE", f"{from_env}|{from_file}", sweeper.path], capture_output=True, text=True)
     assert found.stdout == ""
 
@@ -266,10 +260,10 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(sweeper: Sweeper, ranks: int) -> None:
     words = [*stumbling(40, pause_s=0.2), "requeue.max_attempts_without_progress=1", f"cluster.tasks_per_node={ranks}"]
-    sweep = sweeper.submit(*words, "train.seed=0,1,2,4,3,6,8,9", "sweep.pack=4", "cluster.exclusive=true")
+    sweep = sweeper.submit(*words, "train.seed=0,1,2,3,6,8", "sweep.pack=3", "cluster.exclusive=true")
     assert list(sweeper.queue().values()) == [2]
     runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
-    clean, raising, cancelled, rest = runs[:4], runs[4], runs[5], runs[6:]
+    clean, raising, cancelled, rest = runs[:3], runs[3], runs[4], runs[5:]
     assert len({run.job_id for run in clean}) == 1 and len({run.job_id for run in runs}) == 2
 
     # One is cancelled, and one told to start again: the others of their jobs go on.
@@ -280,7 +274,7 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     clean[0].wait_until(lambda: clean[0].attempts()[0].verdict == "requeue", "stopped")
     assert "it is requeued when the others of its pack have left" in clean[0].status()
     clean[1].wait_for_step(2)
-    assert [run.attempts()[0].verdict for run in clean[1:]] == [None] * 3
+    assert [run.attempts()[0].verdict for run in clean[1:]] == [None] * 2
 
     # A preemption takes the whole job. It is requeued once; the other job is not touched.
     clean[1].preempt_by_high()
@@ -288,7 +282,7 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
         run.finish()
     assert [[attempt.reason for attempt in run.attempts()] for run in clean] == [
         ["asked", "finished"],
-        *[["preempted", "finished"]] * 3,
+        *[["preempted", "finished"]] * 2,
     ]
     states = [sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"}) for run in (clean[0], raising)]
     starts = "2" if sweeper.cluster.does(STARTS_PREEMPTED_JOBS_ONCE_MORE) else "1"
@@ -297,9 +291,8 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
         ("crash", 1),
         ("cancelled", 1),
         ("finished", 1),
-        ("finished", 1),
     ]
-    assert sweeper.state(sweep)["states"] == {"finished": 6, "failed": 1, "stopped": 1}
+    assert sweeper.state(sweep)["states"] == {"finished": 4, "failed": 1, "stopped": 1}
 
     # One goes on in a job of its own, what is left in a pack.
     (sweeper.path.parent / "mended").touch()
@@ -308,11 +301,12 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     for run in (cancelled, raising):
         run.finish()
     assert "_" not in cancelled.job_id
-    assert sweeper.state(sweep)["states"] == {"finished": 8}
+    assert sweeper.state(sweep)["states"] == {"finished": 6}
     for run in runs:
         assert_counted_once(run, 40)
 
 
+@pytest.mark.slow
 def test_packed_trainings_that_were_preempted_have_the_bits_of_one_that_was_never_packed(sweeper: Sweeper) -> None:
     words = [*SMALL, "+model.pause_s=0.2", "train.steps=40", "cluster.nodes=1", "cluster.tasks_per_node=1"]
     sweep = sweeper.submit(*words, "train.seed=1,2", "sweep.pack=2")
@@ -353,27 +347,12 @@ def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper)
     assert [each["sweep"] for each in listed] == [first.id, other.id]
     sweeper.cli("sweep", "cancel", first.id)
     assert sweeper.wait_until_ended(first, 120)["states"] == {"stopped": 4}
-    assert set(sweeper.state(other)["states"]) == {"waiting"}
 
-
-def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweeper: Sweeper) -> None:
-    """The shell was killed before it told the runs their job; one of them has had another job since."""
-    sweep = sweeper.submit("train.seed=1,2,3", LATER)
-    first, second, third = sweep.run_dirs().values()
-    elements = [run_dir.info()["job_ids"] for run_dir in (first, second, third)]
-    for run_dir in (first, second):
-        run_dir.update_info(job_ids=[])
-    second.update_info(job_ids=["99999"])
-    second.event(Event.SUBMITTED, job_id="99999")
-    job = read_json(sweep.array(0) / "job.json")
-    assert job is not None
-    write_json(sweep.array(0) / "job.json", {"job_id": job["job_id"], "time": job["time"]})
-    sweeper.cli("sweep", "status", sweep.id)
-    assert [run_dir.info()["job_ids"] for run_dir in (first, second, third)] == [
-        elements[0],
-        [*elements[1], "99999"],
-        elements[2],
-    ]
+    # A point whose run was removed keeps its row.
+    shutil.rmtree(other.run_dir(other.points()[0].run_id).path)
+    assert sweeper.state(other)["states"] == {"removed": 1, "waiting": 3}
+    rows = list(csv.DictReader(io.StringIO(sweeper.cli("sweep", "collect", other.id, "--format", "csv"))))
+    assert [(row["train.seed"], row["state"]) for row in rows[:2]] == [("1", "removed"), ("1", "waiting")]
 
 
 def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(sweeper: Sweeper) -> None:
@@ -392,75 +371,54 @@ def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(swe
     assert "4242_1" in run_dir.info()["job_ids"]
 
 
-def test_a_point_whose_run_was_removed_keeps_its_row(sweeper: Sweeper) -> None:
-    sweep = sweeper.submit("train.seed=1,2", LATER)
-    shutil.rmtree(sweep.run_dir(sweep.points()[0].run_id).path)
-    assert sweeper.state(sweep)["states"] == {"removed": 1, "waiting": 1}
-    rows = list(csv.DictReader(io.StringIO(sweeper.cli("sweep", "collect", sweep.id, "--format", "csv"))))
-    assert [(row["train.seed"], row["state"]) for row in rows] == [("1", "removed"), ("2", "waiting")]
-
-
-def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: Sweeper) -> None:
-    sweep = sweeper.submit("cluster.nodes=1,2", "train.seed=1,2,3", LATER, "--array-parallelism", "4")
-    assert sorted(sweeper.queue().values()) == [3, 3]
-    for number in sweep.array_numbers():
-        job = sweeper.cluster.job(f"{sweep.job_id(number)}_0")
-        assert job["NumNodes"].partition("-")[0] == ("1", "2")[number] and job["ArrayTaskThrottle"] == "2"
-
-
-def test_every_array_of_a_sweep_waits_for_the_runs_that_have_to_finish_first(sweeper: Sweeper) -> None:
+def test_each_array_of_a_sweep_has_its_nodes_its_share_of_the_limit_and_waits_for_what_has_to_finish_first(
+    sweeper: Sweeper,
+) -> None:
     first = Project(sweeper.path, sweeper.cluster).submit(LATER)
-    words = [*sweeper.words("cluster.nodes=1,2", "train.seed=1,2"), "--after", first.run_dir.id]
+    words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2")
+    words += ["--after", first.run_dir.id]
     sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
-    elements = [f"{sweep.job_id(number)}_1" for number in sweep.array_numbers()]
-    waits = [sweeper.cluster.job(element)["Dependency"] for element in elements]
-    assert waits == [f"afterok:{first.job_id}(unfulfilled)"] * 2
-    assert Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"])) == sweep and len(sweeper.queue()) == 3
+    assert sorted(sweeper.queue().values()) == [1, 4, 4]
+
+    def jobs() -> list[Job]:
+        return [sweeper.cluster.job(f"{sweep.job_id(number)}_1") for number in sweep.array_numbers()]
+
+    assert [job["NumNodes"].partition("-")[0] for job in jobs()] == ["1", "2"]
+    assert [job["Dependency"] for job in jobs()] == [f"afterok:{first.job_id}(unfulfilled)"] * 2
+    assert [job.get("ArrayTaskThrottle") for job in jobs()] == [None, None]
+    # The same command with another limit changes that of the arrays in the queue; there is no half of a pack.
+    sweeper.cli(*words, "--array-parallelism", "13")
+    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["3", "3"]
+    assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 3
+    said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
+    assert "2 arrays beside each other, and each runs at least 2 points" in said
+    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["3", "3"]
     first.cli("cancel", first.run_dir.id)
     said = sweeper.cli(*words, "--again", check=False)
     assert f"run {first.run_dir.id} will not finish: stopped" in said
     assert len(list((sweeper.path / "runs").glob("*/sweep.json"))) == 1
 
 
-def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_queue(sweeper: Sweeper) -> None:
-    words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2", LATER)
-    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
-    jobs = [f"{sweep.job_id(number)}_0" for number in sweep.array_numbers()]
-    assert [sweeper.cluster.job(job).get("ArrayTaskThrottle") for job in jobs] == [None, None]
-    sweeper.cli(*words, "--array-parallelism", "13")  # points; there is no half of a pack
-    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
-    assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
-    said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
-    assert "2 arrays beside each other, and each runs at least 2 points" in said
-    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
-
-
-def test_a_wrong_point_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
-    said = sweeper.cli(*sweeper.words("optim.lr=0.1,0.2", "train.steps=60,5"), check=False)
-    assert "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5" in said
-    assert not sweeper.queue() and not (sweeper.path / "runs").exists()
-
-
-def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper: Sweeper) -> None:
-    said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"), check=False)
-    assert "sweep.pack=2 with requeue.mode=resubmit" in said and "requeue=off" in said
-    said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=1,2"), check=False)
-    assert "must have the same sweep.pack, but these differ: 1, 2" in said
-    assert not sweeper.queue() and not (sweeper.path / "runs").exists()
-
-
-def test_what_slurm_would_refuse_in_one_array_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
-    said = sweeper.cli(*sweeper.words("cluster.nodes=1,8", "train.seed=1,2", LATER), check=False)
-    assert "partition low has 4 nodes, and the job needs 8" in said
-    assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
-    said = sweeper.cli(
-        *sweeper.words("cluster.nodes=1,2", "train.seed=1,2", LATER, "+cluster.sbatch.licenses=none"), check=False
-    )
-    assert "sbatch refused the job" in said
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["optim.lr=0.1,0.2", "train.steps=60,5"],
+            "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5",
+        ),
+        (["train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"], "sweep.pack=2 with requeue.mode=resubmit"),
+        (["train.seed=1,2", "sweep.pack=1,2"], "must have the same sweep.pack, but these differ: 1, 2"),
+        (["cluster.nodes=1,16", "train.seed=1,2"], "partition low has 8 nodes, and the job needs 16"),
+        (["cluster.nodes=1,2", "train.seed=1,2", "+cluster.sbatch.licenses=none"], "sbatch refused the job"),
+    ],
+    ids=["wrong point", "pack resubmitted", "different packs", "nodes", "sbatch"],
+)
+def test_what_cannot_be_submitted_keeps_all_from_being_submitted(sweeper: Sweeper, words: list[str], said: str) -> None:
+    assert said in sweeper.cli(*sweeper.words(*words, LATER), check=False)
     assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
 
 
-@pytest.mark.parametrize(("points", "largest"), [(60, 41), pytest.param(2500, 1001, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("points", "largest"), [(24, 17), pytest.param(2500, 1001, marks=pytest.mark.slow)])
 def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(
     sweeper: Sweeper, points: int, largest: int
 ) -> None:
@@ -477,12 +435,3 @@ def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothi
     assert jobs == sweeper.queue().keys() and len(jobs) == len(sweep.array_numbers())
     elements = [run_dir.info()["job_ids"] for run_dir in sweep.run_dirs().values()]
     assert len({json.dumps(each) for each in elements}) == points and all(len(each) == 1 for each in elements)
-
-
-def test_at_the_submit_limit_what_fits_is_there_and_the_rest_comes_later(sweeper: Sweeper) -> None:
-    words = sweeper.words("cluster.nodes=1,2", "train.seed=1,2", LATER)
-    said = sweeper.cli(*words, check=False, PATH=sweeper.faulty_sbatch("", "limits", "limits"))
-    assert "2 runs could not be submitted: sbatch refused the job: AssocMaxSubmitJobLimit" in said
-    assert list(sweeper.queue().values()) == [2]
-    assert "job" in sweeper.cli(*words)
-    assert sorted(sweeper.queue().values()) == [1, 1, 2]  # it was halved, to find what fits

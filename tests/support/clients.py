@@ -127,7 +127,7 @@ def submit(project: Project, client: Client, *, nodes: str) -> ClientRun:
     shutil.copy(METERED, project.path / "metered.py")
     (project.path / "script.py").write_text(client.text)
     run = project.submit(
-        *("cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.cpus_per_task=1", "requeue.restart_delay_s=0"),
+        *("cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.cpus_per_task=1", "requeue.restart_delay_s=3"),
         *client.overrides,
         small=False,
         nodes=nodes,

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -156,6 +157,10 @@ class FakeSlurm:
         """Let an exact command line print this, instead of what the state folder has: "sinfo --noheader --format=%N"."""
         self._write("answers", {**self._read("answers", {}), command: output})
 
+    def meanwhile(self, command: str, what: str) -> None:
+        """Let this happen, in bash, when a command is called next, before it does its work."""
+        self._write("meanwhile", {**self._read("meanwhile", {}), command: what})
+
     def command(self, name: str, body: str) -> None:
         """Put a bash script in a command's place; `$here` is this folder."""
         _script(self.directory / name, f"#!/bin/bash\nhere={self.directory}\n{body}\n")
@@ -218,9 +223,22 @@ class FakeSlurm:
         self, job_id: str, *, task: int | None = None, timeout_s: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the batch script to its end. A job that has not been requeued meanwhile is COMPLETED or FAILED then."""
-        import subprocess
-
         process = self.start(job_id, task=task, **variables)
+        return self.finish(process, job_id, task=task, timeout_s=timeout_s)
+
+    def finish(
+        self, process: subprocess.Popen[str], job_id: str, *, task: int | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for a batch script. What it leaves behind ends with it."""
+        import subprocess
+        import threading
+
+        def end_the_rest() -> None:
+            process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        threading.Thread(target=end_the_rest, daemon=True).start()
         try:
             output, _ = process.communicate(timeout=timeout_s)
         finally:
@@ -233,6 +251,11 @@ class FakeSlurm:
         if state == "RUNNING":
             self.change(element, state="FAILED" if process.returncode else "COMPLETED")
         return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+    def signal(self, job_id: str, number: int) -> None:
+        """Signal all processes of the job's steps, and not its batch script, as a preemption does."""
+        running = self._read("steps", {"running": {}})["running"]
+        _signal_below({pid for step, pid in running.items() if step.startswith(f"{job_id}.")}, number)
 
     def _read(self, name: str, default: Any) -> Any:
         file = self.directory / f"{name}.json"
@@ -257,6 +280,20 @@ def _script(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)  # a process may be reading it
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def _signal_below(pids: set[int], number: int) -> None:
+    """Signal all processes that these have started, however far below."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    below = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    for pid in below - pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _number(path: Path) -> int:
@@ -298,6 +335,7 @@ def main(name: str, words: list[str], folder: str) -> int:
     here = Path(folder)
     fake = FakeSlurm(here)
     line = " ".join([name, *words])
+    _let_happen(fake, line)
     with _locked(here):
         with open(here / "calls", "a") as calls:
             calls.write(line.replace("\n", " ") + "\n")
@@ -308,6 +346,9 @@ def main(name: str, words: list[str], folder: str) -> int:
         try:
             if fault and not fault[4]:
                 raise _FailedError(fault[1], fault[3])
+            if name == "srun" and words == ["--version"]:
+                print(f"slurm {fake._read('config', CONFIG)['SLURM_VERSION']}")
+                return 0
             if name == "srun":
                 step = _begin_step(fake)
             else:
@@ -320,7 +361,8 @@ def main(name: str, words: list[str], folder: str) -> int:
     if name != "srun":
         return 0
     try:
-        return _srun(words, step)
+        numbers = fake._read("config", CONFIG)["SLURM_VERSION"].split(".")[:2]
+        return _srun(words, step, tuple(map(int, numbers)))
     finally:
         with _locked(here):
             _end_step(fake, step)
@@ -331,6 +373,16 @@ def _locked(here: Path) -> Iterator[None]:
     with open(here / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _let_happen(fake: FakeSlurm, line: str) -> None:
+    planned = fake._read("meanwhile", {})
+    for command in [command for command in planned if f"{line} ".startswith(f"{command} ")]:
+        import subprocess
+
+        what = planned.pop(command)
+        fake._write("meanwhile", planned)
+        subprocess.run(["bash", "-c", what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _next_fault(fake: FakeSlurm, line: str) -> list[Any] | None:
@@ -362,9 +414,8 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 def _sbatch(fake: FakeSlurm, words: list[str]) -> str:
     given, rest = _options(words)
     script = Path(rest[-1]).read_text() if rest else sys.stdin.read()
-    directives = [line.removeprefix("#SBATCH").strip() for line in script.splitlines() if line.startswith("#SBATCH")]
-    options = {**_options(directives)[0], **given}
-    options = {name: value.strip("'\"") for name, value in options.items()}
+    lines = [line.removeprefix("#SBATCH") for line in script.splitlines() if line.startswith("#SBATCH")]
+    options = {**_options([word for line in lines for word in shlex.split(line)])[0], **given}
     if "test-only" in options:
         return ""
     number = fake._read("next", 101)
@@ -410,7 +461,7 @@ def _rows(job: Job, each: bool) -> list[Job]:
 
 def _squeue(fake: FakeSlurm, words: list[str]) -> str:
     options, _ = _options(words)
-    wanted = options.get("states", "").upper()
+    wanted = options.get("states", os.environ.get("SQUEUE_STATES", "")).upper()
     partition = options.get("partition", os.environ.get("SQUEUE_PARTITION"))
     ids = options["jobs"].split(",") if "jobs" in options else None
     lines = []
@@ -429,6 +480,8 @@ def _squeue(fake: FakeSlurm, words: list[str]) -> str:
             shown = {**row, "comment": row["comment"] or "(null)", "dependency": row["dependency"] or "(null)"}
 
             def column(match: re.Match[str], shown: Job = shown) -> str:
+                if match.group(1) == "D":
+                    return str(len(_names(shown["nodes"])))
                 name = COLUMNS[match.group(1)]
                 return str(shown.get("raw", shown["id"]) if match.group(1) == "A" else shown[name])
 
@@ -460,8 +513,10 @@ def _scontrol(fake: FakeSlurm, words: list[str]) -> str:
     if verb == "show" and rest[0] == "job":
         job, task = _find(fake, rest[1])
         return _show(next(row for row in _rows(job, True) if task in (None, row["task"])))
+    if verb == "show" and rest[0] == "hostnames":
+        return "".join(f"{name}\n" for name in _names(rest[1]))
     if verb == "show" and rest[0] == "step":
-        running = fake._read("steps", {"running": []})["running"]
+        running = fake._read("steps", {"running": {}})["running"]
         found = [step for step in running if step == rest[1] or step.startswith(f"{rest[1]}.")]
         if not found:
             raise _FailedError(f"Job step {rest[1]} not found")
@@ -482,11 +537,23 @@ def _scontrol(fake: FakeSlurm, words: list[str]) -> str:
         _update(fake, rest[0], reason="Priority")
     elif verb == "update":
         changes = dict(word.split("=", 1) for word in rest)
-        names = {"Dependency": "dependency", "ExcNodeList": "excluded", "Comment": "comment", "StartTime": "begin"}
-        _update(fake, changes.pop("JobId"), **{names.get(name, name): value for name, value in changes.items()})
+        names = {"dependency": "dependency", "excnodelist": "excluded", "comment": "comment", "starttime": "begin"}
+        facts = {names.get(name.lower(), name): value for name, value in changes.items()}  # its keywords have no case
+        _update(fake, next(facts.pop(name) for name in [*facts] if name.lower() == "jobid"), **facts)
     else:
         raise _FailedError(f"invalid keyword: {verb}")
     return ""
+
+
+def _names(nodes: str) -> list[str]:
+    """The nodes of a list like "n[1-3,7],m1"."""
+    names = []
+    for prefix, inside in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?", nodes):
+        for part in inside.split(",") if inside else [""]:
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if part else [""]
+            names += [f"{prefix}{number}" for number in numbers]
+    return names
 
 
 def _show(row: Job) -> str:
@@ -539,20 +606,19 @@ _ACTIONS = {
 
 def _begin_step(fake: FakeSlurm) -> str:
     """The next step of the job that srun is called in, which runs from now on: "101.0"."""
-    job, known = os.environ.get("SLURM_JOB_ID", "0"), fake._read("steps", {"running": [], "begun": {}})
+    job, known = os.environ.get("SLURM_JOB_ID", "0"), fake._read("steps", {"running": {}, "begun": {}})
     number = known["begun"].get(job, 0)
-    fake._write(
-        "steps", {"running": [*known["running"], f"{job}.{number}"], "begun": {**known["begun"], job: number + 1}}
-    )
+    running = {**known["running"], f"{job}.{number}": os.getpid()}
+    fake._write("steps", {"running": running, "begun": {**known["begun"], job: number + 1}})
     return f"{job}.{number}"
 
 
 def _end_step(fake: FakeSlurm, step: str) -> None:
     known = fake._read("steps", None)
-    fake._write("steps", {**known, "running": [each for each in known["running"] if each != step]})
+    fake._write("steps", {**known, "running": {name: pid for name, pid in known["running"].items() if name != step}})
 
 
-def _srun(words: list[str], step: str) -> int:
+def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
     """Start the tasks of a step on this machine, as if on the job's nodes, and wait for all; the greatest exit code.
 
     Like srun's, its options come before the command. With --kill-on-bad-exit the first task that fails ends the others.
@@ -562,12 +628,11 @@ def _srun(words: list[str], step: str) -> int:
     at = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
     options, command = _options(words[:at])[0], words[at:]
     nodes = int(options.get("nodes", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-    if "ntasks" in options:
-        tasks = int(options["ntasks"])
-    elif "ntasks-per-node" in options:
-        tasks = nodes * int(options["ntasks-per-node"])
-    else:
-        tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if options.get("gres") == "none" and "SLURM_GPUS_PER_NODE" in os.environ:
+        print("srun: error: Unable to create step: Invalid Trackable RESource (TRES) specification", file=sys.stderr)
+        return 1
+    told = options.get("ntasks", os.environ.get("SLURM_NTASKS"))  # with either, --ntasks-per-node is no number of tasks
+    tasks = int(told or nodes * int(options.get("ntasks-per-node", "1")))
     here = max(tasks // nodes, 1)
     running: dict[int, subprocess.Popen[bytes]] = {}
     for rank in range(tasks):
@@ -584,15 +649,20 @@ def _srun(words: list[str], step: str) -> int:
             "SLURM_STEP_NODELIST": os.environ.get("SLURM_JOB_NODELIST", "n1"),
             "SLURMD_NODENAME": f"n{rank // here + 1}",
         }
-        log = options.get("output", "").replace("%t", str(rank)).replace("%N", variables["SLURMD_NODENAME"])
+        if "nodelist" in options:
+            variables["SLURMD_NODENAME"] = _names(options["nodelist"])[rank // here]
+        patterns = {"%%": "%", "%t": str(rank), "%N": variables["SLURMD_NODENAME"]}
+        log = options.get("output", "")
+        for _ in range(2 if version >= (25, 11) else 1):  # newer ones replace on the node, too
+            log = "".join(patterns.get(part, part) for part in re.split("(%[%tN])", log))
+        log = os.devnull if log == "none" else log
         with open(log, "ab") if log else contextlib.nullcontext() as output:
             running[rank] = subprocess.Popen(
                 command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT if log else None
             )
 
     def pass_on(number: int, _: object) -> None:
-        for process in running.values():
-            process.send_signal(number)
+        _signal_below({os.getpid()}, number)  # as SLURM signals every process of a step
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
@@ -606,6 +676,5 @@ def _srun(words: list[str], step: str) -> int:
         by_pid.pop(pid).returncode = code
         codes.append(code if code >= 0 else 128 - code)
         if code and options.get("kill-on-bad-exit", "0") in ("", "1"):
-            for process in by_pid.values():
-                process.terminate()
+            _signal_below({os.getpid()}, signal.SIGTERM)
     return max(codes)

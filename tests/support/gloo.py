@@ -19,18 +19,15 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
+from slurmtrain.system.parent_death import be_killed_with
 
-# Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it:
-# cheap, and without a lock that some thread of the test process held.
 Result = TypeVar("Result")
 
+# Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it. That costs
+# 70 ms of CPU a rank, and no rank has anything of another test: no lock that some thread of the test process held, no groups
+# and caches of their meshes, no variables, signal handlers, threads or default types.
 CONTEXT = multiprocessing.get_context("forkserver")
-
-
-PRELOADED = ["pytest", "slurmtrain.runtime.jobs.train", "slurmtrain.runtime.main", "slurmtrain.config.compose"]
-# What DDP, FSDP and Hydra load when they are first used, seconds for each rank.
-PRELOADED += ["hydra.utils", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-CONTEXT.set_forkserver_preload(PRELOADED)
+CONTEXT.set_forkserver_preload(["pytest", "tests.support.rank_server"])
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,9 @@ def _be_rank(
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
+    from tests.support.rank_server import SERVER
+
+    be_killed_with(SERVER)
     os.environ.update(rank_variables(rank, size))
     try:
         ending = Ending(function(directory, *args))

@@ -200,18 +200,22 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-class HasRecords(Protocol):
+class HasRunDir(Protocol):
     @property
     def run_dir(self) -> RunDir: ...
 
-    def losses(self) -> list[dict[str, Any]]: ...
 
-
-def assert_same_bits(one: HasRecords, other: HasRecords) -> None:
+def assert_same_bits(one: HasRunDir, other: HasRunDir) -> None:
     """Two finished runs are equal to the last bit: loss log, weights, optimiser, random state, place in the data, counters."""
-    assert one.losses() == other.losses()
-    assert_same_tensors(checkpoint_tensors(one.run_dir.checkpoints), checkpoint_tensors(other.run_dir.checkpoints))
-    states = [read_manifest(committed(run.run_dir.checkpoints)[-1]).state for run in (one, other)]
+    assert_same_run(one.run_dir.path, other.run_dir.path)
+
+
+def assert_same_run(*paths: Path) -> None:
+    """As `assert_same_bits`, of two run directories."""
+    one, other = map(RunDir, paths)
+    assert without_timing(one.metrics_file) == without_timing(other.metrics_file)
+    assert_same_tensors(checkpoint_tensors(one.checkpoints), checkpoint_tensors(other.checkpoints))
+    states = [read_manifest(committed(run.checkpoints)[-1]).state for run in (one, other)]
     assert json.dumps(states[0], sort_keys=True) == json.dumps(states[1], sort_keys=True)
 
 

@@ -127,6 +127,18 @@ class Cluster:
 
 
 @contextmanager
+def partition(cluster: Cluster, name: str, **settings: str) -> Iterator[None]:
+    """For a while the cluster has one more partition, of all nodes, whose jobs those in `high` preempt."""
+    words = [f"{key}={value}" for key, value in settings.items()]
+    cluster.run(["scontrol", "create", f"PartitionName={name}", "Nodes=ALL", "PriorityTier=1", *words])
+    try:
+        yield
+    finally:
+        cluster.run(["scancel", "-p", name])
+        cluster.run(["scontrol", "delete", f"PartitionName={name}"])
+
+
+@contextmanager
 def reconfigured(cluster: Cluster, changes: dict[str, str]) -> Iterator[Cluster]:
     """The cluster with words of its slurm.conf replaced."""
     conf = cluster.sandbox.slurm_conf

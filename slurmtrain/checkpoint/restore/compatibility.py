@@ -17,8 +17,8 @@ from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.choices import Allow
-from slurmtrain.earlier_names import is_our_decoder, name_of_today, with_names_of_today
 from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
+from slurmtrain.our_decoder import is_our_decoder
 
 KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
@@ -53,10 +53,8 @@ def check_config(
     """
     if not saved or not own:
         return
-    if is_our_decoder(own.get("model")):
-        saved, changed = with_names_of_today(saved), {*changed, *map(name_of_today, changed)}
-        if "lora" not in own:  # adapters mean nothing beside other weights
-            changed.add("model.path")  # where its first weights came from, not what it computes
+    if is_our_decoder(own.get("model")) and "lora" not in own:  # adapters mean nothing beside other weights
+        changed = {*changed, "model.path"}  # where its first weights came from, not what it computes
     before, now = dict(_leaves(saved)), dict(_leaves(own))
     differing = [
         key for key in sorted({*before, *now}) if before.get(key) != now.get(key) or (key in before) != (key in now)

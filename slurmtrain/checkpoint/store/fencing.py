@@ -66,22 +66,21 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         refresh(claims)
     while True:
         claimed = incarnation or Incarnation(_newest_claim(claims) + 1, label)
-        _check_not_superseded(directory, claimed)
-        path = claim_file(directory, claimed)
+        path, holder = claim_file(directory, claimed), claimed.label
         try:
             write_new(path, claimed.label.encode())
         except FileExistsError:
             if incarnation is None:
                 continue
             holder = path.read_text()
-            if holder != claimed.label:
-                raise CheckpointError(
-                    f"{directory} is in use by {holder or 'another process'}, which has the same number "
-                    f"({claimed.order}) as this one, {claimed.label}",
-                    hint="give each job its own checkpoint directory",
-                ) from None
         fsync_directory(claims)
-        _check_not_superseded(directory, claimed)  # a newer one may have come between
+        _check_not_superseded(directory, claimed)  # now that a newer one would see this claim
+        if holder != claimed.label:
+            raise CheckpointError(
+                f"{directory} is in use by {holder or 'another process'}, which has the same number "
+                f"({claimed.order}) as this one, {claimed.label}",
+                hint="give each job its own checkpoint directory",
+            )
         break
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)

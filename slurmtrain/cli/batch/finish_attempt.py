@@ -31,7 +31,7 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--exit-code", type=int, required=True)
-    # Scripts that an earlier version has written do not know the verdict in-place.
+    # The script says whether it can: the config may have been changed since it was written.
     parser.add_argument("--in-place", action="store_true", help="the ranks can be started again in this job")
     options = parser.parse_args(words)
     run_dir = RunDir(options.run_dir)

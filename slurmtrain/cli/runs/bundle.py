@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 from slurmtrain.cli.columns import format_size
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.bundle import pack, write_bundle
+from slurmtrain.launch.bundle import write_bundle
 from slurmtrain.runs import lookup
-
-log = logging.getLogger(__name__)
 
 OTHER_ARCHIVES = (".zip", ".xz", ".txz", ".bz2", ".tbz2", ".zst", ".7z")  # what a bundle is not
 
@@ -21,16 +18,13 @@ def bundle_run(options: argparse.Namespace) -> int:
     """Pack a run into a file."""
     _check_target(options.file)
     run_dir = lookup.find(options.run, lookup.runs_root())
-    packed = pack(run_dir, exclude=options.exclude or (), allow=options.allow or ())
-    target = Path(options.file or f"{packed.folder}.tar.gz")
-    for warning in packed.warnings:
-        log.warning(warning)
-    digest = write_bundle(packed, target)
+    target = Path(options.file or f"{run_dir.path.parent.name}-{run_dir.id}.tar.gz")
+    digest = write_bundle(run_dir, target, exclude=options.exclude or ())
     size = target.stat().st_size
     if options.json:
         print_json({"run": run_dir.id, "file": str(target.resolve()), "sha256": digest, "size": size})
         return 0
-    print(f"wrote {target} ({len(packed.members)} files, {format_size(size)})\n  sha256 {digest}")
+    print(f"wrote {target} ({format_size(size)})\n  sha256 {digest}")
     print(f"  run it again, here or elsewhere: submit --from {target}")
     return 0
 

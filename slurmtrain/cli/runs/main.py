@@ -57,18 +57,15 @@ def _parser(verb: str) -> Parser:
     bundling = actions.add_parser(
         "bundle",
         help="pack a run into one file to run it elsewhere",
-        description="Pack config, code, list of packages and a page on how to run it into one file, for `submit --from FILE`. "
-        "Checkpoints, logs and data are not in it. Secrets are not, either: what is known to be one, or looks like one, is "
-        "refused. The same run gives the same bytes.",
+        description="Pack config, code, revision and list of packages into one tar file, for `submit --from FILE`. "
+        "Checkpoints, logs and data are not in it. It holds the code as the run's snapshot has it: read it before you "
+        "publish it. The same run gives the same bytes.",
     )
     bundling.add_argument("run", metavar="RUN", help=RUN_HELP)
     bundling.add_argument(
         "file", nargs="?", metavar="FILE", help="default: NAME-RUN.tar.gz here; one with .tar is plain"
     )
     bundling.add_argument("--exclude", action="append", metavar="PATTERN", help="omit these files of the code")
-    bundling.add_argument(
-        "--allow", action="append", metavar="PATTERN", help="pack these files although they look like secrets"
-    )
     bundling.add_argument("--json", action="store_true", help="print run, file, sha256 and size as an object")
 
     pruning = actions.add_parser(

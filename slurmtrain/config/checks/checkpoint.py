@@ -9,8 +9,8 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.checks.values import at_least
 from slurmtrain.config.families import HUGGING_FACE
 from slurmtrain.config.schema import Config
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.our_decoder import is_our_decoder
 
 
 def check_checkpoint(config: Config) -> None:

@@ -16,11 +16,6 @@ SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 se
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raise for nodes, memory, GPUs or a time that no job can have, and for settings that exclude each other."""
-    if cluster.choices:
-        raise ConfigError(
-            f"cluster.choices={','.join(cluster.choices)} is for `submit` of one run, which goes to each of them",
-            hint=f"here name one: cluster={cluster.choices[0]}",
-        )
     _check_counts(cluster)
     _check_memory(cluster)
     _check_gpus(cluster)

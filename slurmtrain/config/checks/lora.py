@@ -6,8 +6,8 @@ from slurmtrain.config.checks.values import at_least
 from slurmtrain.config.families import EMBEDDINGS, HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, ties_embeddings
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config, LoraConfig
-from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.our_decoder import is_our_decoder
 
 PARALLELISM = {"tp": "tensor parallelism", "pp": "pipeline parallelism"}
 

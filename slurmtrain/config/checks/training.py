@@ -8,8 +8,8 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.checks.values import at_least, check_target
 from slurmtrain.config.parallel_dims import sequence_lengths
 from slurmtrain.config.schema import Config, OptimConfig, TrainConfig
-from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.our_decoder import is_our_decoder
 
 
 def check_batch(train: TrainConfig) -> None:
@@ -64,15 +64,9 @@ def check_built(config: Config) -> None:
 
 
 def check_our_decoder(config: Config) -> None:
-    """Raise for what our own model would report only when the job has begun: names that it had, and too long sequences."""
+    """Raise for what our own model would report only when the job has begun: too long sequences."""
     if not is_our_decoder(config.model):
         return
-    for name in config.model:
-        if name in NAMES:
-            raise ConfigError(
-                f"model.{name} is called model.{NAMES[name]}, as in Llama's own files",
-                hint=f"write model.{NAMES[name]}={config.model[name]}",
-            )
     longest = config.model.get("max_seq_len")
     if not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):
         return

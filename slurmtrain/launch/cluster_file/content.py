@@ -1,10 +1,8 @@
-"""The content of a cluster's file: fields with their comments, notes, and what it was made of; and its text."""
+"""The content of a cluster's file: fields with their comments; and its text."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import yaml
@@ -13,8 +11,6 @@ from slurmtrain.launch.cluster_file.words import on_one_line
 
 WIDTH = 112
 COMMENT_COLUMN = 26
-OBSERVED = "# What it was made of, for `probe --check`; not to be edited:"
-OBSERVED_LINE = re.compile(r"^# \* ([^:]+): (.*)$")
 
 
 @dataclass(frozen=True)
@@ -38,16 +34,12 @@ class ClusterFile:
 
     Attributes:
         name: of the file without .yaml, and so of the cluster in commands.
-        notes: what SLURM does here, a sentence or two each.
-        observed: what the file was made of, by name.
     """
 
     name: str
     partition: str
     title: str
     entries: tuple[Entry, ...]
-    notes: tuple[str, ...]
-    observed: Mapping[str, str]
 
     @property
     def values(self) -> dict[str, object]:
@@ -63,14 +55,6 @@ class ClusterFile:
         lines = [*_comment(self.title), ""]
         for entry in self.entries:
             lines += _lines_of(entry)
-        lines += ["", "# What SLURM does here"]
-        for note in self.notes:
-            lines += _comment(f"- {note}", indent="  ")
-        lines += [
-            "",
-            OBSERVED,
-            *(f"# * {on_one_line(name)}: {on_one_line(value)}" for name, value in self.observed.items()),
-        ]
         return "\n".join(lines) + "\n"
 
 
@@ -88,12 +72,12 @@ def _yaml(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
+def _comment(text: str) -> list[str]:
     return textwrap.wrap(
         on_one_line(text),
         WIDTH,
         initial_indent="# ",
-        subsequent_indent=f"# {indent}",
+        subsequent_indent="# ",
         break_on_hyphens=False,
         break_long_words=False,
     )

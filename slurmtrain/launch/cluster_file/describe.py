@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file.content import ClusterFile, Entry
-from slurmtrain.launch.cluster_file.notes import notes_of
-from slurmtrain.launch.cluster_file.observed import observed
 from slurmtrain.launch.cluster_file.shape import Shape, shape_entries, shape_of, within
 from slurmtrain.launch.cluster_file.words import DAY_MIN, in_words, listed
 from slurmtrain.launch.login_node import LoginNode
@@ -65,14 +63,7 @@ def describe(
         f"Use it: python -m slurmtrain +cluster={file_name} submit. Has the cluster changed since? "
         f"python -m slurmtrain probe --check {file_name}"
     )
-    return ClusterFile(
-        file_name,
-        chosen.name,
-        title,
-        tuple(entries),
-        notes_of(facts, chosen, account, qos, login),
-        observed(facts, chosen, account, qos),
-    )
+    return ClusterFile(file_name, chosen.name, title, tuple(entries))
 
 
 def choose_partition(facts: ClusterFacts, name: str | None) -> Partition:

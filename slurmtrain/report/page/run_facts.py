@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.compare import MISSING, config_differences
@@ -117,7 +116,7 @@ def read_run(run_dir: RunDir, *, now: float) -> RunFacts:
         run_dir,
         run_dir.info(),
         known,
-        with_names_of_today(_shallow(config)) if isinstance(config, Mapping) else None,
+        _shallow(config) if isinstance(config, Mapping) else None,
         tuple(events[-MOST_EVENTS:]),
         series,
         now,

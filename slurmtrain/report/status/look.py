@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.status.places import open_state
 from slurmtrain.report.status.queue import Queue, at_its_link, confirmed_queue
 from slurmtrain.report.status.record import Owner, Record, read_record
 from slurmtrain.report.status.sentences import state_of
@@ -37,11 +36,7 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
         if not record.local and record.job_id and record.distrust is None:
             by_owner.setdefault(record.owner, []).append(record)
     queues = {owner: confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
-    open_runs = {record.id: open_state(record) for record in records if record.is_open}
     for record in records:
-        if record.id in open_runs:
-            found[record.id] = open_runs[record.id] or states([record.run_dir])[record.id]
-            continue
         queue = Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, Queue())
         try:
             own = queue.of(record)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
 from slurmtrain.errors import ClusterError, UnavailableRecordError
-from slurmtrain.runs import attempts, choices, requests
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
 from slurmtrain.runs.events import Event
@@ -62,11 +62,6 @@ class Record:
     @property
     def id(self) -> str:
         return self.run_dir.id
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was submitted to several choices, and no job has taken it yet."""
-        return self.job_id is None and not self.attempts and not self.local and choices.is_open(self.run_dir)
 
     @property
     def local(self) -> bool:

@@ -68,11 +68,12 @@ def run_command(
     Raises:
         ConfigError: there is no such program.
         EnvironmentMismatchError: GPUs were asked for, and this node has none.
+        StopDuringStartError: this rank was told to stop while it waited for rank 0.
     """
     _check_node(config, environment)
     if environment.rank == 0:
         look_before_start(config, context, lambda: stop_flag.requested)
-    start = start_of(config, environment, context)
+    start = start_of(config, environment, context, lambda: stop_flag.requested)
     descendants.adopt_orphans()
     program = _start_process(start)
     stopper = ProgramStopper(config.job, environment.source, context, stop_flag, start.folder, environment.rank)

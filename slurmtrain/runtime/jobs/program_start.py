@@ -36,6 +36,7 @@ from slurmtrain.runtime.jobs.program_loggers import checked, logger_variables, o
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.slurm.environment import Environment, has_gpu_files
 from slurmtrain.system.files import write_json
+from slurmtrain.system.signals import StopDuringStartError
 
 SCRIPT_MAX = 1 << 20  # bytes; a longer file is no script
 EARLY_WARNING = "SIGUSR2"
@@ -79,16 +80,19 @@ class ProgramStart:
         return end_of_node(code, ends, DIED_OF_A_STOP, told=told, finished_code=self.finished_code)
 
 
-def start_of(config: Config, environment: Environment, context: AttemptContext) -> ProgramStart:
+def start_of(
+    config: Config, environment: Environment, context: AttemptContext, stop_requested: Callable[[], bool]
+) -> ProgramStart:
     """Return what this rank starts.
 
     Raises:
         RendezvousError: rank 0 did not publish its address, or cannot listen on the port that the environment names.
+        StopDuringStartError: a stop was requested before rank 0 had published its address.
     """
     command, port = config.job.command or "", HeldPort(config.cluster.ports, environment.node)
     if has_launcher(config):
-        return _start_of_launcher(config, environment, context, port)
-    given = rank_variables(config, environment, context, port)
+        return _start_of_launcher(config, environment, context, port, stop_requested)
+    given = rank_variables(config, environment, context, port, stop_requested)
     words = with_variables(shlex.split(command), given, os.environ)
     heard = [signal.Signals[name] for name in heard_signals(config.job.stop_signal, words)]
     # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
@@ -96,11 +100,15 @@ def start_of(config: Config, environment: Environment, context: AttemptContext) 
 
 
 def _start_of_launcher(
-    config: Config, environment: Environment, context: AttemptContext, port: HeldPort
+    config: Config,
+    environment: Environment,
+    context: AttemptContext,
+    port: HeldPort,
+    stop_requested: Callable[[], bool],
 ) -> ProgramStart:
     """Return the start of this node's launcher."""
     launcher, command = config.job.launcher, config.job.command or ""
-    given = rank_variables(config, environment, context, port)
+    given = rank_variables(config, environment, context, port, stop_requested)
     master = {name: given.get(name) or os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
     given |= master | {
         "WORLD_SIZE": str(len(environment.nodes) * node_shape(config).processes),
@@ -201,7 +209,11 @@ def _read_yaml(path: Path) -> dict[str, Any] | None:
 
 
 def rank_variables(
-    config: Config, environment: Environment, context: AttemptContext, master_port: HeldPort
+    config: Config,
+    environment: Environment,
+    context: AttemptContext,
+    master_port: HeldPort,
+    stop_requested: Callable[[], bool],
 ) -> dict[str, str]:
     """Return the variables of the program: those of torch.distributed's env://, and ours.
 
@@ -209,7 +221,7 @@ def rank_variables(
         master_port: taken on rank 0.
 
     Raises:
-        RendezvousError: as `start_of`.
+        RendezvousError, StopDuringStartError: as `start_of`.
     """
     variables = {
         "RANK": str(environment.rank),
@@ -226,7 +238,8 @@ def rank_variables(
     if environment.world_size == 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port.take()), **own}
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
-        host, port, of_loggers = _master(environment, context.attempt_dir.master_file, config.cluster, own, master_port)
+        published = context.attempt_dir.master_file
+        host, port, of_loggers = _master(environment, published, config.cluster, own, master_port, stop_requested)
         own = checked(of_rank(checked(of_loggers, {}), environment.rank), config.cluster.env)
         variables |= own
         if "MASTER_ADDR" not in os.environ:
@@ -266,7 +279,12 @@ def _check_given_port(variables: Mapping[str, str], environment: Environment) ->
 
 
 def _master(
-    environment: Environment, published: Path, cluster: ClusterConfig, own: Mapping[str, str], master_port: HeldPort
+    environment: Environment,
+    published: Path,
+    cluster: ClusterConfig,
+    own: Mapping[str, str],
+    master_port: HeldPort,
+    stop_requested: Callable[[], bool],
 ) -> tuple[str, int, object]:
     """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others.
 
@@ -293,6 +311,8 @@ def _master(
                 hint="see rank 0's log",
                 because_of_peer=True,
             )
+        if stop_requested():
+            raise StopDuringStartError
         pauses.pause()
     host = "127.0.0.1" if found["machine"] == machine() else _reachable(found)
     return host, int(found["port"]), found.get("variables")

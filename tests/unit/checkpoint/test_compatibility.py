@@ -258,23 +258,6 @@ def test_another_config_is_refused_with_the_difference(tmp_path: Path) -> None:
     allowed(tmp_path, Model("a"), "config", config=other)
 
 
-def test_a_checkpoint_from_before_the_decoders_fields_were_renamed_is_of_the_same_config(tmp_path: Path) -> None:
-    decoder = {"_target_": "slurmtrain.models.Decoder"}
-    saved(tmp_path, Model("a"), config={"model": {**decoder, "width": 4, "heads": 2}})
-    today = {"model": {**decoder, "dim": 4, "n_heads": 2}}
-    allowed(tmp_path, Model("a"), config=today)
-    wider = {"model": {**today["model"], "dim": 8}}
-    error = refused(tmp_path, Model("a"), config=wider)
-    assert "was saved with another config: model.dim: 4 -> 8" in error.message
-    # `resume --set model.width=8` was typed before the update.
-    compatibility.check_config(tmp_path, today, wider, (), changed={"model.width"})
-    own = {"model": {"_target_": "paced.Paced", "width": 4}}
-    with pytest.raises(
-        CheckpointMismatchError, match=r"model\.dim: \(not there\) -> 4; model\.width: 4 -> \(not there\)"
-    ):
-        compatibility.check_config(tmp_path, own, {"model": {"_target_": "paced.Paced", "dim": 4}}, ())
-
-
 def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_path: Path) -> None:
     def config(path: str, **more: Any) -> dict[str, Any]:
         return {"model": {"_target_": "slurmtrain.models.Decoder", "path": path}, **more}

@@ -508,18 +508,6 @@ def test_the_copy_of_the_state_locks_no_more_host_memory_than_it_needs_and_it_is
     assert len(driver.locked) == 2, "both are in use"
 
 
-def test_memory_that_was_locked_is_nobody_elses_when_it_is_freed(driver: Driver) -> None:
-    """A fork does not have it: memory of malloc, which others get later, would end the fork."""
-    for size in (20 * MIB, 24 * MIB, 28 * MIB):  # malloc takes such sizes from its own memory once it has freed one
-        allocated = host_memory.allocate_pages(size, for_gpu=True)
-        driver.locked.clear()
-        host_memory._locked.clear()
-        address = allocated.data_ptr()
-        del allocated
-        mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        assert not any(int(begin, 16) <= address < int(end, 16) for begin, end in mapped), "it is unmapped"
-
-
 def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(driver: Driver) -> None:
     first, second = Staging(), Staging()
     image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
@@ -568,37 +556,20 @@ def test_metrics_and_config_are_in_the_manifest(training: Callable[..., Training
     assert (manifest.metrics, manifest.config, manifest.run_id) == ({"valid_loss": 0.5}, {"width": 8}, "run")
 
 
-def outcome(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the CheckpointError that it raises."""
-    try:
-        return work()
-    except CheckpointError as error:
-        return error
-
-
-def test_a_metric_may_be_a_tensor_or_is_refused_by_name(training: Callable[..., Training]) -> None:
-    run = training()
-    ending = outcome(lambda: run.save(1, metrics={"valid_loss": torch.tensor(0.5)}).result(PATIENCE_S))
-    if isinstance(ending, CheckpointError):
-        assert "valid_loss" in ending.message
-    else:
-        assert read_manifest(ending.path).metrics == {"valid_loss": 0.5}
+def test_a_metric_may_be_a_tensor(training: Callable[..., Training]) -> None:
+    saved = training().save(1, metrics={"valid_loss": torch.tensor(0.5)}).result(PATIENCE_S)
+    assert read_manifest(saved.path).metrics == {"valid_loss": 0.5}
 
 
 @pytest.mark.parametrize("state", [None, [1.5, None]])
-def test_optimizer_state_that_is_no_tensor_is_kept_or_refused_by_name(
-    training: Callable[..., Training], state: Any
-) -> None:
+def test_optimizer_state_that_is_no_tensor_is_kept(training: Callable[..., Training], state: Any) -> None:
     run = training()
     run.step()
     run.optimizer.state[next(run.model.parameters())]["history"] = state
-    ending = outcome(lambda: run.save(1).result(PATIENCE_S))
-    if isinstance(ending, CheckpointError):
-        assert "history" in ending.message
-    else:
-        other = training()
-        other.checkpointer.restore(model=other.model, optimizer=other.optimizer)
-        assert other.optimizer.state[next(other.model.parameters())]["history"] == state
+    run.save(1).result(PATIENCE_S)
+    other = training()
+    other.checkpointer.restore(model=other.model, optimizer=other.optimizer)
+    assert other.optimizer.state[next(other.model.parameters())]["history"] == state
 
 
 class Counting(nn.Module):
@@ -617,17 +588,11 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, lambda count: {"seen": count}], ids=["tensor", "dict"])
-def test_a_module_s_extra_state_is_restored_or_refused(tmp_path: Path, kind: Callable[[int], Any]) -> None:
-    """Never lost without a word."""
-    module = Counting(7, kind)
-    checkpointer = Checkpointer(tmp_path, asynchronous=False)
-    ending = outcome(lambda: checkpointer.save(1, module=module))
-    if isinstance(ending, CheckpointError):
-        assert "_extra_state" in ending.message
-    else:
-        other = Counting(0, kind)
-        Checkpointer(tmp_path).restore(module=other)
-        assert other.count == 7
+def test_a_module_s_extra_state_is_restored(tmp_path: Path, kind: Callable[[int], Any]) -> None:
+    Checkpointer(tmp_path, asynchronous=False).save(1, module=Counting(7, kind))
+    other = Counting(0, kind)
+    Checkpointer(tmp_path).restore(module=other)
+    assert other.count == 7
 
 
 def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[..., Training]) -> None:

@@ -18,7 +18,6 @@ from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.tensor_index import (
     SPLIT_BYTES,
     Box,
-    FileTable,
     Index,
     TensorFacts,
     TensorSchema,
@@ -199,22 +198,6 @@ def test_a_box_outside_is_refused_by_name(tiling: Tiling, data: st.DataObject) -
         check({"near": ((2,), [Box((0,), (2,))]), "far.off": (shape, [*boxes, box])})
 
 
-def test_every_other_shift_that_keeps_the_volume_is_noticed() -> None:
-    """All wrong pairs of halves of a small square: none adds up by chance."""
-    halves = [Box((row, column), (2, 4)) for row in range(3) for column in (0,)] + [
-        Box((row, column), (4, 2)) for row in (0,) for column in range(3)
-    ]
-    for pair in itertools.combinations_with_replacement(halves, 2):
-        covered = np.zeros((4, 4), dtype=int)
-        for box in pair:
-            covered[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))] += 1
-        if (covered == 1).all():
-            check({"square": ((4, 4), list(pair))})
-        else:
-            with pytest.raises(CheckpointError, match="16 of 16 elements of square were written, some of them twice"):
-                check({"square": ((4, 4), list(pair))})
-
-
 def test_all_that_is_wrong_is_counted() -> None:
     whole = Box((0,), (4,))
     with pytest.raises(CheckpointError, match=r"^0 of 4 elements of a were written \(and 1 more tensors\)$"):
@@ -289,41 +272,9 @@ def test_small_tensors_are_spread_over_all_holders() -> None:
 # ------------------------------------------------------------------------------------------------------ tables and index
 
 
-@given(st.lists(tilings(), max_size=4), st.integers(0, 9), st.integers(0, 1 << 40))
-def test_tables_come_back_as_they_were(found: list[Tiling], number: int, data_start: int) -> None:
-    schema = {f"t{position}": facts(shape, 4 + 4 * (position % 2)) for position, (shape, _) in enumerate(found)}
-    pieces = [(f"t{position}", box) for position, (_, boxes) in enumerate(found) for box in boxes if box.numel]
-    table = table_of(pieces, schema, number=number, data_start=data_start, own_bytes=7)
-    again = FileTable.unpack(table.pack())
-    assert (again.schema, again.data_start, again.own_bytes) == (number, data_start, 7)
-    assert np.array_equal(again.tensors, table.tensors)
-    assert np.array_equal(again.boxes, table.boxes)
-    itemsizes = np.array([fact.itemsize for fact in schema.values()], dtype=np.int64)
-    expected = list(
-        itertools.accumulate((box.numel * schema[name].itemsize for name, box in pieces), initial=data_start)
-    )
-    assert again.offsets(itemsizes).tolist() == expected
-
-
 def index_of(files: Mapping[str, Sequence[tuple[str, Box]]], schema: TensorSchema) -> Index:
     tables = dict(zip(files, packed(list(files.values()), schema), strict=True))
     return Index([schema], tables, {name: bytes([number] * 32) for number, name in enumerate(files)})
-
-
-def test_an_index_comes_back_as_it_was() -> None:
-    schemas = [
-        {"a": facts((2, 3)), "own/r": TensorFacts((), "uint8", 1, own=True), "ünïcode": facts(())},
-        {"b": facts((0,))},
-    ]
-    tables = {"f0": packed([[("a", Box((0, 0), (2, 3)))]], schemas[0])[0], "f1": packed([[]], schemas[1], 1)[0]}
-    digests = {"f0": bytes(range(64)), "f1": b"\0" * 32}
-    data = b"".join(Index(schemas, tables, digests).chunks())
-    again = Index.parse(data, {"f0": 1 << 20, "f1": 1 << 20})
-    assert [list(schema.items()) for schema in again.schemas] == [list(c.items()) for c in schemas]
-    assert (dict(again.tables), dict(again.digests)) == (tables, digests)
-    assert b"".join(again.chunks()) == data
-    assert set(again.facts) == {"a", "ünïcode", "b"}
-    assert set(again.own_facts("f0")) == {"own/r"} and again.own_facts("f1") == {}
 
 
 @pytest.mark.parametrize(
@@ -401,62 +352,3 @@ def test_any_box_is_read_back_from_any_tiling(found: list[Tiling], data: st.Data
     for name, box in wanted.items():
         expected = arrays[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         assert np.array_equal(read[name].numpy(), expected)
-
-
-def test_names_of_own_tensors_are_looked_up_in_one_file() -> None:
-    schema = {"own/random": TensorFacts((2,), "uint8", 1, own=True)}
-    whole = Box((0,), (2,))
-    index = index_of({"f0": [("own/random", whole)], "f1": [("own/random", whole)]}, schema)
-    assert [source.file for source in index.find({"own/random": whole}, "f1")["own/random"]] == ["f1"]
-    assert index.find({"own/random": whole})["own/random"] == []
-    assert index.own_state("f0") == (4096 + 2, 0)
-
-
-def test_many_ranks_and_tensors_stay_right() -> None:
-    """64 ranks (16 replicas of 4 shards) x 200 tensors of many shapes; read by 3 ranks in rows, and one in columns."""
-    dealer = random.Random(7)
-    shards, replicas = 4, 16
-    schema = {
-        f"layers.{number}.weight": facts([dealer.randrange(1, 40) for _ in range(dealer.randrange(4))], itemsize=4)
-        for number in range(199)
-    }
-    schema["embedding.weight"] = facts((1030, 300))
-    arrays = {
-        name: np.random.default_rng(number).integers(0, 1 << 30, fact.shape, dtype=np.int32)
-        for number, (name, fact) in enumerate(schema.items())
-    }
-    files: dict[str, list[tuple[str, Box]]] = {}
-    for replica, shard in itertools.product(range(replicas), range(shards)):
-        pieces = files[f"rank{replica * shards + shard:05d}"] = []
-        for name, fact in schema.items():
-            boxes = row_boxes(Box.whole(fact.shape), shards)
-            if len(boxes) == 1:  # 0-d: on all of them
-                part = share(boxes[0], ITEMSIZE, name, replica * shards + shard, shards * replicas)
-            else:
-                part = share(boxes[shard], ITEMSIZE, name, replica, replicas)
-            if part is not None and part.numel:
-                pieces.append((name, part))
-    index = index_of(files, schema)
-    assert set(check_coverage([schema], index.tables.values())) == set(schema)
-
-    contents = files_as_bytes(files, arrays)
-    assert sum(len(data) - 4096 for data in contents.values()) == sum(fact.nbytes for fact in schema.values())
-    for rank in range(3):
-        wanted = {name: row_boxes(Box.whole(array.shape), 3)[rank * (array.ndim > 0)] for name, array in arrays.items()}
-        for name, tensor in read_box(index, contents, wanted).items():
-            box = wanted[name]
-            rows = slice(box.start[0], box.start[0] + box.size[0]) if box.start else ()
-            assert np.array_equal(tensor.numpy(), arrays[name][rows])
-    columns = {
-        name: Box((0, array.shape[1] // 3), (array.shape[0], 1)) for name, array in arrays.items() if array.ndim == 2
-    }
-    for name, tensor in read_box(index, contents, columns).items():
-        at = columns[name].start[1]
-        assert np.array_equal(tensor.numpy(), arrays[name][:, at : at + 1])
-
-    # One piece less, wherever it is: noticed.
-    for file in dealer.sample(sorted(files), 5):
-        if files[file]:
-            lost = {**files, file: files[file][1:]}
-            with pytest.raises(CheckpointError, match=files[file][0][0]):
-                check_coverage([schema], index_of(lost, schema).tables.values())

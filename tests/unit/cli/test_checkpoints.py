@@ -447,7 +447,7 @@ def test_it_loads_no_torch(words: list[str], run: RunDir) -> None:
         "import sys; from slurmtrain.cli import main; main(['checkpoints', *sys.argv[1:]]);"
         "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, str(run.path), *words], check=True)
+    assert subprocess.run([sys.executable, "-c", code, str(run.path), *words], check=False).returncode == 0
 
 
 def test_the_choices_of_dtype_are_those_of_export() -> None:

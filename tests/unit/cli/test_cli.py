@@ -83,6 +83,13 @@ def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path, capsy
     assert "export A=1\n" in script and "export B=2\n" in script and "#SBATCH --nodes=4\n" in script
 
 
+def test_several_partitions_reach_sbatch_which_starts_the_job_in_one(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--dry-run", "cluster=a100x4", "cluster.partition='gpu,gpu-long'"]) == 0
+    assert "#SBATCH --partition=gpu,gpu-long\n" in capsys.readouterr().out
+
+
 def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) -> None:
     plain = cli("--cfg", "job", "+cluster=h100x8", "train.steps=7")
     assert plain.returncode == 0, plain.stderr
@@ -382,7 +389,6 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean n_layers?; +model.layrs=3 adds it"),
         (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
         (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
-        (["submit", "model.width=64"], "model has no key 'width'", "it is called model.dim, as in Llama's own files"),
         (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean n_layers?"),
         (["submit", "data=files", "data.pths=x"], "data has no key 'pths'", "did you mean paths?"),
         (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),

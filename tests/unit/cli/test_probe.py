@@ -85,18 +85,31 @@ def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
     assert Path("conf/cluster/alpha.yaml").exists()
 
 
-def test_drift_is_told_by_words_and_exit_code(alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_cannot_run_and_what_probe_would_write_differently(
+    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["probe", "--no-speed"]) == 0
-    answers = answers_of("alpha_22_05")
-    partitions = next(command for command in answers if command.endswith("show partition"))
-    play(alpha, answers | {partitions: answers[partitions].replace("GraceTime=60", "GraceTime=0")})
+    path, answers = Path("conf/cluster/alpha.yaml"), answers_of("alpha_22_05")
+    text = path.read_text()
+    path.write_text(text.replace("gpu_memory_gb: 79", "gpu_memory_gb: 40"))
     capsys.readouterr()
     assert main(["probe", "--check", "conf/cluster/alpha.yaml"]) == 1
-    assert "changed: GraceTime was 60 s, and is 0 s; does a step and a save still fit?" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        "--- conf/cluster/alpha.yaml",
+        "+++ what probe would write today",
+        "-gpu_memory_gb: 40.0",
+        "+gpu_memory_gb: 79",
+    ]
+    path.write_text(text)
+    partitions = next(command for command in answers if command.endswith("show partition"))
     play(alpha, answers | {partitions: answers[partitions].replace("MaxTime=2-00:00:00", "MaxTime=01:00:00")})
+    assert main(["probe", "--check", "alpha"]) == 78
+    said = capsys.readouterr().out
+    assert said.startswith("cannot run: ") and "-time_limit_min: 1440\n+time_limit_min: 60\n" in said
     assert main(["probe", "--check", "alpha", "--json"]) == 78
-    first = json.loads(capsys.readouterr().out)["drift"][0]
-    assert (first["kind"], first["field"]) == ("cannot run", "cluster.time_limit_min")
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["fatal"], each["field"]) for each in found["findings"]] == [(True, "cluster.time_limit_min")]
+    assert found["changed"]["time_limit_min"] == {"file": 1440, "probe": 60}
     play(alpha, answers | {partitions: answers[partitions].replace("PartitionName=gpu", "PartitionName=h100")})
     assert main(["probe", "--check", "alpha"]) == 78
     assert "cannot run: there is no partition 'gpu'" in capsys.readouterr().out
@@ -108,7 +121,8 @@ def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
     assert main(["probe", "--no-speed"]) == 0
     Path("conf/cluster/a100x4.yaml").write_text("defaults: [alpha, _self_]\nnodes: 2\n")  # a shipped one has the name
     Path("conf/cluster/long.yaml").write_text("defaults:\n  - alpha\ntime_limit_min: 3000\n")
-    assert main(["probe", "--check", "conf/cluster/a100x4.yaml"]) == 0
+    assert main(["probe", "--check", "conf/cluster/a100x4.yaml"]) == 1
+    assert capsys.readouterr().out.endswith("\n-nodes: 2\n+nodes: 1\n")
     assert main(["probe", "--check", "long"]) == 78
     Path("conf/cluster/beside.yaml").write_text("defaults: [gone]\n")
     capsys.readouterr()

@@ -20,7 +20,6 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.cli.runs.compare import told_apart
-from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import compare, prune
 from slurmtrain.report.compare import MISSING, Divergence, config_differences, divergences
@@ -241,17 +240,6 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
     assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they diverge
     assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
-
-
-def test_fields_that_a_frozen_config_leaves_out_since_nothing_uses_them_do_not_differ(make: Make, capsys: Out) -> None:
-    a = make("finished", "observe.profile_steps=3-4", "observe.wandb.project=lm", "watchdog.min_s=99")
-    b = make("finished", "preflight.mode=off")
-    assert read(capsys, "runs", "compare", a.id, b.id, "--json")["config"] == [
-        {"key": "watchdog.min_s", "a": 99.0, "b": WatchdogConfig().min_s},
-        {"key": "observe.wandb.project", "a": "lm", "b": None},
-        {"key": "observe.profile_steps", "a": "3-4", "b": None},
-        {"key": "preflight.mode", "a": "quick", "b": "off"},
-    ]
 
 
 def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make, capsys: Out) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.elastic import at_most, at_size, extreme_sizes, on_given_nodes, usable_sizes
 from slurmtrain.config.evaluation import evaluation_config
@@ -22,6 +23,9 @@ from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.planner.fit import check_fits
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt
 
 BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
 
@@ -162,3 +166,22 @@ def test_the_batch_script_starts_ranks_on_what_can_be_used_of_what_was_given(giv
         check=True,
     )
     assert told.stdout.split() == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]
+
+
+def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_before(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --ntasks-per-node srun could put five ranks on one node and three on the other."""
+    assert main(["+cluster=a100x4", "cluster.nodes=2-3", "parallel=fsdp", "submit"]) == 0
+    (run,) = (RunDir(info.parent) for info in project.glob("runs/*/*/run.json"))
+    add_attempt(run, job_id="4711", nodes=["n0", "n1", "n2"])
+    run.attempt(1).srun_log.write_text("srun: error: n1: task 3: Killed\n")
+    for name, value in {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "n0", "SLURM_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    fake_slurm.command(
+        "scontrol", 'case "$*" in "show job"*) echo "JobId=4711 JobState=RUNNING NodeList=n[0-2]" ;; esac'
+    )
+    fake_slurm.command("sinfo", 'printf "n0 mixed\\nn1 draining\\nn2 mixed\\n"')
+    capsys.readouterr()
+    assert main(["finish-attempt", str(run.path), "--attempt", "1", "--in-place", "--exit-code", "137"]) == 0
+    assert capsys.readouterr().out == "in-place --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n0,n2\n"

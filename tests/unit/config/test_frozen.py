@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -13,16 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from slurmtrain.cli import main, resume
-from slurmtrain.config import migrations
 from slurmtrain.config.compose import compose
-from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_values
-from slurmtrain.config.migrations import SCHEMA_VERSION, as_first_digested, migrate, version_of, without_unused
-from slurmtrain.config.schema import Config, OptimConfig
-from slurmtrain.config.validate import validate
-from slurmtrain.errors import EXIT_CONFIG, ConfigError, SlurmtrainError, UsageError
+from slurmtrain.config.frozen import freeze, load_frozen
+from slurmtrain.config.schema import OptimConfig
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
 from slurmtrain.launch import changes
 from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
 from slurmtrain.launch.snapshot import Snapshot
@@ -31,7 +25,6 @@ from slurmtrain.runs.code_record import record_of
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.jobs.train import _of_optimizer
-from slurmtrain.sweep.plan import identity_of
 from slurmtrain.system.files import write_json
 from tests.support.commands import Cli, FakeSlurm
 from tests.support.run_info import run_info
@@ -39,122 +32,19 @@ from tests.support.run_info import run_info
 FROZEN = Path(__file__).parent / "frozen"
 
 
-@pytest.mark.parametrize("example", sorted(FROZEN.glob("version_*.yaml")), ids=lambda path: path.stem)
-def test_a_config_that_an_earlier_version_froze_still_loads_and_loses_nothing_without_a_word(
-    example: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A field that is renamed or removed belongs into migrations.CHANGED, with the next SCHEMA_VERSION and an example here."""
-    load_frozen(example)
-    text = example.read_text()
-    values = yaml.safe_load(text)
-    known = {field for version in migrations.CHANGED for field in migrations.CHANGED[version]}
-    assert set(migrate(values, version_of(text))) <= known
-
-
-def test_the_same_experiment_before_and_after_fields_were_removed_and_renamed_is_one_experiment(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before, between, after = (load_frozen(FROZEN / f"version_{version}.yaml") for version in (1, 2, 3))
-    assert before == between == after and capsys.readouterr().err == ""  # nothing of it is lost
-    # As the code that froze version 1 has digested it.
-    values = yaml.safe_load((FROZEN / "version_1.yaml").read_text())
-    digested = to_values(before)
-    digested["parallel"]["ep"], digested["model"] = values["parallel"]["ep"], values["model"]
-    digested["train"]["max_nonfinite"] = digested["train"].pop("max_skipped")
-    assert as_first_digested(to_values(after)) == without_unused(digested)
-    del digested["hooks"], digested["secrets"]
-    for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
-        del digested["job"][key]
-    text = json.dumps(digested, sort_keys=True)
-    assert identity_of(after) == hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def test_the_fields_of_our_own_decoder_are_called_as_in_llamas_files_and_other_models_keep_theirs() -> None:
-    ours = {
-        "_target_": "slurmtrain.models.Decoder",
-        "width": 8,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": None,
-        "ffn_width": 16,
-    }
-    values, other = {"model": ours}, {"model": {**ours, "_target_": "paced.Paced"}}
-    assert migrate(values, 2) == migrate(copied := copy.deepcopy(other), 2) == []
-    assert list(values["model"].values()) == list(ours.values())
-    assert list(values["model"])[1:] == ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"]
-    assert copied == other
-
-
-def test_the_limit_of_steps_in_a_row_keeps_its_value_under_its_name_of_today(tmp_path: Path) -> None:
-    path = frozen(tmp_path / "config.yaml", 3)
-    values = yaml.safe_load(path.read_text())
-    values["train"]["max_nonfinite"] = 7
-    del values["train"]["max_skipped"]
-    path.write_text("# Frozen by slurmtrain, schema version 3.\n" + yaml.safe_dump(values))
-    assert load_frozen(path).train.max_skipped == 7
-
-
-@pytest.mark.parametrize("word", ["model.width=64", "+model.width=64", "++model.heads=2"])
-def test_a_field_typed_with_its_earlier_name_is_told_the_name_of_today(word: str) -> None:
-    with pytest.raises(SlurmtrainError) as error:
-        validate(compose([word]))
-    assert ("model.dim" if "width" in word else "model.n_heads") in f"{error.value.message} {error.value.hint}"
-    validate(dataclasses.replace(compose([]), model={"_target_": "paced.Paced", "width": 64, "heads": 2}))
-
-
-def test_train_hooks_that_are_not_used_change_neither_the_frozen_text_nor_the_identity() -> None:
-    without, hooked = compose([]), compose(["train.hooks=[{_target_: my_package.MyHook, every: 10}]"])
-    text = freeze(without)
-    assert "hooks" not in yaml.safe_load(text)["train"]
-    assert yaml.safe_load(freeze(hooked))["train"]["hooks"] == [{"_target_": "my_package.MyHook", "every": 10}]
-    assert config_hash(hooked) != config_hash(without) and identity_of(hooked) != identity_of(without)
-
-
-def test_a_field_that_is_added_changes_no_experiments_identity() -> None:
-    """It has to be listed in `migrations.ADDED`, or runs of before count as other experiments."""
-    assert config_hash(Config()) == "d3801ecc90ca"
-
-
-def test_a_removed_field_with_a_value_that_it_could_not_have_is_told() -> None:
-    assert migrate({"parallel": {"ep": 2}}, 1) == ["parallel.ep"]
-
-
-def test_there_is_an_example_of_every_version() -> None:
-    assert {version_of(path.read_text()) for path in FROZEN.glob("*.yaml")} >= set(range(1, SCHEMA_VERSION + 1))
-    assert version_of(freeze(compose([]))) == SCHEMA_VERSION and version_of("cluster: {}\n") == 0
-
-
-def frozen(path: Path, version: int | None, **more: dict[str, object]) -> Path:
-    """A config file of some version, with further fields."""
-    values = yaml.safe_load(freeze(compose(["cluster=local"])))
-    for group, fields in more.items():
-        values[group] |= fields
-    header = "" if version is None else f"# Frozen by slurmtrain, schema version {version}.\n"
-    path.write_text(header + yaml.safe_dump(values))
-    return path
-
-
-def test_an_updated_package_goes_on_with_waiting_runs_whose_fields_have_other_names_or_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes: dict[int, dict[str, str | None]] = {2: {"train.stepps": "train.steps", "train.gone": None}}
-    monkeypatch.setattr(migrations, "CHANGED", changes)
-    path = frozen(tmp_path / "config.yaml", 1, train={"stepps": 77, "gone": 1})
-    values = yaml.safe_load(path.read_text())
-    del values["train"]["steps"], values["train"]["log_every"]  # as if that field were new
-    assert migrate(values, 1, now=2) == ["train.gone"]
-    assert values["train"]["steps"] == 77 and "gone" not in values["train"]
-    path.write_text(yaml.safe_dump(values))
-    config = load_frozen(path)
-    assert (config.train.steps, config.train.log_every) == (77, 10)
-
-
-def test_an_unknown_field_of_an_earlier_version_is_left_out_and_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = frozen(tmp_path / "config.yaml", None, optim={"foreach": True})
+def test_a_frozen_config_of_another_version_of_the_package(tmp_path: Path) -> None:
+    """A field that it lacks has its default; one that is not known here is an error, with a hint if a newer one froze it."""
+    path, text = tmp_path / "config.yaml", freeze(compose(["cluster=local", "train.log_every=7"]))
+    path.write_text(text.replace("  log_every: 7\n", ""))
     assert load_frozen(path) == compose(["cluster=local"])
-    assert "unknown fields ignored: optim.foreach" in capsys.readouterr().err
+    path.write_text(text.replace("  log_every: 7\n", "  clock: 1\n"))
+    with pytest.raises(ConfigError, match="is not a config of this version: Key 'clock'") as error:
+        load_frozen(path)
+    assert error.value.hint is None
+    path.write_text(text.replace("  log_every: 7\n", "  clock: 1\n").replace("version 1.", "version 2.", 1))
+    with pytest.raises(ConfigError, match="is not a config of this version: Key 'clock'") as error:
+        load_frozen(path)
+    assert "a newer slurmtrain froze it" in str(error.value.hint)
 
 
 def test_a_new_field_of_the_optimizer_does_not_part_a_run_from_its_checkpoints() -> None:
@@ -165,15 +55,6 @@ def test_a_new_field_of_the_optimizer_does_not_part_a_run_from_its_checkpoints()
     before = _of_optimizer(OptimConfig())
     assert _of_optimizer(Updated()) == before == dataclasses.asdict(OptimConfig())
     assert _of_optimizer(Updated(nesterov=True)) == {**before, "nesterov": True}
-
-
-def test_a_config_of_a_newer_version_names_what_is_not_known_here(tmp_path: Path) -> None:
-    newer = frozen(tmp_path / "config.yaml", SCHEMA_VERSION + 1, optim={"foreach": True}, train={"clock": 1})
-    with pytest.raises(ConfigError, match=r"newer slurmtrain .* not known here: optim\.foreach, train\.clock"):
-        load_frozen(newer)
-    assert load_frozen(frozen(newer, SCHEMA_VERSION + 1)) == compose(["cluster=local"])  # it uses nothing of that
-    with pytest.raises(ConfigError, match="is not a config of this version: Key 'foreach'"):
-        load_frozen(frozen(newer, SCHEMA_VERSION, optim={"foreach": True}))
 
 
 @pytest.mark.parametrize(

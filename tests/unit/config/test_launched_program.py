@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 
 from slurmtrain.config.compose import compose
@@ -11,7 +14,6 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.script_parts import JobPaths
-from tests.unit.launch.test_script import PATHS
 
 
 def config_of(*words: str, command: str = "train.py", launcher: str = "torchrun") -> Config:
@@ -39,7 +41,7 @@ def test_processes_of_a_node_are_derived_from_the_cluster(words: list[str], shap
 @pytest.mark.parametrize("nodes", ["2", "2-4"])
 def test_a_launcher_is_one_task_of_each_node_with_all_of_its_cpus(nodes: str) -> None:
     sizes = ["cluster.nodes=" + nodes, "cluster.tasks_per_node=4", "cluster.cpus_per_task=8"]
-    script = render_script(config_of(*sizes), JobPaths(PATHS.run_dirs, "code", PATHS.python))
+    script = render_script(config_of(*sizes), JobPaths([Path("/runs/train/RUN")], "code", "python"))
     lines = script.splitlines()
     assert "#SBATCH --cpus-per-task=32" in lines and "--cpus-per-task=32 \\" in [line.strip() for line in lines]
     assert ("#SBATCH --ntasks-per-node=1" in lines) == (nodes == "2")
@@ -105,8 +107,11 @@ def test_a_command_that_does_not_suit_its_launcher_is_refused(launcher: str, com
 
 
 def test_a_shell_reads_the_rank_by_itself_and_other_words_are_free() -> None:
-    validate(config_of(command='bash -c "echo $RANK"'))
-    validate(config_of(command="train.py --node $NODE_RANK --ranks $RANKS"))
+    for command in ('bash -c "echo $RANK"', "train.py --node $NODE_RANK --ranks $RANKS"):
+        config = config_of(command=command)
+        validate(config)
+        words = shlex.split(command)
+        assert shlex.split(program_of(config, "python"))[-len(words) :] == words
 
 
 def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() -> None:

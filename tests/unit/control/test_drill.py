@@ -344,26 +344,25 @@ def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[
     }
 
 
-def test_two_equal_logs_are_the_same_bits_whatever_their_speed() -> None:
-    a, b = losses(2.5, 2.25), losses(2.5, 2.25)
-    a[1]["tokens_per_s"], b[1]["tokens_per_s"] = 100.0, 7.0
-    a[1]["time_data_s"], b[1]["time_data_s"] = 0.1, 0.2
+SPEEDS = {"tokens_per_s": [100.0, 7.0], "time_data_s": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same", "within", "said"),
+    [
+        (losses(2.5, 2.25), losses(2.5, 2.25, **SPEEDS), True, True, "the same bits (2 logged steps)"),
+        (losses(2.5, 2.25), losses(2.5, 2.25 * (1 + 3e-8)), False, True, "equal to 3e-08 relative"),
+        (losses(2.5, 2.31), losses(2.5, 2.35), False, False, "diverges at step 2: loss 2.31 and 2.35"),
+        (losses(math.nan), losses(math.nan), True, True, "the same bits (1 logged step"),
+        (losses(math.nan), losses(2.0), False, False, "diverges at step 1"),
+    ],
+)
+def test_what_is_said_of_two_logs(
+    a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], same: bool, within: bool, said: str
+) -> None:
     found = compare_logs(a, b)
-    assert found.same_bits and not likely_causes(found, 1)
-    assert describe(found) == "the same bits (2 logged steps)"
-
-
-def test_a_tiny_difference_is_told_as_one_and_a_larger_one_by_its_first_step() -> None:
-    found = compare_logs(losses(2.5, 2.25), losses(2.5, 2.25 * (1 + 3e-8)))
-    assert not found.same_bits and found.within(1e-6)
-    assert describe(found).startswith("equal to 3e-08 relative")
-    found = compare_logs(losses(2.5, 2.31), losses(2.5, 2.35))
-    assert describe(found) == "diverges at step 2: loss 2.31 and 2.35"
-
-
-def test_nan_in_one_log_alone_is_no_tolerance() -> None:
-    assert compare_logs(losses(math.nan), losses(math.nan)).same_bits
-    assert not compare_logs(losses(math.nan), losses(2.0)).within(1e9)
+    assert (found.same_bits, found.within(1e-6)) == (same, within)
+    assert describe(found).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,21 @@ def numbers_file(tmp_path: Path) -> Path:
     return path
 
 
-class Slow(Numbers):
+class Counted(Numbers):
+    """Counts the samples that its readers have read, in all processes, and may keep them from going on."""
+
+    def __init__(self, n: int, *, stuck: bool = False):
+        super().__init__(n)
+        self._read, self._stuck = multiprocessing.Semaphore(0), stuck
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        time.sleep(1000)
-        return {}
+        self._read.release()
+        if self._stuck:
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+    def wait_for(self, samples: int) -> None:
+        assert all(self._read.acquire(timeout=60) for _ in range(samples))
 
 
 class Broken(Numbers):
@@ -132,10 +143,11 @@ def test_workers_do_not_change_what_is_read() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_loader_continues_exactly_after_the_steps_handed_out(workers: int) -> None:
     whole = run_steps(30, 10)
-    with loader(Numbers(30), num_workers=workers) as first:
+    data = Counted(30)
+    with loader(data, num_workers=workers) as first:
         before = [ids(next(first).micro_batches) for _ in range(4)]
         state = first.state_dict()
-        time.sleep(0.1)  # what is read ahead meanwhile must not count
+        data.wait_for(32 if workers == 0 else 40)  # what is read ahead must not count
         assert first.state_dict() == state == {"samples_consumed": 32}
     after = run_steps(30, 6, num_workers=workers, samples_consumed=state["samples_consumed"])
     assert before + after == whole
@@ -214,12 +226,22 @@ def test_what_get_batch_draws_comes_back_after_a_restart_and_is_new_in_each_batc
     assert len({float(value) for batch in undisturbed for value in batch["noise"].flatten()}) == 5 * 8 * 3
 
 
-def test_workers_leave_the_global_random_state_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    run_steps(20, 2, num_workers=1)
-    assert torch.equal(torch.rand(1), expected)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_random_state_of_the_training_alone(workers: int) -> None:
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    seed()
+    expected = draw()
+    seed()
+    with loader(Noisy(20), num_workers=workers) as batches:
+        next(batches)
+    assert draw() == expected
 
 
 def test_workers_survive_the_signals_of_a_preemption() -> None:
@@ -231,7 +253,6 @@ def test_workers_survive_the_signals_of_a_preemption() -> None:
             assert worker.pid
             os.kill(worker.pid, signal.SIGUSR2)
             os.kill(worker.pid, signal.SIGTERM)
-        time.sleep(0.1)
         seen += [ids(next(batches).micro_batches) for _ in range(9)]
         assert all(worker.is_alive() for worker in workers)
         assert multiprocessing.active_children() == workers
@@ -256,9 +277,10 @@ def test_close_leaves_no_child() -> None:
 
 
 def test_close_kills_workers_that_are_stuck() -> None:
-    with loader(Slow(1000), num_workers=2) as batches:
-        batches._micro_batches = batches._start()  # next() would wait for a batch that never comes
-        time.sleep(0.2)
+    data = Counted(1000, stuck=True)
+    with loader(data, num_workers=2) as batches:
+        batches.start()
+        data.wait_for(2)
         begin = time.perf_counter()
         batches.close()
         assert time.perf_counter() - begin < 60

@@ -69,13 +69,6 @@ def test_without_shuffling_the_data_set_keeps_its_order() -> None:
     assert sample_ids(8, 5, n=10, seed=3, shuffle=False).tolist() == [8, 9, 0, 1, 2]
 
 
-def test_an_int_gives_an_int_and_an_array_keeps_its_shape() -> None:
-    grid = permute(np.arange(12).reshape(3, 4), n=12, key=9)
-    assert grid.shape == (3, 4)
-    single = permute(5, n=12, key=9)
-    assert type(single) is int and single == grid[1, 1]
-
-
 def test_what_cannot_be_ordered_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 samples"):
         sample_ids(0, 1, n=0, seed=0)

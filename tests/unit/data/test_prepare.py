@@ -343,24 +343,6 @@ def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) ->
     assert not list(begun.iterdir())
 
 
-def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "raw.jsonl").write_bytes(json_lines(texts(20, seed=1)))
-    plan = plan_of(tmp_path / "raw.jsonl", tmp_path / "out", unit_mb=0.001)
-    listed: list[object] = []
-    for name in ("listdir", "scandir"):
-        real = getattr(os, name)
-
-        def look(path: Path, real: Callable[[Path], object] = real) -> object:
-            listed.append(path)
-            return real(path)
-
-        monkeypatch.setattr(os, name, look)
-    do_units(plan)
-    assert plan.begun_folder in listed and plan.units_folder not in listed
-
-
 def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
     one, other = signals.StopFlag(), signals.StopFlag()
     for stop in (one, other):

@@ -87,11 +87,6 @@ def test_so_it_is_with_workers(data: st.DataObject, n: int) -> None:
     assert run(n, plan, 8) == run(n, [(sum(stretch[0] for stretch in plan), 1, 8, 0)], 8)
 
 
-@pytest.mark.parametrize("plan", [[(6, 2, 2, 2)], [(1, 4, 1, 1), (3, 2, 2, 0), (2, 1, 4, 2)]])
-def test_workers_leave_no_trace_in_the_hash(plan: list[tuple[int, int, int, int]]) -> None:
-    assert run(50, plan, 4) == run(50, [(6, 1, 4, 0)], 4)
-
-
 def test_another_order_sample_or_data_set_gives_another_hash() -> None:
     plan = [(3, 1, 4, 0)]
     hashes = [
@@ -142,19 +137,6 @@ def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_ano
     first, again, second, other = drawn(1, 0), drawn(1, 0), drawn(1, 8), drawn(2, 0)
     assert first == again
     assert not {tuple(row) for row in first} & {tuple(row) for row in [*second, *other]}
-
-
-def test_fetching_leaves_the_random_state_of_the_training_alone() -> None:
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    expected = draw()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    next(BatchLoader(Drawn(12), seed=1, global_batch_size=4, micro_batch_size=2))
-    assert draw() == expected
 
 
 class Refusing(Drawn):

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gc
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from slurmtrain.data.loading import workers
 from slurmtrain.data.loading.batches import collate
-from slurmtrain.data.loading.shared_memory import SLOT_BYTES, Slots
+from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.errors import ConfigError, SlurmtrainError
 
@@ -191,30 +189,3 @@ def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
     assert list(results) == [False, False]
     results.close()
     assert collate([{"image": torch.ones(3), "label": 1}] * 2)["label"].tolist() == [1, 1]
-
-
-def test_a_message_that_was_overwritten_before_it_was_read_is_noticed() -> None:
-    both = Slots(workers=1, each=2)
-    packed = []
-    for number in range(3):
-        message = both.message(0)
-        message.add(torch.tensor([number]))
-        packed.append(message.packed().__reduce__())
-    unpack, parts = packed[2]
-    assert unpack(*parts) == [torch.tensor([2])]
-    with pytest.raises(SlurmtrainError, match="overwritten"):
-        unpack(*packed[0][1])
-
-
-def test_a_message_leaves_nothing_behind() -> None:
-    one = Slots(workers=1, each=1)
-    gc.disable()  # nothing is left to it
-    try:
-        message = one.message(0)
-        message.add(torch.ones(3))
-        message.packed()
-        gone = weakref.ref(message)
-        del message
-        assert gone() is None
-    finally:
-        gc.enable()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +16,9 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
+from slurmtrain.errors import EXIT_USAGE, UsageError
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.changes import changed
-from slurmtrain.launch.next_change import updates
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -167,35 +165,6 @@ def test_the_answer_says_what_is_different_and_where_the_learning_rate_goes_on()
     assert describe(OURS, after(OURS, "cluster.nodes=2"), 10) == ["cluster.nodes: 4 -> 2"]
 
 
-SCRIPT = """#!/bin/bash
-#SBATCH --partition=day
-#SBATCH --nodes=4
-#SBATCH --time=60
-# a comment
-srun python
-"""
-
-
-@pytest.mark.parametrize(
-    ("new", "fields"),
-    [
-        (SCRIPT, {}),
-        (SCRIPT.replace("a comment", "another"), {}),
-        (SCRIPT.replace("time=60", "time=30"), {"TimeLimit": "30"}),
-        (SCRIPT.replace("time=60", "time=30").replace("day", "night"), {"TimeLimit": "30", "Partition": "night"}),
-        (SCRIPT.replace("#SBATCH --partition=day\n", ""), None),  # which is the default one, only a new job finds
-        (SCRIPT.replace("nodes=4", "nodes=2"), None),
-        (SCRIPT.replace("srun", "srun --nodes=2"), None),
-    ],
-)
-def test_a_pending_job_is_updated_where_that_is_all(new: str, fields: dict[str, str] | None) -> None:
-    assert updates(SCRIPT, new) == fields
-
-
-def test_a_job_that_was_updated_before_is_updated_to_what_its_script_says_again() -> None:
-    assert updates(SCRIPT, SCRIPT, all_of_them=True) == {"TimeLimit": "60", "Partition": "day"}
-
-
 @pytest.fixture
 def waiting(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     """A run whose job is pending."""
@@ -211,57 +180,36 @@ def waiting(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     return run
 
 
-def asked(fake_slurm: FakeSlurm) -> list[str]:
-    path = fake_slurm.directory / "asked"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for line in lines if not line.startswith("show")]
-
-
-def test_a_waiting_run_is_changed_while_its_job_is_held_and_keeps_it(waiting: RunDir, fake_slurm: FakeSlurm) -> None:
-    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 0
-    assert load_frozen(waiting.config_file).optim.lr == 1e-4 and waiting.info()["job_ids"] == ["4711"]
-    assert asked(fake_slurm) == [
-        "hold 4711",
-        "write batch_script 4711 -",
-        "release 4711",
-        "update JobId=4711 StartTime=now",
-    ]
-
-
-def test_the_time_limit_of_a_waiting_job_is_updated_in_place(waiting: RunDir, fake_slurm: FakeSlurm) -> None:
-    assert main(["requeue", waiting.id, "cluster.time_limit_min=30"]) == 0
-    assert "update JobId=4711 TimeLimit=30" in asked(fake_slurm) and waiting.info()["job_ids"] == ["4711"]
-    assert "#SBATCH --time=30\n" in waiting.script.read_text()
-
-
-def test_a_waiting_job_that_asks_for_other_nodes_gives_its_place_to_a_new_one(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("requeue", "its job waits in the queue"),
+        ("chain", "the next jobs of its chain are in the queue"),
+        ("off", "it does not start again by itself"),
+    ],
+)
+def test_a_run_that_waits_or_whose_next_attempt_has_its_config_already_says_how_to_change_it(
+    mode: str, why: str, waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_slurm.command(
-        "sbatch",
-        'case " $* " in *" --test-only "*) exit 0;; esac; echo "sbatch $*" >>"$here/asked"; '
-        'cp "${!#}" "$here/script-1"; echo "Submitted batch job 4712"',
-    )
-    assert main(["requeue", waiting.id, "cluster.nodes=2-4"]) == 0
-    assert "#SBATCH --nodes=2-4\n" in fake_slurm.submitted[1]
-    said = [line.partition(" ")[0] + " " + line.split()[-1] for line in asked(fake_slurm)]
-    assert said.index("hold 4711") < next(i for i, each in enumerate(said) if each.startswith("sbatch"))
-    assert said[-1] == "scancel 4711"
-    assert "--dependency=afterany:4711" in " ".join(asked(fake_slurm))
-    assert waiting.info()["job_ids"] == ["4711", "4712"]
-    assert "job 4712 takes the place of job 4711" in capsys.readouterr().out
+    text = waiting.config_file.read_text()
+    waiting.config_file.write_text(text.replace("mode: requeue", f'mode: "{mode}"'))
+    before = waiting.config_file.read_text(), waiting.script.read_text(), waiting.info()
+    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 1
+    said = capsys.readouterr().err
+    assert why in said and f"cancel it, then resume {waiting.id} optim.lr=1e-4" in said
+    assert (waiting.config_file.read_text(), waiting.script.read_text(), waiting.info()) == before
+    assert not waiting.next_change_file.exists()
 
 
 @pytest.mark.parametrize(
     "words", [["train.steps=0"], ["cluster.nodes=3", "train.global_batch_size=16"], ["nothing.here=1"]]
 )
-def test_what_is_wrong_leaves_a_waiting_run_and_its_job_alone(
-    words: list[str], waiting: RunDir, fake_slurm: FakeSlurm
-) -> None:
+def test_what_is_wrong_leaves_a_run_alone(words: list[str], waiting: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("squeue", "exit 0")  # its job has gone
     before = waiting.config_file.read_text(), waiting.script.read_text()
-    assert main(["requeue", waiting.id, *words]) in (2, 78)
+    assert main(["resume", waiting.id, *words]) in (2, 78)
     assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
-    assert asked(fake_slurm) == [] and "changes" not in waiting.info()
+    assert len(fake_slurm.submitted) == 1 and "changes" not in waiting.info()
 
 
 def test_a_job_that_slurm_would_refuse_leaves_the_run_as_it_was(
@@ -269,12 +217,11 @@ def test_a_job_that_slurm_would_refuse_leaves_the_run_as_it_was(
 ) -> None:
     before = waiting.config_file.read_text(), waiting.script.read_text()
     fake_slurm.refuse("sbatch: error: invalid partition specified: nowhere")
-    assert main(["requeue", waiting.id, "cluster.partition=nowhere"]) == 1
-    fake_slurm.command("squeue", "exit 0")  # it has gone
+    fake_slurm.command("squeue", "exit 0")  # its job has gone
     assert main(["resume", waiting.id, "cluster.partition=nowhere"]) == 1
     assert "invalid partition specified" in capsys.readouterr().err
     assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
-    assert "hold 4711" not in asked(fake_slurm) and not list(waiting.path.glob(".code-*"))
+    assert not list(waiting.path.glob(".code-*"))
 
 
 def test_resume_with_other_nodes_and_more_steps(
@@ -291,20 +238,6 @@ def test_resume_with_other_nodes_and_more_steps(
     (event,) = [event for event in waiting.events() if event["event"] == "changed"]
     assert event["changed"] == {"cluster.nodes": [4, 2], "train.steps": [steps, steps + 100]}
     assert waiting.changed_keys() == {"cluster.nodes", "train.steps"}  # which its checkpoints may differ in
-
-
-def test_a_run_whose_code_is_older_than_its_new_config_is_refused_before_anything_changes(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_slurm.command("squeue", "exit 0")
-    package = waiting.code / "slurmtrain" / "config"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "migrations.py").write_text("SCHEMA_VERSION = 1\n")
-    before = waiting.config_file.read_text()
-    assert main(["resume", waiting.id, "cluster.nodes=2"]) == EXIT_CONFIG
-    assert "holds an older slurmtrain" in (told := capsys.readouterr().err) and "--code" in told
-    assert waiting.config_file.read_text() == before and len(fake_slurm.submitted) == 1
-    assert main(["resume", waiting.id]) == 0  # as it is, it goes on
 
 
 def test_resume_refuses_what_its_checkpoints_do_not_stand_for(
@@ -339,16 +272,6 @@ def test_who_was_killed_before_the_run_was_submitted_types_the_same_again(
     (waiting.attempts / "0001").mkdir()  # it has begun with them
     assert main(["resume", waiting.id, "train.steps=+100"]) == 0
     assert load_frozen(waiting.config_file).train.steps == steps + 200
-
-
-@pytest.mark.parametrize("mode", ["chain", "off"])
-def test_a_run_whose_next_attempt_has_its_config_already_says_how_to_change_it(
-    mode: str, waiting: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = waiting.config_file.read_text()
-    waiting.config_file.write_text(text.replace("mode: requeue", f'mode: "{mode}"'))
-    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 1
-    assert f"cancel it, then resume {waiting.id} optim.lr=1e-4" in capsys.readouterr().err
 
 
 WAITS = """
@@ -413,60 +336,28 @@ def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves
     assert waiting.next_change_file.exists() == bool(printed)  # else the job that goes on would not know of it
 
 
-def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_it(waiting: RunDir) -> None:
-    from slurmtrain.launch.next_change import apply_next_change
-
+@pytest.mark.parametrize("kept", [["train.steps=0"], ["nothing.here=1"]])
+def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_it(
+    kept: list[str], waiting: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = waiting.config_file.read_text()
-    write_json(waiting.next_change_file, {"set": ["train.steps=0"], "cwd": "/", "asked": 1.0})
-    assert not apply_next_change(waiting) and not waiting.next_change_file.exists()
+    (waiting.attempts / "0001").mkdir()
+    write_json(waiting.next_change_file, {"set": kept, "cwd": "/"})
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    capsys.readouterr()
+    assert main(["begin-attempt", str(waiting.path)]) == 0
+    assert capsys.readouterr().out == "" and not waiting.next_change_file.exists()
     assert waiting.config_file.read_text() == before
-    assert waiting.events()[-1]["event"] == "not changed" and "train.steps=0" in waiting.events()[-1]["why"]
-
-
-@pytest.mark.parametrize("kept", [{"asked": 1.0}, {}], ids=["an error of ours", "no time in the file"])
-def test_a_kept_change_that_cannot_be_made_for_a_reason_that_nobody_expects_does_not_requeue_the_job_for_ever(
-    waiting: RunDir, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slurmtrain.launch import next_change
-
-    def fails(*values: Any, **more: Any) -> None:
-        waiting.update_info(changing=7)  # it was under way
-        raise KeyError("a mistake of ours")
-
-    monkeypatch.setattr("slurmtrain.launch.changes.change", fails)
-    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", **kept})
-    assert not next_change.apply_next_change(waiting) and not waiting.next_change_file.exists()
-    assert waiting.info()["changing"] is None
-    assert "a mistake of ours" in waiting.events()[-1]["why"]
-
-    monkeypatch.setattr("slurmtrain.launch.changes.plan", fails)
-    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", **kept})
-    assert next_change.make_in_this_job(waiting) and not waiting.next_change_file.exists()
-
-
-def test_a_kept_change_whose_maker_is_killed_each_time_is_given_up(
-    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slurmtrain.launch import next_change
-
-    def killed(*values: Any, **more: Any) -> None:
-        raise SystemExit(9)
-
-    monkeypatch.setattr("slurmtrain.launch.changes.change", killed)
-    write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/", "asked": 1.0})
-    for _ in range(next_change.TRIES):
-        with pytest.raises(SystemExit):
-            next_change.apply_next_change(waiting)
-    assert not next_change.apply_next_change(waiting) and not waiting.next_change_file.exists()
-    assert "ended without making it" in waiting.events()[-1]["why"]
+    (event,) = [event for event in waiting.events() if event["event"] == "not changed"]
+    assert event["set"] == kept and kept[0].partition("=")[0].partition(".")[0] in event["why"]
 
 
 def test_a_kept_change_is_made_once(waiting: RunDir) -> None:
     """Its maker was killed before it could remove the file."""
     from slurmtrain.launch.next_change import apply_next_change
 
-    kept = {"set": ["train.steps=700"], "cwd": "/", "asked": 5.0}
     for _ in range(2):
-        write_json(waiting.next_change_file, kept)
+        write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/"})
         assert apply_next_change(waiting)
     assert len(waiting.info()["changes"]) == 1 and load_frozen(waiting.config_file).train.steps == 700

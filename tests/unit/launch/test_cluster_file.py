@@ -16,7 +16,6 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file.content import WIDTH, ClusterFile
 from slurmtrain.launch.cluster_file.describe import describe
-from slurmtrain.launch.cluster_file.notes import switch_sizes
 from slurmtrain.launch.login_node import Folder, LoginNode, wanted_modules
 from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
@@ -175,50 +174,7 @@ def test_what_is_not_known_is_a_commented_question_and_said() -> None:
     assert "# modules: [cuda/12.4]" in text
     assert any(question.startswith("storage_gb_per_s:") and "412 MB/s" in question for question in file.questions)
     silent = replace(facts_of("alpha_22_05"), associations=None, silent=("sacctmgr show assoc",))
-    file = describe(silent, LOGIN)
-    assert "# account: ..." in file.text()
-    assert any("these commands gave no answer: sacctmgr show assoc" in note for note in file.notes)
-
-
-@pytest.mark.parametrize(
-    ("mode", "grace_s", "config", "words"),
-    [
-        (
-            "REQUEUE",
-            60.0,
-            {},
-            ["is requeued", "gets SIGTERM 60 s (GraceTime of partition gpu)", "30 s more (KillWait)"],
-        ),
-        ("CANCEL", 0.0, {}, ["is cancelled by SLURM", "GraceTime of partition gpu is 0", "last regular checkpoint"]),
-        ("CANCEL", 10.0, {}, ["ends as PREEMPTED", "requeue=chain"]),
-        ("CANCEL", 10.0, {"SLURM_VERSION": "23.11.4"}, ["is cancelled by SLURM"]),
-        ("REQUEUE", 60.0, {"PreemptParameters": "send_user_signal"}, ["gets the early signal (USR2) 60 s"]),
-        ("SUSPEND,GANG", 0.0, {}, ["is suspended"]),
-        ("OFF", 0.0, {}, ["are not preempted"]),
-        ("REQUEUE", 60.0, {"PreemptType": "preempt/none"}, ["are not preempted"]),
-    ],
-)
-def test_what_a_preemption_does_here_is_said(
-    mode: str, grace_s: float, config: dict[str, str], words: list[str]
-) -> None:
-    facts = facts_of("alpha_24_11")
-    partitions = tuple(replace(each, preempt_mode=mode, grace_s=grace_s) for each in facts.partitions)
-    facts = replace(facts, partitions=partitions, config={**facts.config, **config})
-    notes = " ".join(describe(facts, LOGIN).notes)
-    assert all(word in notes for word in words), notes
-    assert ("PREEMPTED" in notes) == (mode == "CANCEL" and "SLURM_VERSION" not in config)
-
-
-def test_the_grace_time_of_a_qos_counts_where_qos_preempt_each_other() -> None:
-    facts = facts_of("alpha_22_05")
-    facts = replace(facts, config={**facts.config, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"})
-    notes = " ".join(describe(facts, LOGIN, account="physics", qos="high").notes)
-    assert "30 s (GraceTime of QOS high)" in notes
-
-
-def test_a_folder_that_compute_nodes_may_not_see_is_said() -> None:
-    login = LoginNode(folders=(Folder("the folder of the runs", Path("/tmp/runs"), Mount("/", "ext4")),))
-    assert any("do compute nodes see it?" in note for note in described("alpha_24_11", login).notes)
+    assert "# account: ..." in describe(silent, LOGIN).text()
 
 
 def test_a_name_that_a_shipped_cluster_has_is_not_taken() -> None:
@@ -251,12 +207,6 @@ def test_words_of_slurm_cannot_leave_their_comment() -> None:
     file = describe(evil, LOGIN)
     assert yaml.safe_load(file.text()) == file.values
     assert "\x1b" not in file.text()
-
-
-def test_the_largest_group_of_nodes_on_one_switch_is_said() -> None:
-    facts = facts_of("alpha_22_05")
-    assert max(switch_sizes(facts.switches)) == 8
-    assert any("the largest leaf switch has 8 nodes" in note for note in describe(facts, LOGIN).notes)
 
 
 def test_modules_that_a_training_job_may_want_come_first_and_headings_never() -> None:

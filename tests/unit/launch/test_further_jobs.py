@@ -31,7 +31,6 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import JobFacts
 from tests.support.commands import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
-from tests.unit.launch.test_script import run_script, script_for
 
 Make = Callable[..., RunDir]
 
@@ -202,32 +201,6 @@ def test_a_cancel_in_the_last_moment_wins(make: Make, slurm: FakeSlurm, when: st
     assert resubmit.submit_again(run, 1, "100", SlurmClient(), no_sleep) is None
     assert lines(slurm, "cancelled") == ([] if when == "before" else ["101"])
     assert attempts.read_attempt(run, 1).verdict == Verdict.END
-
-
-def test_the_next_job_gets_the_environment_that_this_one_was_submitted_with(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    for folder in ("attempts", "code"):
-        (run_dir / folder).mkdir(parents=True)
-    config = compose(["cluster=a100x4", "requeue=resubmit", "cluster.setup=['export MADE=here A=2']"])
-    noted = 'if [ "$3" = resubmit ]; then env -0 >"$here/../environment"; echo "$*" >"$here/../again"; else echo resubmit; fi'
-    odd = 'it\'s $(touch x)\ntwo "lines"'
-    done = run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", verbs=noted, A="1", ODD=odd)
-    assert done.returncode == 75, done.stderr
-    assert (tmp_path / "again").read_text() == f"-m slurmtrain resubmit {run_dir} --attempt 1\n"
-    pairs = (tmp_path / "environment").read_text().split("\0")
-    variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    assert (variables["A"], variables["ODD"], variables["SLURM_JOB_ID"]) == ("1", odd, "77")
-    assert variables.keys().isdisjoint({"MADE", "OMP_NUM_THREADS", "PYTHONPATH", "SLURMTRAIN_ATTEMPT"})
-
-
-def test_a_new_job_that_cannot_be_submitted_is_said_in_the_jobs_log(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    for folder in ("attempts", "code"):
-        (run_dir / folder).mkdir(parents=True)
-    script = script_for(run_dir, config=compose(["cluster=a100x4", "requeue=resubmit"]))
-    done = run_script(script, tmp_path, srun="exit 75", verbs='[ "$3" = resubmit ] && exit 1; echo resubmit')
-    assert done.returncode == 75
-    assert "no new job was submitted; continue with: resume run" in done.stderr
 
 
 def test_jobs_that_wait_for_the_run_are_passed_on_to_its_next_job(
@@ -644,19 +617,6 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(make
     assert chain.ended_before(run) is Verdict.END
     stopped(run, "done", job_id="201")
     assert chain.ended_before(run) is Verdict.DONE
-
-
-@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
-def test_a_link_with_nothing_left_to_do_claims_no_attempt(tmp_path: Path, word: str, code: int) -> None:
-    run_dir = tmp_path / "run"
-    for folder in ("attempts", "code"):
-        (run_dir / folder).mkdir(parents=True)
-    script = script_for(run_dir, config=compose(["cluster=a100x4", "requeue=chain"]))
-    done = run_script(
-        script, tmp_path, srun='touch "$here/../started"', verbs=f'[ "$3" = begin-attempt ] && echo {word}'
-    )
-    assert done.returncode == code, done.stderr
-    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
 
 
 def test_begin_prints_its_word_and_takes_the_rest_out_of_the_queue(

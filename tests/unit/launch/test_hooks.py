@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze
 from slurmtrain.config.schema import Config, HooksConfig
 from slurmtrain.launch.hooks import hook_of, variables
@@ -23,7 +22,6 @@ from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import Cli
 from tests.support.run_info import run_info
 from tests.support.runs import add_attempt
-from tests.unit.launch.test_script import again_calls, run_script, script_for
 
 ODD = 'crashed: \'a "b" $(touch x) \0 \ud800 ' + "x" * 200_000
 
@@ -132,26 +130,6 @@ def test_a_set_up_that_fails_is_a_failure_although_no_outcome_is_decided(tmp_pat
     (run_dir.attempt(1).path / "setup-failed").write_text("set-up failed with code 1: ls x\n")
     run_hook(run_dir, 1)
     assert (run_dir.attempt(1).path / "hook.log").read_text() == "config: set-up failed with code 1: ls x\n"
-
-
-@pytest.mark.parametrize("setup", ["true", "false"])
-def test_the_script_runs_it_last_and_goes_its_own_way(setup: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    (run_dir / "attempts").mkdir(parents=True)
-    (run_dir / "code").mkdir()
-    config = compose(["cluster=a100x4", f"cluster.setup=[set -e,'{setup}']", "hooks.on_preemption=x"])
-    done = run_script(
-        script_for(run_dir, config=config),
-        tmp_path,
-        srun="exit 75",
-        verbs='echo "$3" >>"$here/../calls"\n'
-        'case $3 in finish-attempt) [ "${!#}" != 75 ] || echo requeue ;; hook) exit 1 ;; esac',
-    )
-    if setup == "true":
-        assert (tmp_path / "calls").read_text() == "finish-attempt\nresubmit\nhook\n"
-        assert done.returncode == 75 and again_calls(tmp_path)
-    else:
-        assert (tmp_path / "calls").read_text() == "finish-attempt\nhook\n" and done.returncode == 78
 
 
 def test_it_runs_on_this_machine_too_and_changes_no_exit_code(cli: Cli, project: Path) -> None:

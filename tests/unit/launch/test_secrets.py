@@ -19,7 +19,6 @@ from slurmtrain.launch.submit_once import export_option
 from slurmtrain.system import redaction
 from slurmtrain.system.files import read_json, write_json
 from tests.support.commands import Cli, FakeSlurm
-from tests.unit.launch.test_script import run_script, script_for
 
 VALUE = "hf_0123456789"
 
@@ -87,23 +86,6 @@ def test_inside_of_an_attempt_they_are_in_the_environment(
     monkeypatch.setenv("HF", VALUE)
     assert load_frozen(path).model["login"] == VALUE
     assert load_frozen(path, with_secrets=False).model["login"] == "${oc.env:HF}"
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640])
-def test_the_script_reads_files_that_are_private_and_no_others(file: Path, tmp_path: Path, mode: int) -> None:
-    (tmp_path / "run" / "attempts").mkdir(parents=True)
-    (tmp_path / "run" / "code").mkdir()
-    config = compose(["cluster=a100x4", f"+secrets.HF='file:{file}'", "+cluster.env.LOGIN='as ${oc.env:HF}'"])
-    file.chmod(mode)
-    script = script_for(tmp_path / "run", config=config)
-    done = run_script(script, tmp_path, srun='echo "$HF $LOGIN $SLURM_EXPORT_ENV"; exit 0', SLURM_EXPORT_ENV="NONE")
-    assert VALUE not in script
-    if mode & 0o077:
-        assert done.returncode == 78 and VALUE not in done.stdout + done.stderr
-        failed = (tmp_path / "run" / "attempts" / "0001" / "setup-failed").read_text()
-        assert f"secrets.HF: {file} must be a file of" in failed
-    else:
-        assert (done.returncode, done.stdout) == (0, f"{VALUE} as {VALUE} ALL\n"), done.stderr
 
 
 # What sbatch is told.

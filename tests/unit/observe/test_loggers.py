@@ -189,26 +189,6 @@ def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_p
     assert note["step"] == -1
 
 
-def test_a_logger_that_cannot_close_asks_for_another_process(tmp_path: Path) -> None:
-    backend = Backend()
-
-    class Broken(Fake):
-        def close(self, ending: Ending) -> str | None:
-            raise ConnectionResetError("Connection lost")
-
-    write(tmp_path, -1, *steps(1))
-    for logger, code in ((Broken, process.AGAIN), (Fake, 0)):
-        read, end = os.pipe()
-        os.write(end, b"close stopped 5\n")
-        os.close(end)
-        run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-        tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
-        shipper = process.RecordShipper(lambda logger=logger: logger(backend), run, tail, control, tmp_path / "n.json")  # type: ignore[misc]
-        assert shipper.run() == code
-        os.close(read)
-    assert backend.given == [("train", 1)]
-
-
 def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_path: Path) -> None:
     backend = Backend()
     write(tmp_path, -1, *steps(1, 2, 3, 4))

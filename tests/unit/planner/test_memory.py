@@ -17,7 +17,7 @@ from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.models import Decoder
 from slurmtrain.planner.memory import MemorySettings, layers_of_stages, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
-from tests.distributed.test_initial import sharded, tensor_parallel
+from tests.distributed.test_parity import sharded, tensor_parallel
 
 QWEN_72B = DecoderShape(152064, 8192, 80, 64, 8, 128, 29568, tie_embeddings=False, qkv_bias=True, qk_norm=False)
 SMALL: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """The report in a real browser: headless Chromium through playwright, and axe-core for contrast, names and keyboard.
 
-They need `pip install -e '.[browser]'` and a Chromium, as Debian's package `chromium`, and are skipped without them. They are
-marked slow: `pytest tests/unit/report/test_page_in_browser.py` runs them, in about a minute.
+They need a Chromium, as Debian's package `chromium`, which `tests/run` installs as root, and are skipped without it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from slurmtrain.report.page.serve import Latest, Server
 from tests.support.commands import FakeSlurm
 from tests.support.report_runs import BEGAN, interrupted_run, sweep_of_eight
 
-pytestmark = pytest.mark.slow
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SCHEMES = ("light", "dark")
-WIDTHS = (360, 1200)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +78,7 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
     assert [url for url in requests if url not in [path.as_uri() for path in pages.values()]] == []
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
 @pytest.mark.parametrize("what", ["run", "sweep"])
 def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
     opened: Callable[..., Any], what: str, scheme: str, width: int

@@ -1,20 +1,17 @@
-"""cluster.port_range: the port on which ranks meet lies within it, and is one that is free."""
+"""The port on which ranks or a program meet: within cluster.port_range, and free until they listen there."""
 
 from __future__ import annotations
 
+import errno
 import socket
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from slurmtrain.config.port_range import PortRange
-from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, RendezvousError
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.addresses import HeldPort, bind_port
-from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs.program_start import rank_variables
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.runtime.addresses import HeldPort, bind_port, is_taken
 
 
 @pytest.fixture
@@ -87,19 +84,33 @@ def test_a_port_that_a_job_has_just_left_can_be_used_at_once(three_ports: PortRa
     only = PortRange(three_ports.first, three_ports.first)
     with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
         listener.accept()[0].close()
-    bind_port("127.0.0.1", only, "n3").close()
+    with bind_port("127.0.0.1", only, "n3") as again:
+        assert again.getsockname()[1] == three_ports.first
 
 
-def test_a_program_is_given_a_port_of_the_range(three_ports: PortRange, tmp_path: Path) -> None:
-    config = Config()
-    config.cluster.port_range = str(three_ports)
-    for world_size in (1, 2):
-        context = AttemptContext(RunDir(tmp_path), 1, supervised=True)
-        context.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-        environment = Environment(
-            "slurm", world_size=world_size, local_world_size=world_size, tasks_per_node=(world_size,)
-        )
-        port = HeldPort(config.cluster.ports, "n3")
-        assert int(rank_variables(config, environment, context, port)["MASTER_PORT"]) == port.take()
-        assert port.take() in three_ports.ports_from(0)
-        port.release()
+@pytest.fixture
+def port() -> HeldPort:
+    return HeldPort()
+
+
+def test_a_port_that_is_held_is_given_to_nobody_else(port: HeldPort) -> None:
+    held, others = port.take(), [HeldPort() for _ in range(100)]
+    assert held == port.take() and held not in {other.take() for other in others}
+    with socket.socket() as somebody, pytest.raises(OSError) as refused:  # who chooses it by a formula of their own
+        somebody.bind(("", held))
+    assert refused.value.errno == errno.EADDRINUSE
+    for other in (port, *others):
+        other.release()
+    with socket.socket() as somebody:
+        somebody.bind(("", held))
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_program_listens_on_the_port_that_is_held_for_it(libuv: bool, port: HeldPort) -> None:
+    store = dist.TCPStore("127.0.0.1", port.take(), 1, True, timedelta(seconds=20), use_libuv=libuv)
+    store.set("said", "hello")
+    assert store.get("said") == b"hello"
+    del store
+    with socket.create_server(("", port.take())):
+        assert is_taken(port.take())
+    assert not is_taken(port.take())

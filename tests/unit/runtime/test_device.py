@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime import distributed_context
-from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, init_distributed, threads_of
+from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, threads_of
 from slurmtrain.slurm.environment import Environment, check_gpu_files
-from slurmtrain.system.signals import StopFlag
 from tests.support.commands import Cli
 
 RANK_3 = Environment(
@@ -52,29 +49,6 @@ def test_a_job_that_asks_for_gpus_and_sees_none_ends_with_78_and_does_not_train_
     assert answer.returncode == EXIT_CONFIG, answer.stdout + answer.stderr
     assert "cluster.gpus_per_node=1, but rank 0 on " in answer.stdout and "sees no GPU" in answer.stdout
     assert "training started" not in answer.stdout and "Traceback" not in answer.stdout
-
-
-def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(cli: Cli, project: Path) -> None:
-    program = ("+cluster=local", "cluster.gpus_per_node=1", "job=command", "job.command=touch started", "submit")
-    answer = cli(*program, "job.snapshot=none", CUDA_VISIBLE_DEVICES="")
-    assert answer.returncode == EXIT_CONFIG, answer.stdout + answer.stderr
-    assert "cluster.gpus_per_node=1, but rank 0 on " in answer.stdout and "CUDA_VISIBLE_DEVICES=''" in answer.stdout
-    assert not (project / "started").exists()
-    assert cli(*program, "job.snapshot=none", "train.device=cpu", CUDA_VISIBLE_DEVICES="").returncode == 0
-    assert (project / "started").exists()
-
-
-def test_an_own_loop_of_a_job_with_gpus_goes_to_the_cpu_only_when_it_is_told_to(cli: Cli, project: Path) -> None:
-    (project / "loop.py").write_text("import slurmtrain\nprint('device', slurmtrain.init().device.type)\n")
-    program = ("+cluster=local", "job=command", f"job.command={sys.executable} loop.py", "job.snapshot=none", "submit")
-    answer = cli(*program, "cluster.gpus_per_node=1", "train.device=cpu", CUDA_VISIBLE_DEVICES="")
-    assert answer.returncode == 0 and "device cpu" in answer.stdout, answer.stdout
-
-
-def test_ranks_that_meet_know_what_the_job_has_asked_for(gpus: pytest.MonkeyPatch) -> None:
-    see(gpus, 0)
-    with pytest.raises(EnvironmentMismatchError, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
-        init_distributed(ClusterConfig(gpus_per_node=2), "auto", RANK_3, None, StopFlag())
 
 
 def test_auto_is_a_gpu_where_one_was_asked_for_or_is_visible_and_else_the_cpu(gpus: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
     assert found.optimizer == 2 * FLOAT32 * adapters + 4 * 16 * 7 * 2  # a counter for each of the two matrices
 
 
-LLAMA_70B = ["model=llama3_70b", "train.global_batch_size=512"]
+LLAMA_70B = ["model=llama3_70b", "model.n_layers=16", "train.global_batch_size=512"]
 LLAMA_70B_LAYER = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192  # and two norms
 LLAMA_VOCABULARY = 128256 * 8192
 
@@ -84,9 +84,9 @@ def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
     assert str(parallel_dims_of(config)) == "512 ranks = 64 data-parallel groups (64 shards) x TP 8"
     (one,) = dry_run(config)
     rows = 251  # of 128256 / 8 tokens, which 64 shards cannot cut evenly; the first has most
-    held = 80 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
+    held = 16 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
     assert one.parameters == one.gradients == FLOAT32 * held
-    assert one.optimizer == 2 * FLOAT32 * held + 4 * (80 * 9 + 3)
+    assert one.optimizer == 2 * FLOAT32 * held + 4 * (16 * 9 + 3)
 
 
 def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
@@ -94,7 +94,7 @@ def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
     assert str(parallel_dims_of(config)) == "512 ranks = 8 data-parallel groups x TP 8 x PP 8"
     stages = dry_run(config)
     assert [stage.rank for stage in stages] == list(range(0, 512, 64))
-    layers = 10 * (LLAMA_70B_LAYER // 8 + 2 * 8192)
+    layers = 2 * (LLAMA_70B_LAYER // 8 + 2 * 8192)
     held = [layers + LLAMA_VOCABULARY // 8, *[layers] * 6, layers + LLAMA_VOCABULARY // 8 + 8192]
     assert [stage.parameters for stage in stages] == [FLOAT32 * elements for elements in held]
 
@@ -124,13 +124,12 @@ def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> Non
 def test_layout_memory_tells_bytes_and_whether_they_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", ROOT)
-    assert main([*TIGHT, "layout", "--memory", "--json"]) == 0  # by a process of its own
+    monkeypatch.setattr("slurmtrain.cli.layout.memory_by_dry_run", dry_run)
+    assert main([*TIGHT, "layout", "--memory", "--json"]) == 0
     (stage,) = json.loads(capsys.readouterr().out)["memory"]
     (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))
     assert stage == {**vars(here), "total": here.total}
 
-    monkeypatch.setattr("slurmtrain.cli.layout.memory_by_dry_run", dry_run)
     assert main([*TIGHT, "layout", "--memory"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = lines[3].split()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 # What a rank of replicas does until its first step, in a process of its own.
 TRAINS = """
 import os, sys
@@ -44,18 +42,23 @@ assert not torch._dynamo.is_compiling() and torch._dynamo.explain is sys.modules
 """
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        COMPILES,
-        "import torch._dynamo.config as config; assert config is torch._dynamo.config and not config.suppress_errors",
-        "from torch._dynamo import disable; assert disable is sys.modules['torch._dynamo'].disable, disable",
-    ],
-    ids=["compile", "import of a module", "import from it"],
-)
-def test_replicas_train_without_it_and_whoever_wants_it_has_it(later: str) -> None:
+# What others may do first, each in a process that was forked when nothing was loaded yet.
+IMPORTS = """
+for first in (
+    "import torch._dynamo.config as config; assert config is torch._dynamo.config and not config.suppress_errors",
+    "from torch._dynamo import disable; assert disable is sys.modules['torch._dynamo'].disable, disable",
+):
+    child = os.fork()
+    if child == 0:
+        exec(first)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
+"""
+
+
+def test_replicas_train_without_it_and_whoever_wants_it_has_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{TRAINS}\n{later}\nprint('sound')"],
+        [sys.executable, "-W", "ignore", "-c", f"{TRAINS}\n{IMPORTS}\n{COMPILES}\nprint('sound')"],
         capture_output=True,
         text=True,
         timeout=240,

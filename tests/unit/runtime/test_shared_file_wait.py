@@ -13,7 +13,6 @@ from slurmtrain.runtime import shared_file_wait as published_module
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
-from tests.support.stranger import Stranger
 
 
 def rank_on(node: int, local_rank: int, *, nodes: int, per_node: int) -> Environment:
@@ -113,38 +112,6 @@ def test_what_others_put_in_its_place_is_not_believed(folder: Path) -> None:
         waits._on_node.write_text('{"port": 1}')
         os.chown(waits._on_node, 12345, 12345)
         assert waits.look() is None
-
-
-def test_a_file_that_somebody_else_has_put_in_its_place_ends_no_run(
-    folder: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a sticky folder, as /dev/shm is, nobody but its owner removes it; root can, so another process has to try."""
-    memory = stranger.folder / "memory"
-    memory.mkdir()
-    memory.chmod(0o1777)
-    first, second = (Published(folder / "x.json", rank_on(0, each, nodes=1, per_node=2)) for each in (0, 1))
-    for rank in (first, second):
-        rank._on_node = memory / rank._on_node.name
-    first._on_node.write_text('{"port": 1}')
-    monkeypatch.setattr(first, "_look_in_folder", lambda: {"port": 7})  # which is closed to the other user
-
-    def look_and_forget() -> None:
-        assert first.look() == {"port": 7}
-        first.forget()
-        assert second.look() is None
-
-    stranger.does(look_and_forget)
-    assert first._on_node.read_text() == '{"port": 1}'
-
-
-def test_pauses_grow_and_differ_between_ranks() -> None:
-    seen: list[float] = []
-    pauses = Pauses(1.0, seen.append)
-    for _ in range(30):
-        pauses.pause()
-    assert seen[0] < 0.03 and 0.75 <= seen[-1] <= 1.25 and len(set(seen)) == 30
-    for number in range(1, 30):
-        assert seen[number] <= 0.05 + sum(seen[:number])  # nobody waits longer than it has waited
 
 
 @pytest.mark.parametrize("function", ["listdir", "pread"])

@@ -267,10 +267,7 @@ def test_a_behaviour_that_a_later_release_has_taken_back_holds_for_the_releases_
 
 @given(st.text(alphabet="PartionName=12,|:()[]-. \nabcALLgpu/", max_size=200))
 def test_odd_output_never_breaks_a_parser(text: str) -> None:
-    parse_config(text)
-    parse_partitions(text)
-    parse_groups(text)
-    parse_qos(text)
-    parse_associations(text, "alpha")
-    parse_accounts(text, "alpha")
-    parse_tres(text)
+    of_all = [parse_config, parse_partitions, parse_groups, parse_qos, parse_tres]
+    of_alpha = [parse_associations, parse_accounts]
+    parsed = [*(parse(text) for parse in of_all), *(parse(text, "alpha") for parse in of_alpha)]
+    assert all(found is None or isinstance(found, dict | tuple) for found in parsed)

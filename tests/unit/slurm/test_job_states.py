@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import slurmtrain
-from slurmtrain.slurm.job_states import ENDED, GONE, LIVE, NOT_STARTED, JobState
+from slurmtrain.slurm.job_states import ENDED, GONE, LIVE, JobState
 
 PACKAGE = Path(slurmtrain.__file__).parent
 WITH_OTHER_WORDS = ("slurm/job_states.py", "observe/mlflow_logger.py")  # MLflow has states of its own
@@ -19,9 +19,10 @@ def test_a_state_equals_the_word_that_slurm_says() -> None:
 
 
 def test_no_state_is_of_two_kinds_that_exclude_each_other() -> None:
-    assert not set(GONE) & {*LIVE, *NOT_STARTED}
+    not_started = {JobState.PENDING, JobState.CONFIGURING}
+    assert not set(GONE) & {*LIVE, *not_started}
     assert set(ENDED) & set(LIVE) == {JobState.COMPLETING}
-    assert {*GONE, *LIVE, *NOT_STARTED, JobState.REQUEUED} == set(JobState)
+    assert {*GONE, *LIVE, *not_started, JobState.REQUEUED} == set(JobState)
 
 
 def test_no_other_module_spells_a_state() -> None:

@@ -18,7 +18,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli import main
 from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config
-from slurmtrain.control.submitting import PointLook, may_change_request
+from slurmtrain.control.submitting import PointLook
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.status.state import RunState, RunStatus
@@ -34,7 +34,7 @@ from slurmtrain.sweep.create import find_same
 from slurmtrain.sweep.local import alone
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import composing
-from slurmtrain.sweep.search import Search, identity_text, seeds
+from slurmtrain.sweep.search import Search, seeds
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.files import write_json
 from slurmtrain.system.redaction import hide
@@ -52,22 +52,6 @@ def test_only_what_has_no_seed_is_given_one_and_always_the_same() -> None:
     assert keys == ("hydra.sweeper.sampler.seed", "hydra.sweeper.deep.er.seed")
     assert found == list(seeds(sweeper, "this search")) != list(seeds(sweeper, "another"))
     assert all(0 <= int(value) < 2**31 for value in values)
-
-
-def test_a_search_is_the_same_by_what_is_fixed_who_chooses_and_from_what() -> None:
-    line = ["optim.lr=interval(0.1,1)", "train.steps=5"]
-    with composing(PRIMARY) as composer:
-        assert composer.fixed(line) == ["train.steps=5"] and composer.choices(line) == {"optim.lr": "interval(0.1,1)"}
-        base, sweeper = composer.compose(composer.fixed(line)), composer.sweeper(line)
-        other = composer.compose(["train.steps=6"])
-    text = identity_text(base, sweeper, composer.choices(line))
-    longer = {**dict(reversed(sweeper.items())), "n_trials": 80}
-    assert text == identity_text(base, longer, {"optim.lr": "interval(0.1,1)"})
-    assert text == identity_text(base, {**sweeper, "max_failure_rate": 0.2}, {"optim.lr": "interval(0.1,1)"})
-    assert (
-        len({text, identity_text(other, sweeper, {}), identity_text(base, sweeper, {}), identity_text(base, {}, {})})
-        == 4
-    )
 
 
 class Finished:
@@ -154,20 +138,34 @@ def test_what_cannot_be_handed_over_says_so(status: JobStatus, value: object, wo
         _ = pickle.loads(_pickled(returned)).return_value
 
 
-def test_the_same_search_asks_for_the_same_points(cli: Cli, project: Path) -> None:
+def test_the_same_search_asks_for_the_same_points_and_another_one_is_apart(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Without a seed of its own, and on this machine; and stdout belongs to its JSON."""
     result = """'{"step": 1, "valid_loss": 1}'"""
     (project / "point.sh").write_text(
         f"echo I am loud; cd $SLURMTRAIN_RUN_DIR; echo once >>started; echo {result} >metrics.jsonl"
     )
-    words = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
-    words += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optim.lr=interval(0.1,1)", "submit"]
-    done = cli(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["points"] == 2 and "I am loud" in done.stderr
-    done = cli(*words)
-    assert done.returncode == 0 and "is there already" in done.stderr, done.stderr
-    assert [path.read_text() for path in project.glob("runs/*/*/started")] == ["once\n"] * 2
+
+    def searched(*words: str, lr: str = "interval(0.1,1)") -> tuple[dict[str, Any], str]:
+        line = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
+        assert main([*line, "hydra/sweeper=optuna", f"optim.lr={lr}", *words, "submit", "--json"]) == 0
+        out, said = capfd.readouterr()
+        found: dict[str, Any] = json.loads(out)
+        return found, said
+
+    first, said = searched("hydra.sweeper.n_trials=2")
+    assert first["points"] == 2 and "I am loud" in said
+    # The same choices by the same sampler, which may go on for longer.
+    longer, said = searched("hydra.sweeper.n_trials=3")
+    assert (longer["points"], longer["sweep"]) == (3, first["sweep"]) and "is there already" in said
+    for words, lr in (
+        (["hydra.sweeper.n_trials=1"], "interval(0.1,2)"),
+        (["hydra.sweeper.n_trials=1", "train.seed=5"], "interval(0.1,1)"),
+    ):
+        other, _ = searched(*words, lr=lr)
+        assert other["points"] == 1 and other["sweep"] != first["sweep"]
+    assert [path.read_text() for path in project.glob("runs/*/*/started")] == ["once\n"] * 5
 
 
 def test_what_holds_a_secret_is_not_handed_over() -> None:
@@ -334,14 +332,6 @@ def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_w
         look(small)
     play(fake_slurm, answers)
     look(small)  # it is up again
-
-
-@pytest.mark.parametrize(
-    ("key", "may"),
-    [("optim.lr", False), ("+model.width", False), ("cluster.nodes", True), ("cluster", True), ("+experiment", True)],
-)
-def test_the_keys_that_may_change_what_a_job_asks_for(key: str, may: bool) -> None:
-    assert may_change_request(key) == may
 
 
 def test_ctrl_c_says_that_the_jobs_go_on(

@@ -115,15 +115,6 @@ def test_the_error_that_ends_a_program_is_shown_whatever_it_has_made_of_logging(
 FAILS = "from slurmtrain.errors import ConfigError\nraise ConfigError('no such data', hint='look')"
 
 
-def test_exceptions_of_an_earlier_version_are_found_by_their_names() -> None:
-    from slurmtrain import errors
-
-    assert errors.CheckpointMismatch is errors.CheckpointMismatchError
-    assert errors.NotFinite is errors.NonFiniteError
-    with pytest.raises(AttributeError, match="Unknown"):
-        _ = errors.Unknown
-
-
 def test_a_rank_says_it_once_whatever_a_model_does_with_the_root_logger() -> None:
     done = said_by("""
         from slurmtrain.system import logs

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -61,16 +60,20 @@ def start() -> Iterator[type[Process]]:
 
 
 BLOCKED_IN_C = """
-    import hashlib, threading
+    import hashlib, threading, time
     from slurmtrain.system.signals import install_signal_handlers
     stop = install_signal_handlers()
     working = True
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident)
     def report():
+        while time.clock_gettime(clock) < in_call:
+            time.sleep(0.01)
+        print("in the call")
         stop.wait()
         print(stop.first.cause, working)
+    in_call = time.clock_gettime(clock) + 0.05
     reporter = threading.Thread(target=report)
     reporter.start()
-    print("ready")
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 600_000_000)  # one C call, without the GIL, for minutes
     working = False
     reporter.join()
@@ -82,8 +85,7 @@ def test_a_signal_is_seen_at_once_while_the_main_thread_is_in_a_long_c_call(
     number: signal.Signals, start: type[Process]
 ) -> None:
     process = start(BLOCKED_IN_C)
-    assert process.line() == "ready"
-    time.sleep(0.1)  # until it is in the call
+    assert process.line() == "in the call"
     process.kill(number)
     assert process.line() == f"{number.name} True"
 
@@ -95,21 +97,23 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
         from slurmtrain.system.signals import StopCause, install_signal_handlers
         stop = install_signal_handlers()
         assert install_signal_handlers() is stop and not stop.requested
+        request = stop.request
+        def tell(cause):
+            request(cause)
+            print(cause, stop.first.cause)
+        stop.request = tell
         print("ready")
-        stop.wait()
-        print(stop.first.cause)
-        sys.stdin.readline()  # the second signal comes meanwhile
-        stop.request(StopCause.DEADLINE)
-        print(stop.first.cause, stop.requested)
+        sys.stdin.readline()
+        tell(StopCause.DEADLINE)
         """
     )
     process.line()
     process.kill(signal.SIGUSR2)
-    assert process.line() == "SIGUSR2"
+    assert process.line() == "SIGUSR2 SIGUSR2"
     process.kill(signal.SIGTERM)
-    time.sleep(0.1)
+    assert process.line() == "SIGTERM SIGUSR2"
     process.say("go on")
-    assert process.line() == "SIGUSR2 True"
+    assert process.line() == "deadline SIGUSR2"
     assert process.end() == 0
 
 
@@ -144,8 +148,9 @@ FORKED = """
         time.sleep(60)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    time.sleep(0.2)
-    print(os.waitstatus_to_exitcode(status), stop.requested)
+    os.kill(os.getpid(), signal.SIGINT)
+    stop.wait()
+    print(os.waitstatus_to_exitcode(status), stop.first.cause)  # which would be the child's signal, had it come here
 """
 
 
@@ -157,40 +162,35 @@ def test_a_forked_worker_survives_usr2_and_its_own_end_is_not_ours(
     child = int(process.line().split()[1])
     for _ in range(3):
         os.kill(child, signal.SIGUSR2)
-    time.sleep(0.1)
-    os.kill(child, 0)  # it lives
     os.kill(child, signal.SIGTERM)  # as a pool does that is shut down
-    assert process.line() == f"{int(code)} False"
+    assert process.line() == f"{int(code)} SIGINT"
 
 
 @pytest.mark.parametrize("how", ["subprocess", "spawn", "forkserver"])
 def test_a_spawned_worker_survives_usr2(how: str, start: type[Process]) -> None:
     process = start(
         f"""
-        import multiprocessing, subprocess, sys, time
+        import multiprocessing, os, signal, subprocess, sys
         from slurmtrain.system.signals import install_signal_handlers
         stop = install_signal_handlers()
+        work = "import time; print('up', flush=True); time.sleep(60)"
         if {how!r} == "subprocess":
-            worker = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
-                                      stdout=subprocess.PIPE)
-            worker.stdout.readline()
-            alive = lambda: worker.poll() is None
+            worker = subprocess.Popen([sys.executable, "-c", work])
         else:
-            worker = multiprocessing.get_context({how!r}).Process(target=time.sleep, args=(60,))
+            worker = multiprocessing.get_context({how!r}).Process(target=exec, args=(work,))
             worker.start()
-            time.sleep(0.5)
-            alive = worker.is_alive
-        print(worker.pid)
         sys.stdin.readline()
-        print(alive(), stop.requested)
+        os.kill(worker.pid, signal.SIGUSR2)
         worker.terminate()
+        ended_by = -worker.wait() if {how!r} == "subprocess" else (worker.join(), -worker.exitcode)[1]
+        os.kill(os.getpid(), signal.SIGINT)
+        stop.wait()
+        print(signal.Signals(ended_by).name, stop.first.cause)
         """
     )
-    worker = int(process.line())
-    os.kill(worker, signal.SIGUSR2)
-    time.sleep(0.2)
-    process.say("look")
-    assert process.line() == "True False"
+    assert process.line() == "up"
+    process.say("go on")
+    assert process.line() == "SIGTERM SIGINT"
     assert process.end() == 0
 
 
@@ -211,7 +211,6 @@ def test_a_signal_that_a_launcher_held_back_arrives_when_somebody_listens(
     )
     process.line()
     process.kill(number)
-    time.sleep(0.1)
     process.say("arm")
     assert process.line() == f"True {number.name}"
     assert process.end() == 0
@@ -220,19 +219,21 @@ def test_a_signal_that_a_launcher_held_back_arrives_when_somebody_listens(
 def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]) -> None:
     process = start(
         """
-        import sys, time
+        import sys
         from slurmtrain.system.signals import install_signal_handlers, ignore_further_stop_signals
         install_signal_handlers()
         ignore_further_stop_signals()
         print("leaving")
-        sys.stdin.readline()
+        while (line := sys.stdin.readline()) != "go\\n":
+            print(line, end="")
         sys.exit(75)
         """
     )
     process.line()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGINT):
         process.kill(number)
-    time.sleep(0.1)
+        process.say(f"after {number}")
+        assert process.line() == f"after {number}"
     process.say("go")
     assert process.end() == 75
 

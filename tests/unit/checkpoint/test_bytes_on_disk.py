@@ -1,0 +1,278 @@
+"""The bytes of a checkpoint come back whatever their number, one changed bit is found, and no error of the disk is lost."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore import reader
+from slurmtrain.checkpoint.restore.reader import Files, Need, share_out
+from slurmtrain.errors import CheckpointError
+from tests.support.descriptors import open_below
+
+BLOCK, PIECE = 4096, 1000  # a piece does not divide the block
+HEADER = 4096
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (blocks, reader):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(blocks, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(blocks, "_local", threading.local())  # the buffers of this thread have the other size
+
+
+def model_of(*sizes: int, seed: int | None = 0) -> nn.Module:
+    """A module with a buffer of each size in bytes; all zeros without a seed."""
+    model, choice = nn.Module(), random.Random(seed)
+    for number, size in enumerate(sizes):
+        data = bytearray(size) if seed is None else bytearray(choice.randbytes(size))
+        model.register_buffer(f"b{number}", torch.tensor(data, dtype=torch.uint8))
+    return model
+
+
+def save(directory: Path, model: nn.Module, step: int = 1) -> Path:
+    """Save, and return the file with the tensors."""
+    with closing(Checkpointer(directory)) as checkpointer:
+        saved = checkpointer.save(step, model=model).result(60)
+    (shard,) = saved.path.glob("rank*")
+    return shard
+
+
+def restore(directory: Path, model: nn.Module, **options: Any) -> None:
+    with closing(Checkpointer(directory)) as checkpointer:
+        assert checkpointer.restore(model=model, **options)
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    assert [name for name, value in one.state_dict().items() if not torch.equal(value, other.state_dict()[name])] == []
+
+
+def check_round_trip(directory: Path, *sizes: int) -> Path:
+    model, fresh = model_of(*sizes), model_of(*sizes, seed=None)
+    shard = save(directory, model)
+    restore(directory, fresh)
+    assert_equal(fresh, model)
+    return shard
+
+
+def check_digest(shard: Path, block: int) -> None:
+    """As the format says it: the SHA-256 of those of all blocks."""
+    data = shard.read_bytes()
+    digests = b"".join(hashlib.sha256(data[at : at + block]).digest() for at in range(0, len(data), block))
+    record = read_manifest(shard.parent).files[shard.name]
+    assert (record.size, record.sha256) == (len(data), hashlib.sha256(digests).hexdigest())
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK])
+def test_tensors_of_odd_sizes_come_back(tmp_path: Path, size: int) -> None:
+    check_digest(check_round_trip(tmp_path, size), BLOCK)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seed", range(8))
+def test_many_tensors_come_back_wherever_the_blocks_end(tmp_path: Path, seed: int) -> None:
+    choice = random.Random(seed)
+    check_round_trip(tmp_path, *(choice.randrange(3 * BLOCK) for _ in range(choice.randrange(2, 12))))
+
+
+def test_files_of_real_blocks_come_back(tmp_path: Path) -> None:
+    check_digest(check_round_trip(tmp_path, 16 << 20), 16 << 20)  # the size of a block is a part of the format
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_one_changed_bit_is_found_wherever_it_is_and_nothing_live_is_touched(tmp_path: Path) -> None:
+    shard = save(tmp_path, model_of(2 * BLOCK + 77, 5))
+    data = shard.read_bytes()
+    for at in (HEADER, HEADER + BLOCK - 1, HEADER + BLOCK, HEADER + 2 * BLOCK + 76, len(data) - 1):
+        shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        live = model_of(2 * BLOCK + 77, 5, seed=1)
+        with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written: its digest differs"):
+            restore(tmp_path, live, path=shard.parent)
+        assert_equal(live, model_of(2 * BLOCK + 77, 5, seed=1))
+    assert open_below(tmp_path) == []
+
+
+class Disk:
+    """Stands in for pwrite and preadv: fails the n-th call, or does less than it was asked to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fail: int | None = None, at_most: int | None = None):
+        self.calls, self._fail, self._at_most = 0, fail, at_most
+        self._lock = threading.Lock()
+        self._pwrite, self._preadv = os.pwrite, os.preadv
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        monkeypatch.setattr(os, "preadv", self.preadv)
+
+    def _count(self) -> None:
+        with self._lock:
+            self.calls += 1
+            if self.calls == self._fail:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self._count()
+        return self._pwrite(descriptor, data[: self._at_most], offset)
+
+    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        self._count()
+        return self._preadv(descriptor, [buffers[0][: self._at_most]], offset)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_write_that_fails_in_any_thread_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, fail=number)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(tmp_path, model_of(6 * BLOCK))
+        assert disk.calls >= number
+    assert list(tmp_path.glob("checkpoint_*")) == [] and open_below(tmp_path) == []
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("number", [1, 7, 9])
+def test_a_read_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    save(tmp_path, model := model_of(9000, 9000))
+    fresh = model_of(9000, 9000, seed=None)
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, fail=number)
+        restore(tmp_path, fresh)
+    assert disk.calls >= number
+    assert_equal(fresh, model)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_disk_that_does_a_part_of_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk(monkeypatch, at_most=700)
+    check_round_trip(tmp_path, 2 * BLOCK + 77)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_file_that_is_cut_while_it_is_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = save(tmp_path, model_of(9000))
+    preadv: Callable[..., int] = os.preadv
+
+    def cut_first(*arguments: Any) -> int:
+        os.truncate(shard, 100)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut_first)
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read: it ends at byte "):
+        restore(tmp_path, model_of(9000), path=shard.parent)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_after_a_failed_save_no_thread_writes_into_somebody_else_s_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a closed descriptor is given to whatever file is opened next."""
+    failed, gone_on = threading.Event(), threading.Event()
+    pwrite, close = os.pwrite, os.close
+    others: list[io.FileIO] = []
+
+    def slow_and_failing(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset == 0:
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        failed.wait()
+        gone_on.wait(0.5)  # as long as the file is open, nobody sets it
+        return pwrite(descriptor, data, offset)
+
+    def close_and_open_another(descriptor: int) -> None:
+        close(descriptor)
+        if failed.is_set():
+            others.append((tmp_path / f"log-{len(others)}").open("wb", buffering=0))
+            gone_on.set()
+
+    monkeypatch.setattr(os, "pwrite", slow_and_failing)
+    monkeypatch.setattr(os, "close", close_and_open_another)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path, model_of(3 * BLOCK))
+    monkeypatch.undo()
+    assert others and [Path(other.name).read_bytes() for other in others] == [b""] * len(others)
+    for other in others:
+        other.close()
+
+
+def test_moments_are_read_straight_into_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer holds the parameters, which are live, and not the optimiser's state, which is twice as much."""
+    (model, optimizer), (fresh, fresh_optimizer) = trained(2), trained(0)
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer).result()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    asked = []
+    buffer_bytes = Files.buffer_bytes
+
+    def noted(files: Files, share: dict[str, list[int]]) -> int:
+        asked.append(buffer_bytes(files, share))
+        return asked[-1]
+
+    monkeypatch.setattr(Files, "buffer_bytes", noted)
+    restore(tmp_path, fresh, optimizer=fresh_optimizer)
+    assert parameters < asked[0] < 1.5 * parameters
+    for before, after in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):
+        assert all(torch.equal(before[field], after[field]) for field in before)
+    assert_equal(fresh, model)
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+# Who reads which block, when several ranks restore.
+
+needs = st.lists(
+    st.dictionaries(
+        st.sampled_from(["a", "b"]),
+        st.dictionaries(st.integers(0, 9), st.integers(1, BLOCK_BYTES), min_size=1),
+        max_size=2,
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(needs)
+def test_each_block_is_read_once_by_one_that_needs_much_of_it(needs: list[Need]) -> None:
+    wanted = {(file, number) for need in needs for file, numbers in need.items() for number in numbers}
+    read = []
+    for rank, need in enumerate(needs):
+        for file, numbers in share_out(needs, rank).items():
+            for number in numbers:
+                most = max(other.get(file, {}).get(number, 0) for other in needs)
+                assert 2 * need[file][number] > most
+                read.append((file, number))
+    assert sorted(read) == sorted(wanted)
+
+
+@given(st.integers(1, 8), st.integers(1, 40))
+def test_replicas_share_evenly(ranks: int, count: int) -> None:
+    need = {"a": dict.fromkeys(range(count), BLOCK_BYTES)}
+    shares = [len(share_out([need] * ranks, rank).get("a", [])) for rank in range(ranks)]
+    assert max(shares) - min(shares) <= 1 and sum(shares) == count

@@ -1,0 +1,318 @@
+"""GPUs: which a job has, what speaks against them, how they are used, and what takes their memory when it runs out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.gpu_use import Sample, read_gpu_use, total_of
+from slurmtrain.runtime import gpu_sampler
+from slurmtrain.runtime.gpu_memory import GIB, explain_out_of_memory, out_of_memory
+from slurmtrain.runtime.gpu_sampler import GpuSampler, Nvml, start_gpu_sampler
+from slurmtrain.runtime.preflight.facts import GpuFacts
+from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
+from slurmtrain.slurm.environment import Environment
+
+
+class FakeNvml:
+    """The functions of `pynvml` that are used, over GPUs whose numbers a test sets."""
+
+    NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
+    NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+    nvmlEventTypeXidCriticalError = 8
+
+    class NVMLError(Exception):
+        value = 0
+
+    def check(self, handle: int) -> None:
+        if handle == self.lost:
+            error = self.NVMLError("GPU is lost")
+            error.value = 15
+            raise error
+
+    def __init__(self, count: int = 2):
+        self.utilization, self.watts, self.errors = [90] * count, [500] * count, [3] * count
+        self.pending: list[tuple[int, int]] = []
+        self.mig = False
+        self.lost: int | None = None
+
+    def answers(self, **answers: Any) -> FakeNvml:
+        """Let functions return this, or raise it."""
+
+        def give(value: Any) -> Any:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        for name, value in answers.items():
+            setattr(self, name, lambda *_, value=value: give(value))
+        return self
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.utilization)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self.check(index)
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"GPU number {handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        if self.mig:
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=self.utilization[handle])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self.check(handle)
+        return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 1000 * self.watts[handle]
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 60 + handle
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        return self.errors[handle]
+
+    def nvmlEventSetCreate(self) -> list[int]:
+        return []
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
+        events.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: list[int], milliseconds: int) -> Any:
+        if not self.pending:
+            raise self.NVMLError("Timeout")
+        device, number = self.pending.pop(0)
+        return SimpleNamespace(device=device, eventData=number)
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        self.check(handle)
+        return handle
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        return 0, 0, 0, 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        return 0x4
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [SimpleNamespace(pid=9)]
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
+        return recovery_action(0)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
+        return 0, 0
+
+
+def recovery_action(number: int, code: int = 0) -> list[Any]:
+    """What nvmlDeviceGetFieldValues returns for one field."""
+    return [SimpleNamespace(fieldId=230, nvmlReturn=code, value=SimpleNamespace(uiVal=number))]
+
+
+@pytest.fixture
+def nvml() -> FakeNvml:
+    return FakeNvml()
+
+
+@pytest.fixture
+def attempt_dir(tmp_path: Path) -> AttemptDir:
+    return AttemptDir(tmp_path)
+
+
+def sampler_of(nvml: FakeNvml, attempt_dir: AttemptDir, ticks: list[float]) -> GpuSampler:
+    return GpuSampler(Nvml(nvml, {}), attempt_dir, "n1", 0, every_s=30.0, clock=iter(ticks).__next__)
+
+
+def test_idle_time_use_power_and_errors_are_added_up(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
+    sampler = sampler_of(nvml, attempt_dir, [0.0, 30.0, 60.0, 90.0])
+    sampler.look()
+    nvml.utilization, nvml.errors, nvml.pending = [90, 0], [3, 5], [(1, 79), (1, 31)]
+    sampler.look()
+    sampler.look()  # not yet time to write
+    (node,) = read_gpu_use(attempt_dir)
+    first, second = node.gpus
+    assert (node.node, first.name, first.memory_gb, second.temperature_c) == ("n1", "GPU number 0", 70.0, 61.0)
+    assert (first.sampled_s, first.idle_s, second.idle_s) == (60.0, 0.0, 30.0)
+    assert (second.ecc_errors, second.xids) == (2, (79, 31))
+    total = total_of([node])
+    assert (total.utilization, total.power_w, total.idle_share) == (67.5, 500.0, 0.25)
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_a_lost_gpu_ends_the_samples_of_no_other(
+    nvml: FakeNvml, attempt_dir: AttemptDir, from_the_start: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml.watts = [500, 300]
+    nvml.lost = 1 if from_the_start else None
+    sampler = sampler_of(nvml, attempt_dir, [0.0, 30.0, 60.0, 120.0])
+    sampler.look()
+    nvml.lost, nvml.pending = 1, [(1, 79), (0, 31)]
+    sampler.look()
+    sampler.look()
+    (node,) = read_gpu_use(attempt_dir)
+    first, second = node.gpus
+    assert (first.sampled_s, first.lost_s, first.xids) == (120.0, 0.0, (31,))
+    assert (second.sampled_s, second.lost_s) == ((0.0, 120.0) if from_the_start else (30.0, 90.0))
+    assert [message for message in caplog.messages if "does not answer" in message] == [
+        "GPU 1 of n1 does not answer its driver any more"
+    ]
+    # The mean is over the GPUs and the time that were sampled.
+    total = total_of([node])
+    assert total.lost_s == second.lost_s
+    assert total.power_w == pytest.approx(500 if from_the_start else (500 * 120 + 300 * 30) / 150)
+
+
+def test_watts_that_are_not_told_are_not_0(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
+    nvml.answers(nvmlDeviceGetPowerUsage=nvml.NVMLError("Not Supported"))
+    sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
+    (node,) = read_gpu_use(attempt_dir)
+    assert node.gpus[0].power_w is None and total_of([node]).power_w is None
+
+
+def test_a_process_that_was_stopped_has_not_looked_meanwhile(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
+    sampler_of(nvml, attempt_dir, [0.0, 36_000.0]).look()
+    (node,) = read_gpu_use(attempt_dir)
+    assert node.gpus[0].sampled_s == 120.0
+
+
+def test_a_slice_that_does_not_tell_its_use_is_not_idle(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
+    nvml.mig = True
+    sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
+    total = total_of(read_gpu_use(attempt_dir))
+    assert total.sampled_s == 0 and total.idle_share is None
+    assert Nvml(nvml, {}).sample(0) == Sample(None, 70.0, 500.0, 60.0, 3)
+
+
+# What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
+SECOND = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+@pytest.mark.parametrize(
+    ("count", "variables", "own"),
+    [
+        (4, {"SLURM_JOB_GPUS": "2,3"}, [2, 3]),
+        (4, {"SLURM_JOB_GPUS": ""}, [0, 1, 2, 3]),
+        (4, {"SLURM_JOB_GPUS": "6,7"}, [0, 1, 2, 3]),
+        (4, {"SLURM_JOB_GPUS": "GPU-1"}, [0, 1, 2, 3]),
+        (4, SECOND, [1, 2]),
+        (2, SECOND, [0, 1]),  # cgroups hide the others, and NVML counts from 0
+        (8, {"CUDA_VISIBLE_DEVICES": "2,5"}, [2, 5]),  # without SLURM, those that a program sees
+        (2, {"CUDA_VISIBLE_DEVICES": "GPU-8a3f"}, [0, 1]),
+    ],
+)
+def test_only_the_gpus_of_the_job_are_sampled(count: int, variables: dict[str, str], own: list[int]) -> None:
+    assert list(Nvml(FakeNvml(count), variables).names()) == own
+
+
+def test_only_the_first_rank_of_a_node_with_gpus_looks(
+    attempt_dir: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: False)
+    assert start_gpu_sampler(attempt_dir, Environment(source="single")) is None
+    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: True)
+    monkeypatch.setattr(gpu_sampler, "EVERY_S", 0.0)
+    second = Environment(source="slurm", rank=1, world_size=2, local_rank=1, local_world_size=2, nodes=("n1",))
+    assert start_gpu_sampler(attempt_dir, second) is None
+
+
+@pytest.mark.parametrize("breaks", ["no package", "no driver", "a driver that stops to answer"])
+def test_without_a_package_or_a_driver_the_thread_ends_without_a_word(
+    breaks: str, attempt_dir: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml = FakeNvml()
+    if breaks == "no driver":
+        nvml.answers(nvmlInit=OSError("no libnvidia-ml"))
+    if breaks == "a driver that stops to answer":
+        monkeypatch.setattr(Nvml, "xids", lambda self: exec("raise nvml.NVMLError('GPU is lost')", {"nvml": nvml}))
+    monkeypatch.setitem(sys.modules, "pynvml", None if breaks == "no package" else nvml)
+    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: True)
+    monkeypatch.setattr(gpu_sampler, "EVERY_S", 0.0)
+    thread = start_gpu_sampler(attempt_dir, Environment(source="single"))
+    assert thread is not None
+    thread.join(timeout=30)
+    assert not thread.is_alive() and capsys.readouterr() == ("", "")
+
+
+def test_nvml_is_read_into_facts() -> None:
+    found = read_gpus({}, FakeNvml())
+    assert found is not None and len(found) == 2
+    assert found[0] == GpuFacts(0, "GPU number 0", 80.0, 70.0, (9,), 3, False, False, "", False, (), False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"nvmlDeviceGetTotalEccErrors": 7}, {"ecc_errors": 7}),
+        ({"nvmlDeviceGetRemappedRows": (0, 3, 1, 1)}, {"remap_pending": True, "remap_failed": True}),
+        ({"nvmlDeviceGetFieldValues": recovery_action(1)}, {"needs": "a reset", "needs_later": False}),
+        (
+            {"nvmlDeviceGetFieldValues": recovery_action(4)},
+            {"needs": "to be drained and reset", "needs_later": True},
+        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x48}, {"slowed_by": ("a hardware slowdown", "heat (hardware)")}),
+        ({"nvmlDeviceGetTotalEccErrors": FakeNvml.NVMLError("Not Supported")}, {"ecc_errors": None}),
+        # A driver that is too old to say what a GPU needs.
+        ({"nvmlDeviceGetFieldValues": recovery_action(0, code=3)}, {"needs": None}),
+        ({"nvmlDeviceGetFieldValues": FakeNvml.NVMLError("Not Supported")}, {"needs": None}),
+    ],
+)
+def test_what_speaks_against_a_gpu_is_read(answers: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = read_gpus({}, FakeNvml().answers(**answers))
+    assert found is not None
+    assert {name: getattr(found[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+def test_a_driver_that_does_not_answer_is_told_in_its_own_words(broken: str) -> None:
+    with pytest.raises(NoAnswerError, match="Driver/library version mismatch"):
+        read_gpus({}, FakeNvml().answers(**{broken: FakeNvml.NVMLError("Driver/library version mismatch")}))
+
+
+def test_where_nvml_cannot_be_asked_nothing_is_known_of_the_gpus() -> None:
+    missing = FakeNvml.NVMLError("NVML Shared Library Not Found")
+    missing.value = 12
+    assert read_gpus({}, FakeNvml().answers(nvmlInit=missing)) is None
+
+
+RANK = Environment("slurm", rank=3, world_size=4, node_rank=1, nodes=("n0", "n1"), tasks_per_node=(2, 2))
+SAID = "CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which"
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "free_gib", "exit_code", "message"),
+    [
+        (0, 9, 78, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
+        (0, 3, 1, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5 and other processes 7.0"),
+        (120, 9, 1, "in step 121, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
+    ],
+)
+def test_it_ends_a_run_that_has_never_done_a_step_unless_others_take_the_memory(
+    steps_done: int, free_gib: int, exit_code: int, message: str
+) -> None:
+    own = int(69.5 * GIB), 70 * GIB
+    error = out_of_memory(SAID, RANK, steps_done, free=free_gib * GIB, total=80 * GIB, own=own)
+    assert error.exit_code == exit_code
+    assert error.message == f"rank 3 on n1 ran out of GPU memory {message}"
+    assert error.hint is not None and "train.micro_batch_size" in error.hint
+    assert ("nvidia-smi" in error.hint) == ("other processes" in message)
+
+
+def test_on_a_cpu_the_error_stays_as_it_is() -> None:
+    with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(RANK, torch.device("cpu"), lambda: 0):
+        raise torch.OutOfMemoryError(SAID)

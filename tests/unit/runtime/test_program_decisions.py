@@ -1,0 +1,231 @@
+"""Pure decisions on programs of the user's own: what their ends mean, whom a stop is told, and how long they may take then."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runtime.jobs.launchers import PROCESS, ProcessEnd, accelerate_config_file, end_of_node, needs_kind
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code, signal_lag_s
+from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, heard_signals
+from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell, told_facts
+from slurmtrain.slurm.job_facts import JobFacts
+from slurmtrain.system.signals import StopCause
+
+ROWS = [
+    # the program's own code, told to stop, job.finished_when, its file is there -> the contract's code
+    (0, False, None, False, 0),
+    (0, True, None, False, 75),
+    (75, False, None, False, 75),
+    (78, True, None, False, 78),
+    (3, False, None, False, 3),
+    (3, True, None, False, 75),
+    (-15, True, None, False, 75),
+    (-15, False, None, False, -15),
+    (0, False, "done", False, 75),
+    (0, False, "done", True, 0),
+    (0, True, "done", True, 0),
+    (-15, True, "done", True, 0),  # it was done, and then died of the signal
+    (-15, False, "done", True, -15),  # somebody else has killed it
+    (-15, False, "done", False, -15),
+    (3, False, "done", True, 3),  # a crash is a crash: the file may be an old one
+    (75, True, "done", True, 75),
+    (0, True, "0", False, 0),  # a program whose 0 can be relied on
+    (9, False, "9", False, 0),
+    (9, True, "9", False, 0),
+    (0, False, "9", False, 75),
+    (3, False, "9", False, 3),
+]
+
+
+@pytest.mark.parametrize(("code", "told", "rule", "there", "meaning"), ROWS)
+def test_what_the_end_of_a_program_means(code: int, told: bool, rule: str | None, there: bool, meaning: int) -> None:
+    assert contract_code(code, told=told, rule=FinishedWhen.of(rule), there=there) == meaning
+
+
+@pytest.mark.parametrize(
+    ("code", "after_s", "told"),
+    [
+        (0, 0.9, True),
+        (-15, 0.9, True),
+        (3, 0.2, True),
+        (3, 0.9, False),  # all were told to stop because of this crash
+        (-9, 0.1, False),
+    ],
+)
+def test_a_signal_that_is_noticed_after_the_end_of_a_program_may_have_been_its_cause(
+    code: int, after_s: float, told: bool
+) -> None:
+    assert (after_s <= signal_lag_s(code)) == told
+
+
+@pytest.mark.parametrize(
+    ("launcher_code", "ends", "told", "rank", "code"),
+    [
+        (0, [], False, -1, 0),
+        (1, [], False, -1, 1),  # the launcher itself has failed
+        (1, [(2, 3, 5.0), (0, -15, 6.0), (1, -15, 6.0)], False, 2, 3),  # it ended the others after the first one failed
+        (1, [(0, -15, 6.0), (2, 3, 5.0)], False, 2, 3),
+        (0, [(0, 75, 5.0), (1, 75, 6.0)], True, 0, 75),
+        (0, [(0, 75, 5.0), (1, -15, 4.0)], True, 0, 75),
+        (0, [(1, -15, 4.0), (0, -15, 4.5)], True, 1, -15),
+        (1, [(0, 1, 4.0), (1, 78, 5.0)], False, 1, 78),  # a wrong config is no crash
+        (1, [(0, -9, 4.0), (1, 75, 3.0)], False, 0, -9),
+    ],
+)
+def test_the_end_of_all_processes_of_a_node_is_that_of_the_one_that_counts(
+    launcher_code: int, ends: list[tuple[int, int, float]], told: bool, rank: int, code: int
+) -> None:
+    end = end_of_node(launcher_code, [ProcessEnd(*each) for each in ends], DIED_OF_A_STOP, told=told)
+    assert (end.rank, end.code) == (rank, code)
+
+
+def test_a_crash_or_a_stop_of_one_process_outweighs_the_word_of_another_that_it_has_finished() -> None:
+    finished, crashed, stopped = ProcessEnd(0, 9, 4.0), ProcessEnd(1, 1, 5.0), ProcessEnd(1, 75, 5.0)
+    for ends, end in (([finished, crashed], crashed), ([finished, stopped], stopped), ([finished], finished)):
+        assert end_of_node(0, ends, DIED_OF_A_STOP, told=False, finished_code=9) == end
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "needs"),
+    [
+        ([], None, True),
+        ([], {"distributed_type": "FSDP"}, False),
+        # A config of one process, made on somebody's laptop, would start one on each node.
+        ([], {"distributed_type": "NO"}, True),
+        (["--use_fsdp"], None, False),
+        (["--use_deepspeed"], None, False),
+        (["--multi_gpu"], None, False),
+    ],
+)
+def test_accelerate_is_told_to_start_several_processes_unless_the_person_has_said_how(
+    options: list[str], config: dict[str, Any] | None, needs: bool
+) -> None:
+    assert needs_kind(options, config) == needs
+
+
+def test_the_config_of_accelerate_is_found_where_it_is_looked_for() -> None:
+    assert accelerate_config_file(["--config_file", "a.yaml"], {}) == Path("a.yaml")
+    assert accelerate_config_file(["--config_file=b.yaml"], {}) == Path("b.yaml")
+    home = Path("accelerate/default_config.yaml")
+    assert accelerate_config_file([], {"HOME": "/h"}) == "/h/.cache/huggingface" / home
+    assert accelerate_config_file([], {"HOME": "/h", "HF_HOME": "/hf"}) == "/hf" / home
+    assert accelerate_config_file([], {"HOME": "/h", "XDG_CACHE_HOME": "/c"}) == "/c/huggingface" / home
+
+
+TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+DEAF = [ProgramProcess(1, 10), ProgramProcess(2, 20)]
+HANDLES_USR2 = [ProgramProcess(1, 10, frozenset({USR2})), ProgramProcess(2, 10)]
+HANDLES_USR1 = [
+    ProgramProcess(1, 10, frozenset({USR1})),
+    ProgramProcess(2, 10),
+    ProgramProcess(3, 10, of_launcher=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("processes", "stop_signal", "cause", "source", "told"),
+    [
+        # SLURM has signalled all of them; a second SIGTERM would mean "at once" to some.
+        (DEAF, TERM, StopCause.SIGTERM, "slurm", []),
+        (DEAF, TERM, StopCause.SIGTERM, "local", [2]),  # the other one is in the rank's group
+        # The early warning before the time limit.
+        (DEAF, TERM, StopCause.SIGUSR2, "slurm", [1, 2]),
+        (HANDLES_USR2, TERM, StopCause.SIGUSR2, "slurm", []),
+        # What is no signal at all, or reached this package alone.
+        (DEAF, TERM, StopCause.DEADLINE, "slurm", [1, 2]),
+        (HANDLES_USR2, TERM, StopCause.DEADLINE, "slurm", [1, 2]),
+        (DEAF, TERM, StopCause.SIGINT, "local", [1, 2]),
+        # A signal of the program's own choice.
+        (HANDLES_USR1, USR1, StopCause.SIGTERM, "slurm", [1, 3]),
+        (HANDLES_USR1, USR1, StopCause.SIGUSR2, "slurm", [1, 3]),
+        (DEAF, USR1, StopCause.SIGTERM, "slurm", [1, 2]),
+        (DEAF, USR1, StopCause.SIGTERM, "local", [1, 2]),
+        (HANDLES_USR2, USR2, StopCause.SIGUSR2, "slurm", []),
+        (HANDLES_USR2, USR2, StopCause.SIGTERM, "slurm", [1]),
+    ],
+)
+def test_each_process_hears_of_a_stop_once_and_by_the_signal_that_it_wants(
+    processes: list[ProgramProcess], stop_signal: signal.Signals, cause: StopCause, source: str, told: list[int]
+) -> None:
+    assert to_tell(processes, stop_signal, cause, source=source, own_group=10) == told
+
+
+def test_a_program_that_was_started_after_the_signal_is_told_all_the_same() -> None:
+    told = to_tell(DEAF, TERM, StopCause.SIGTERM, source="slurm", own_group=10, missed=True)
+    assert told == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "state", "end_time", "until"),
+    [
+        (None, None, None, math.inf),
+        (None, "RUNNING", None, math.inf),
+        (None, "RUNNING", 1120.0, 1110.0),  # 120 s before the time limit
+        (None, "RUNNING", 1030.0, 1025.0),  # a preemption's grace time of 30 s
+        (None, "COMPLETING", 1000.0, math.inf),  # cancelled: SLURM has ended it already
+        (60, "RUNNING", 1120.0, 1060.0),
+        (300, "RUNNING", 1120.0, 1110.0),
+        (60, "COMPLETING", 1000.0, 1060.0),
+    ],
+)
+def test_a_program_is_ended_before_slurm_would_lose_the_run(
+    grace_s: float | None, state: str | None, end_time: float | None, until: float
+) -> None:
+    facts = JobFacts(state, end_time=end_time) if state is not None else None
+    assert end_of_grace(1000.0, grace_s, facts) == until
+
+
+def test_a_shell_that_traps_the_early_warning_can_do_so(project: Path) -> None:
+    """A shell cannot trap a signal that is ignored when it starts, as the early warning is for programs that know none."""
+    (project / "plain.sh").write_text("python train.py")
+    (project / "traps.sh").write_text("#!/usr/bin/env bash\ntrap save USR2\npython train.py & wait")
+    (project / "train.py").write_text("signal.signal(signal.SIGUSR2, save)")
+    both = ["SIGTERM", "SIGUSR2"]
+    assert heard_signals("SIGTERM", ["python", "train.py"]) == ["SIGTERM"]
+    assert heard_signals("SIGTERM", ["bash", "plain.sh"]) == ["SIGTERM"]
+    assert heard_signals("SIGTERM", ["bash", "traps.sh"]) == both
+    assert heard_signals("SIGTERM", ["./traps.sh", "x"]) == both
+    assert heard_signals("SIGTERM", ["bash", "-c", "trap 'x' USR2; sleep 9"]) == both
+    assert heard_signals("SIGUSR1", ["bash", "traps.sh"]) == ["SIGUSR1"]
+
+
+def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = AttemptDir(tmp_path)
+    assert told_facts(folder) is None
+    facts = JobFacts("RUNNING", end_time=1000.0)
+    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=None)
+    assert told_facts(folder) is None
+    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=facts)
+    assert told_facts(folder) == facts
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail)
+        assert told_facts(folder) is None
+    folder.stop_file.unlink()
+    folder.stop_file.mkdir()
+    assert told_facts(folder) is None
+
+
+def test_a_process_of_a_launcher_whose_end_cannot_be_told_in_a_file_leaves_with_its_code(tmp_path: Path) -> None:
+    """As when /tmp is full: 0, which keeps the other processes alive, would be taken for finished."""
+    (tmp_path / "ends").mkdir()
+    words = [sys.executable, "-I", "-S", str(PROCESS), str(tmp_path / "ends"), "SIGTERM", "75", "0"]
+    program = ["bash", "-c", f"rm -r {tmp_path}/ends; exit 75"]
+    env = {**os.environ, "RANK": "5"}
+    assert subprocess.run([*words, *program], env=env, timeout=60, check=False).returncode == 75

@@ -1,0 +1,484 @@
+"""job=command: how programs end, what they leave behind, how they are told to stop, and how they show that they get on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.system import process
+from tests.support.fake_slurm import FakeSlurm
+
+# Traps TERM, saves, and exits with 0, as many scripts do.
+POLITE = "trap 'exit 0' TERM; touch ready; while sleep 0.05; do :; done"
+PROGRESS = f"{sys.executable} -m slurmtrain progress"
+COUNT = "n=$(($(cat n 2>/dev/null) + 1)); echo $n >n\n"  # which attempt it is
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and how it is submitted.
+
+    Attributes:
+        text: of a bash script; or of a Python script, if it begins with an import.
+        words: of the command line.
+        told: it is told to stop when it has made the file `ready`.
+        env: further variables of the command line.
+    """
+
+    text: str
+    words: tuple[str, ...] = ()
+    told: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class End:
+    """How its command line has ended."""
+
+    folder: Path
+    code: int
+    said: str
+
+    def status(self) -> dict[str, Any]:
+        (run_json,) = self.folder.glob("runs/*/*/run.json")
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(["status", str(run_json.parent), "--json"]) == 0
+        found: dict[str, Any] = json.loads(shown.getvalue())
+        return found
+
+    @property
+    def endings(self) -> list[tuple[str, str]]:
+        """Why each attempt has ended, and what came next."""
+        return [(attempt["reason"], attempt["verdict"]) for attempt in self.status()["attempts"]]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        (file,) = self.folder.glob("runs/*/*/events.jsonl")
+        return [event for event in map(json.loads, file.read_text().splitlines()) if event["event"] == name]
+
+
+TWO = "cluster.tasks_per_node=2"
+OFF = "requeue=off"
+ONCE = "requeue.max_attempts_without_progress=1"
+TWICE = "requeue.max_attempts_without_progress=2"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+PROGRAMS = {
+    "becomes another": Program(
+        f"(yes; echo $? >pipe) | head -1 >/dev/null; exec {sys.executable} -c 'import os; os._exit(0)'", (OFF,)
+    ),
+    "saves and exits 0": Program(POLITE, told=True),
+    "has a child that saves": Program(
+        "cat >save.sh <<<\"trap 'sleep 1.5; date +%s.%N >saved; exit 0' TERM; touch ready; while sleep 0.05; do :; done\"\n"
+        "bash save.sh >/dev/null 2>&1\n",
+        told=True,
+    ),
+    "leaves a child": Program(
+        "setsid bash -c 'trap \"\" TERM; echo $$ >left; exec sleep 3000' & while [ ! -s left ]; do sleep 0.05; done",
+        ("cluster.srun_wait_s=1",),
+    ),
+    "saves on rank 1": Program(
+        "import os, pathlib, signal, sys, time\n"
+        "pathlib.Path(f'up-{(rank := os.environ[\"RANK\"])}').touch()\n"
+        "while not pathlib.Path('up-1').exists(): time.sleep(0.02)\n"
+        "if rank == '0': sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path('told').touch())\n"
+        "end = time.time() + 3\n"
+        "while time.time() < end: time.sleep(0.05)\n"
+        "pathlib.Path('saved').touch(); sys.exit(75)\n",
+        (TWO, "cluster.srun_wait_s=1", OFF),
+    ),
+    # Rank 2 has finished and waits for the others, rank 0 fails for want of rank 1.
+    "crashes on rank 1": Program(
+        "case $RANK in 2) exit 0;; 1) until [ -e up ]; do sleep 0.05; done; touch gone; kill -9 $$;; esac\n"
+        "touch up; until [ -e gone ]; do sleep 0.05; done; sleep 0.3; exit 4",
+        ("cluster.tasks_per_node=3", "cluster.srun_wait_s=600", OFF),
+    ),
+    "finishes by a file": Program(
+        f'{COUNT}[ $n = 3 ] && touch "$SLURMTRAIN_RUN_DIR/done"; exit 0', ("job.finished_when=done",)
+    ),
+    "finishes by a code": Program(POLITE.replace("exit 0", "exit 9"), ("job.finished_when=9",), told=True),
+    "hears another signal": Program(
+        "import pathlib, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('heard').touch())\n"
+        "pathlib.Path('ready').touch()\n"
+        "while True: time.sleep(0.05)\n",
+        ("job.stop_signal=SIGUSR1", "job.stop_grace_s=1"),
+        told=True,
+    ),
+    # Another rank reports, too, and a kill tears a line.
+    "reports chunks": Program(
+        f"{COUNT}{PROGRESS} $n --of 3\n[ $n = 3 ] && exit; RANK=1 {PROGRESS} 9; "
+        "printf '{\"step\": 7' >>$SLURMTRAIN_RUN_DIR/metrics.jsonl; exit 75",
+        (ONCE,),
+    ),
+    "reports no chunks": Program("exit 75", (TWICE,)),
+    "reports steps again": Program(
+        f"{COUNT}for step in 5 10; do {PROGRESS} $step; done; [ $n = 1 ] && exit 75; {PROGRESS} 10; exit 75", (ONCE,)
+    ),
+    # In the folder in which it runs, and in the run directory.
+    "changes a file": Program(
+        f'{COUNT}[ $n = 2 ] && cd "$SLURMTRAIN_RUN_DIR"; mkdir -p out; touch out/a.pt\n'
+        "[ $n = 3 ] && touch out/done && exit 0; exit 1",
+        (ONCE, "job.progress_file=out/*.pt", "job.finished_when=out/done"),
+    ),
+    "is given a port": Program(
+        "echo $MASTER_ADDR $MASTER_PORT >at-$RANK", (TWO, "cluster.port_range=21000-31999", OFF)
+    ),
+    "finds its port in use": Program(
+        "touch started",
+        (TWO, ONCE, "cluster.srun_wait_s=600"),
+        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "TAKEN"},
+    ),
+    "wants a GPU": Program("touch started", ("cluster.gpus_per_node=1",), env=NO_GPU),
+    "has a loop of its own": Program(
+        "import slurmtrain\nprint('device', slurmtrain.init().device.type)",
+        ("cluster.gpus_per_node=1", "train.device=cpu"),
+        env=NO_GPU,
+    ),
+    "wants a GPU and no GPU": Program("touch started", ("cluster.gpus_per_node=1", "train.device=cpu"), env=NO_GPU),
+}
+
+
+def end_of(program: Program, folder: Path) -> End:
+    """Submit it with cluster=local, and wait for its end."""
+    folder.mkdir()
+    kind, python = ("py", sys.executable) if program.text.startswith("import") else ("sh", "bash")
+    (folder / f"program.{kind}").write_text(program.text)
+    words = ["+cluster=local", "job=command", f"job.command='{python} program.{kind}'", "job.snapshot=none"]
+    submitted = subprocess.Popen(
+        [sys.executable, "-m", "slurmtrain", *words, "requeue.restart_delay_s=0", *program.words, "submit"],
+        cwd=folder,
+        env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **program.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        if program.told:
+            while not (folder / "ready").exists() and submitted.poll() is None:
+                time.sleep(0.02)
+            submitted.send_signal(signal.SIGTERM)
+        said, _ = submitted.communicate(timeout=180)
+    finally:
+        submitted.kill()
+    return End(folder, submitted.returncode, said)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
+    """All programs, some at a time."""
+    root = tmp_path_factory.mktemp("programs")
+    with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as somebody:
+        PROGRAMS["finds its port in use"].env["MASTER_PORT"] = str(somebody.getsockname()[1])
+        yield {name: pool.submit(end_of, program, root / name.replace(" ", "-")) for name, program in PROGRAMS.items()}
+
+
+@dataclass(frozen=True)
+class Ended:
+    running: dict[str, Future[End]]
+
+    def __call__(self, name: str, code: int) -> End:
+        end = self.running[name].result()
+        assert end.code == code, end.said
+        return end
+
+
+@pytest.fixture
+def ended(running: dict[str, Future[End]]) -> Ended:
+    return Ended(running)
+
+
+def test_a_program_that_leaves_at_once_or_becomes_another_one_has_finished_all_the_same(ended: Ended) -> None:
+    """The word that a rank has finished is given by whoever has started the program, so it may end in any way."""
+    end = ended("becomes another", 0)
+    assert end.endings == [("finished", "done")]
+    # A closed pipe ends its processes, although Python, which has started it, ignores that.
+    assert int((end.folder / "pipe").read_text()) == 128 + signal.SIGPIPE
+
+
+def test_a_program_that_saves_and_exits_0_when_told_to_stop_has_not_finished(ended: Ended) -> None:
+    end = ended("saves and exits 0", 75)
+    assert end.endings == [("asked", "end")]  # this launcher was told to stop itself
+    assert "exit code 0 after it was told to stop" in end.said and "job.finished_when" in end.said
+    (end.folder / "program.sh").write_text("echo all done")
+    words = [sys.executable, "-m", "slurmtrain", "resume", "last"]
+    again = subprocess.run(words, cwd=end.folder, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0 and "finished" in again.stdout, again.stdout + again.stderr
+
+
+def test_a_child_that_still_saves_when_its_parent_has_died_of_the_signal_is_waited_for(ended: Ended) -> None:
+    end = ended("has a child that saves", 75)
+    (attempt,) = end.status()["attempts"]
+    assert attempt["ended"] > float((end.folder / "saved").read_text())
+
+
+def test_what_a_finished_program_leaves_running_is_ended_and_named(ended: Ended) -> None:
+    end = ended("leaves a child", 0)
+    assert "left behind" in end.said and "sleep 3000" in end.said
+    assert not process.lives(int((end.folder / "left").read_text()))
+
+
+def test_ranks_that_end_well_wait_for_those_that_still_save(ended: Ended) -> None:
+    """Rank 0 says 75 at once; without a meeting that ended the others after srun_wait_s."""
+    end = ended("saves on rank 1", 75)
+    assert (end.folder / "saved").exists() and not (end.folder / "told").exists()
+
+
+def test_a_rank_that_crashes_ends_those_that_wait_for_it_at_once_and_is_named_before_those_that_have_lost_it(
+    ended: Ended,
+) -> None:
+    end = ended("crashes on rank 1", 1)
+    (attempt,) = end.status()["attempts"]
+    assert "rank 1: bash ended with signal 9 (SIGKILL)" in attempt["sentence"]
+    assert attempt["ended"] - attempt["started"] < 100  # not srun_wait_s=600
+
+
+def test_finished_when_says_exactly_when_a_program_has_finished(ended: Ended) -> None:
+    end = ended("finishes by a file", 0)
+    assert end.endings == [("asked", "requeue"), ("asked", "requeue"), ("finished", "done")]
+    assert "finished: done is there (job.finished_when)" in end.said
+    assert "ended with exit code 0, but done is not there" in end.said
+
+
+def test_a_program_may_say_by_an_exit_code_of_its_own_that_it_has_finished(ended: Ended) -> None:
+    end = ended("finishes by a code", 0)
+    assert end.endings == [("finished", "done")]
+    assert "finished: exit code 9 (job.finished_when)" in end.said
+
+
+def test_a_program_hears_the_signal_of_its_choice_alone_and_is_killed_when_it_takes_too_long(ended: Ended) -> None:
+    end = ended("hears another signal", 75)
+    assert end.endings == [("asked", "end")]
+    assert (end.folder / "heard").exists()  # SIGTERM, which came first, did not end it
+    (event,) = end.events("killed after the grace time")
+    assert event["seconds"] >= 1.0 and "is killed (job.stop_grace_s=1)" in end.said
+
+
+def test_a_program_that_exits_75_after_each_reported_chunk_comes_to_its_end(ended: Ended) -> None:
+    status = ended("reports chunks", 0).status()
+    assert (status["state"], status["step"], status["steps"], len(status["attempts"])) == ("finished", 3, 3, 3)
+
+
+def test_chunks_that_nobody_hears_of_and_steps_done_again_are_no_progress(ended: Ended) -> None:
+    assert ended("reports no chunks", 75).endings == [("asked", "requeue"), ("asked", "end")]
+    again = ended("reports steps again", 75)
+    assert again.endings == [("asked", "requeue"), ("asked", "end")]
+    # So that the time of steps that are done again is known.
+    assert [(event["attempt"], event["step"]) for event in again.events("first report")] == [(1, 5), (2, 5)]
+    assert [(event["attempt"], event["step"]) for event in again.events("caught up")] == [(2, 10)]
+
+
+def test_a_file_counts_as_progress_or_the_end_in_the_run_directory_and_where_the_program_runs(ended: Ended) -> None:
+    end = ended("changes a file", 0)
+    assert end.endings == [("crash", "requeue"), ("crash", "requeue"), ("finished", "done")]
+
+
+def test_a_program_is_given_one_port_of_the_range_for_all_its_ranks(ended: Ended) -> None:
+    end = ended("is given a port", 0)
+    (given,) = {(end.folder / f"at-{rank}").read_text().strip() for rank in range(2)}
+    host, port = given.split()
+    assert host == "127.0.0.1" and 21000 <= int(port) <= 31999
+
+
+def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_starts_and_no_rank_waits_for_the_other(
+    ended: Ended,
+) -> None:
+    end = ended("finds its port in use", 1)
+    port = PROGRAMS["finds its port in use"].env["MASTER_PORT"]
+    assert f"MASTER_PORT={port} from the environment is in use on" in end.said and "unset MASTER_ADDR" in end.said
+    assert not (end.folder / "started").exists()
+    (attempt,) = end.status()["attempts"]
+    assert attempt["ended"] - attempt["started"] < 100  # not srun_wait_s=600
+
+
+def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(ended: Ended) -> None:
+    end = ended("wants a GPU", 78)
+    assert "cluster.gpus_per_node=1, but rank 0 on " in end.said and "CUDA_VISIBLE_DEVICES=''" in end.said
+    assert not (end.folder / "started").exists()
+    assert (ended("wants a GPU and no GPU", 0).folder / "started").exists()
+    assert "device cpu" in ended("has a loop of its own", 0).said
+
+
+@pytest.mark.usefixtures("project")
+def test_outside_of_a_run_the_verb_progress_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["progress", "10"]) == 2
+    assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
+    assert main(["progress", "ten"]) == 2
+    assert "'ten' is not a number of steps" in capsys.readouterr().err
+
+
+# Starts the processes of a node as the launchers do: when one fails, it ends the others and hides its code.
+LAUNCHER = f"""#!{sys.executable}
+import json, os, pathlib, re, subprocess, sys
+
+if sys.argv[2] != "-m" or "launch" not in sys.argv[3] and "distributed" not in sys.argv[3]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+node, size, words = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), sys.argv[1:]
+hosts = [pathlib.Path(word.partition("=")[2]).read_text() for word in words if word.startswith("--hostfile=")]
+at = next(at for at, word in enumerate(words) if re.fullmatch("--no[-_]python", word)) + 1
+pathlib.Path(f"node-{{node}}").write_text(json.dumps([words[:at], hosts, dict(os.environ)]))
+if "--slow" in words:
+    import time
+    time.sleep(3000)
+ranks = [
+    subprocess.Popen(words[at:], env={{**os.environ, "RANK": str(node * size + local), "LOCAL_RANK": str(local)}})
+    for local in range(size)
+]
+while ranks:
+    pid, status = os.wait()
+    ranks = [rank for rank in ranks if rank.pid != pid]
+    if status:
+        for rank in ranks:
+            rank.terminate()
+            rank.wait()
+        sys.exit(1)
+"""
+# Its last word says what it does on which rank; it saves for a while when it is told to stop.
+LAUNCHED = """
+import os, pathlib, signal, sys, time
+
+def told(*_):
+    time.sleep(1)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+
+rank, last = os.environ["RANK"], sys.argv[-1]
+if last == "saves" and rank == "0":
+    signal.signal(signal.SIGTERM, told)
+pathlib.Path(f"up-{rank}").write_text(" ".join(sys.argv[1:]))
+if last == "crashes" and rank == "3":
+    sys.exit(7)
+if last == "goes-on":
+    time.sleep(0 if rank == "0" else 1)
+    pathlib.Path(f"done-{rank}").touch()
+    sys.exit(75)
+time.sleep(3000)
+"""
+# Variables of MPI and of the task that starts a launcher, which would give its processes a wrong rank.
+OF_MPI = (
+    *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "OMPI_MCA_orte_ess_vpid"),
+    *("OMPI_MCA_ess_base_vpid", "MV2_COMM_WORLD_RANK"),
+)
+OF_THE_TASK = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE", "RANK", "LOCAL_RANK", *OF_MPI),
+)
+OF_PEOPLE = {
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "PMIX_MCA_gds": "hash",
+    "MV2_USE_CUDA": "1",
+    "SLURM_CPUS_ON_NODE": "8",
+}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run on two nodes, on each of which a launcher starts two processes, and its job."""
+
+    folder: Path
+    job: str
+
+    @classmethod
+    def submit(cls, folder: Path, launcher: str, command: str, slurm: FakeSlurm) -> Launched:
+        folder.mkdir()
+        (folder / "python").write_text(LAUNCHER)
+        (folder / "python").chmod(0o700)
+        (folder / launcher).symlink_to("python")
+        (folder / "train.py").write_text(LAUNCHED)
+        with contextlib.chdir(folder):
+            words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0"]
+            words += ["cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"]
+            words += ["requeue.restart_delay_s=0", "requeue.in_place=false", "job=command", "job.snapshot=none"]
+            assert main([*words, f"job.launcher={launcher}", "submit", "--", *command.split()]) == 0
+        return cls(folder, str(slurm.jobs[-1]["id"]))
+
+    def node(self, number: int) -> tuple[str, list[str], dict[str, str]]:
+        """The words of the launcher there, the contents of its hostfile, and its environment."""
+        words, hosts, environment = json.loads((self.folder / f"node-{number}").read_text())
+        port = environment["MASTER_PORT"]
+        text = " ".join(word for word in words if not word.startswith("--hostfile="))
+        return text.replace(port, "PORT").replace(f"{self.folder}/", ""), hosts, environment
+
+    def came(self, rank: int) -> str:
+        return (self.folder / f"up-{rank}").read_text()
+
+
+def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(project: Path, slurm: FakeSlurm) -> None:
+    folder = {name: project / name for name in ("crashes", "goes-on", "saves", "starts")}
+    crashes = Launched.submit(
+        folder["crashes"], "torchrun", f"{folder['crashes']}/python train.py --lr 1 crashes", slurm
+    )
+    accelerate, deepspeed = (
+        f"{folder['goes-on']}/accelerate launch --mixed_precision no",
+        f"{folder['saves']}/deepspeed",
+    )
+    goes_on = Launched.submit(folder["goes-on"], "accelerate", f"{accelerate} train.py goes-on", slurm)
+    saves = Launched.submit(folder["saves"], "deepspeed", f"{deepspeed} train.py saves", slurm)
+    starts = Launched.submit(folder["starts"], "torchrun", f"{folder['starts']}/torchrun --slow train.py", slurm)
+    leaked = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
+    with ThreadPoolExecutor(4) as pool:
+        jobs = {
+            each: pool.submit(slurm.run, each.job, timeout_s=240, **leaked)
+            for each in (crashes, goes_on, saves, starts)
+        }
+        for told, files in ((saves, [f"up-{rank}" for rank in range(4)]), (starts, ["node-0", "node-1"])):
+            while not all((told.folder / file).exists() for file in files) and not jobs[told].done():
+                time.sleep(0.05)
+            slurm.signal(told.job, signal.SIGTERM)
+        said = {each: job.result().stdout for each, job in jobs.items()}
+
+    def status(launched: Launched, state: str, reason: str) -> str:
+        found = End(launched.folder, 0, "").status()
+        (attempt,) = found["attempts"]
+        assert (found["state"], attempt["reason"]) == (state, reason), said[launched]
+        return str(attempt["sentence"])
+
+    # A crash of one process ends all, and is named although its launcher hides its code.
+    assert "rank 3: train.py (torchrun) ended with exit code 7" in status(crashes, "requeued", "crash")
+    assert crashes.came(3) == "--lr 1 crashes"
+    # A process that leaves before its end ends no other; nor does one that is told to stop, and saves for a while.
+    status(goes_on, "requeued", "asked")
+    assert all((goes_on.folder / f"done-{rank}").exists() for rank in range(4))
+    status(saves, "requeued", "asked")
+    assert (saves.folder / "saved").exists()
+    # A launcher that has started nothing yet hears no signal, and what it starts later would not have heard it either.
+    status(starts, "requeued", "asked")
+
+    words, _, environment = crashes.node(1)
+    assert words == (
+        "-u -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 --master-addr=127.0.0.1 "
+        "--master-port=PORT --max-restarts=0 --no-python"
+    )
+    assert not {*OF_THE_TASK} & {*environment} and environment.items() >= OF_PEOPLE.items()
+    assert {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")} == {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+    }
+    words, _, environment = goes_on.node(0)
+    assert words == (
+        "-u -m accelerate.commands.launch --num_machines=2 --num_processes=4 --machine_rank=0 "
+        "--main_process_ip=127.0.0.1 --main_process_port=PORT --rdzv_backend=static --max_restarts=0 "
+        "--deepspeed_multinode_launcher=standard --multi_gpu --mixed_precision no --no_python"
+    )
+    words, hosts, _ = saves.node(1)
+    assert words == (
+        "-u -m deepspeed.launcher.runner --no_ssh --node_rank=1 --master_addr=127.0.0.1 --master_port=PORT "
+        "--no_local_rank --no_python"
+    )
+    assert hosts == ["n1 slots=2\nn2 slots=2\n"] and saves.came(3) == "--local_rank=1 saves"
