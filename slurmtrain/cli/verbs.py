@@ -420,8 +420,8 @@ VERBS: dict[str, Verb] = {
         "probe [--partition NAME] [--out FILE] [--check FILE|NAME] [--account NAME] [--qos NAME] [--json] ...",
         "write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since?",
         "slurmtrain.cli.probe",
-        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts, containers and "
-        "file systems, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
+        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts and "
+        "containers, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
         "value that SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, "
         "1: something, or 78: jobs of the file cannot run.",
         examples=(

@@ -72,9 +72,7 @@ class StageConfig:
     data: list[str] = field(default_factory=list)  # files and folders; data sources that name them read the copies
     # Local folder on each node; may begin with a variable of the job, as in $SLURM_TMPDIR. null: $TMPDIR, or else /tmp
     dir: str | None = None
-    # End the attempt (exit code 78) if a node has no valid copy; false: the ranks of that node use the shared folders
-    required: bool = False
-    # Time limit of preparing, and again of copying; nodes that have not finished by then have no valid copy
+    # Time limit of copying; the ranks of nodes that have not finished by then use the shared folders
     limit_min: int = 30
 
     @property

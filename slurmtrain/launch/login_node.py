@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.system.file_systems import Mount, mount_here, write_speed_mb_per_s
+from slurmtrain.system.file_systems import write_speed_mb_per_s
 
 MODULES_SHOWN = 12
 # Modules that a training job may want, the most wanted first.
@@ -27,22 +27,6 @@ _WANTED = (
     "openmpi",
     "rocm",
 )
-_FOLDERS = ("HOME", "SCRATCH", "WORK", "PROJECT", "DATA")  # variables that sites set to shared folders
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder in which a person may keep runs or data.
-
-    Attributes:
-        called: how the person knows it: "runs", "$SCRATCH".
-        write_mb_per_s: roughly what one process writes here; None: not measured.
-    """
-
-    called: str
-    path: Path
-    mount: Mount | None
-    write_mb_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +37,13 @@ class LoginNode:
         containers: of apptainer, singularity and enroot those that are there.
         modules: whether there is a `module` command.
         module_names: some that a training job may want; (): none were found.
+        write_mb_per_s: roughly what one process writes to the folder of the runs; None: not measured.
     """
 
     containers: tuple[str, ...] = ()
     modules: bool = False
     module_names: tuple[str, ...] = ()
-    folders: tuple[Folder, ...] = ()
+    write_mb_per_s: float | None = None
 
 
 def look_at_login_node(runs_dir: Path, variables: Mapping[str, str] = os.environ, *, measure: bool = True) -> LoginNode:
@@ -69,23 +54,13 @@ def look_at_login_node(runs_dir: Path, variables: Mapping[str, str] = os.environ
         measure: write some megabytes there for a moment, to see how fast that is.
     """
     listing = _module_listing(variables)
+    there = next((each for each in (runs_dir, *runs_dir.parents) if each.is_dir()), Path("/"))
     return LoginNode(
         containers=tuple(name for name in ("apptainer", "singularity", "enroot") if shutil.which(name)),
         modules=bool(_module_command(variables)) or "MODULEPATH" in variables,
         module_names=wanted_modules(listing),
-        folders=_folders(runs_dir, variables, measure=measure),
+        write_mb_per_s=write_speed_mb_per_s(there) if measure else None,
     )
-
-
-def _folders(runs_dir: Path, variables: Mapping[str, str], *, measure: bool) -> tuple[Folder, ...]:
-    there = next((each for each in (runs_dir, *runs_dir.parents) if each.is_dir()), Path("/"))
-    speed = write_speed_mb_per_s(there) if measure else None
-    found = [Folder("the folder of the runs", runs_dir, mount_here(there), speed)]
-    for name in _FOLDERS:
-        path = Path(variables.get(name) or "-")
-        if path.is_absolute() and path != runs_dir:
-            found.append(Folder(f"${name}", path, mount_here(path)))
-    return tuple(found)
 
 
 def wanted_modules(listing: str) -> tuple[str, ...]:

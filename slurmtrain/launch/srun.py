@@ -16,8 +16,7 @@ from slurmtrain.slurm.versions import SRUN_COMPARES_CPUS_PER_TASK, SRUN_FORGETS_
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
 # The same where nodes have copies of their own (cluster.stage): the file `use` of the node puts them first.
 STAGED = (
-    """bash -c 'trap "" USR2 TERM; case " $SLURMTRAIN_NOT_STAGED " in *" $SLURMD_NODENAME "*) ;; *) """
-    """if [ -n "$SLURMTRAIN_STAGE" ]; then . "$SLURMTRAIN_STAGE/$SLURMD_NODENAME/use"; fi ;; esac; """
+    """bash -c 'trap "" USR2 TERM; use="$SLURMTRAIN_STAGE/$SLURMD_NODENAME/use"; if [ -f "$use" ]; then . "$use"; fi; """
     """exec "${SLURMTRAIN_PYTHON:-$0}" "$@"'"""
 )
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image

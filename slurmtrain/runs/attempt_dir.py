@@ -55,11 +55,6 @@ class AttemptDir:
         return self.path / "srun.log"
 
     @property
-    def stage_dir(self) -> Path:
-        """The folder of what was copied to the nodes, see `stage_record`; the batch script spells it, too."""
-        return self.path / "stage"
-
-    @property
     def request_file(self) -> Path:
         """The file of the person's request that this attempt took from the run's folder."""
         return self.path / "request.json"

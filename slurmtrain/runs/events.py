@@ -35,7 +35,6 @@ class Event(StrEnum):
     # Its attempts.
     ATTEMPT_STARTED = "attempt started"
     ATTEMPT_ENDED = "attempt ended"
-    STAGED = "staged"  # what cluster.stage names was copied to the nodes, or could not be
     PREFLIGHT = "preflight"  # the checks before training have found something
     LEFT_BEHIND = "left behind"  # processes of the user's own program had not ended in time
     CHECKPOINT_FOUND = "checkpoint found"  # of the user's own program, when it starts

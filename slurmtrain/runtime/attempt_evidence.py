@@ -13,7 +13,7 @@ from pathlib import Path
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
-from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, stage_record
+from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence
@@ -120,12 +120,11 @@ def evidence_of(
     failure = first.failure if first is not None else None
     set_up = batch_claim.failed_set_up(attempt_dir)
     counted = attempt_history.stalled_numbers(tries, attempt.number)
-    refused = stage_record.refused_nodes(attempt_dir) if set_up is not None else None
-    unfit = failures.unfit_nodes(attempt.nodes) or refused or ()
+    unfit = failures.unfit_nodes(attempt.nodes)
     hang = found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them, or the batch script
+    if unfit:  # rank 0 speaks for them
         failed_on: str | None = unfit[0]
-    elif refused is not None or (failure is not None and failure.bad_nodes):
+    elif failure is not None and failure.bad_nodes:
         failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
     elif hang is None:
         failed_on = _node_at_fault(attempt, srun_log, first, set_up, exit_code)

@@ -181,14 +181,6 @@ class SlurmClient:
             found += parse_sacct(answer.stdout)
         return found
 
-    def live_jobs(self) -> list[str]:
-        """Return the ids of this user's jobs that SLURM has not ended, those of the tasks of arrays, too.
-
-        Raises:
-            ClusterError: squeue is missing, or the controller does not answer.
-        """
-        return self._call([*SQUEUE, "--me", "--format=%A"], before=SHIELD).split()
-
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
         """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
 

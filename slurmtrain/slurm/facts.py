@@ -213,8 +213,6 @@ class ClusterFacts:
         associations: this user's on this cluster; None: not known, or no accounting.
         federation: SLURM's words for the federation of which the cluster is a part; "": none; None: not known.
         default_account: this user's; None: not known.
-        switches: text of `scontrol show topology`; "": none.
-        mpi_types: what `srun --mpi` takes.
         pyxis: whether srun on this machine takes --container-image; None: not known.
         silent: commands that gave no answer, as typed.
     """
@@ -226,8 +224,6 @@ class ClusterFacts:
     associations: tuple[Association, ...] | None = None
     default_account: str | None = None
     federation: str | None = None
-    switches: str = ""
-    mpi_types: tuple[str, ...] = ()
     pyxis: bool | None = None
     silent: tuple[str, ...] = ()
 

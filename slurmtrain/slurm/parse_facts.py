@@ -315,12 +315,6 @@ def parse_minutes(text: str) -> int | None:
     return None if seconds is None else int(seconds // 60)
 
 
-def parse_mpi_types(text: str) -> tuple[str, ...]:
-    """Read `srun --mpi=list`, which prints a heading and then a name on each line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and ":" not in line]
-    return tuple(line for line in lines if re.fullmatch(r"[a-z0-9_]+", line) and line != "none")
-
-
 def _fields(line: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for word in line.split():

@@ -22,14 +22,12 @@ from slurmtrain.slurm.parse_facts import (
     parse_associations,
     parse_config,
     parse_groups,
-    parse_mpi_types,
     parse_partitions,
     parse_qos,
     with_account_limits,
     with_nodes,
 )
 from slurmtrain.slurm.preemption import NOT_AT_ALL
-from slurmtrain.slurm.topology import kind_of_topology
 from slurmtrain.system.user import own_user
 
 Ask = Callable[[Sequence[str]], str | None]
@@ -43,9 +41,7 @@ CONFIG = ("scontrol", "show", "config")
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 GROUPS = ("sinfo", "--noheader", "--all", "--exact", f"--format={SINFO_FORMAT}")
 QOS = ("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS_COLUMNS)}")
-MPI_TYPES = ("srun", "--mpi=list")
 SRUN_HELP = ("srun", "--help")
-TOPOLOGY = ("scontrol", "show", "topology")
 FEDERATION = ("scontrol", "show", "federation")  # prints nothing where there is none
 
 
@@ -77,7 +73,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
 
     Args:
         ask: returns the output of a command, or None if there is none in time; `SlurmClient.glance`.
-        whole: also those that only a description of the cluster needs: nodes one by one, topology, MPI, pyxis. Without them
+        whole: also those that only a description of the cluster needs: nodes one by one, pyxis. Without them
             it takes three commands, and where there are accounts five more, and one for each level of accounts between the
             user's and the root.
         user: whose accounts; None: this user's.
@@ -92,15 +88,12 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     nodes = ("scontrol", "--oneliner", "show", "node", ",".join(_one_of_each(groups)))
     wanted = [*_of_accounts(user), FEDERATION] if keeps_accounts(config) else []
     if whole:
-        wanted += [MPI_TYPES, SRUN_HELP, *([nodes] if nodes[-1] else [])]
-        wanted += [TOPOLOGY] if kind_of_topology(config) is not None else []
+        wanted += [SRUN_HELP, *([nodes] if nodes[-1] else [])]
     answers = _answers(ask, wanted, silent)
     found = ClusterFacts(
         config=config,
         partitions=parse_partitions(first[PARTITIONS]),
         groups=with_nodes(groups, answers.get(nodes, "")),
-        switches=answers.get(TOPOLOGY, ""),
-        mpi_types=parse_mpi_types(answers.get(MPI_TYPES, "")),
         pyxis="--container-image" in answers[SRUN_HELP] if answers.get(SRUN_HELP) else None,
         federation=answers[FEDERATION].strip()
         if FEDERATION in answers and not _is_silent(FEDERATION, silent)

@@ -1,6 +1,6 @@
 """The copies of shared files on a rank's own node (cluster.stage): how a rank finds them, and how it finds its way back.
 
-The variables are set for the ranks of a node by the file `use` in the node's folder; see `runtime.staging.node`. What a rank
+The variables are set for the ranks of a node by the file `use` in the node's folder; see `runtime.staging`. What a rank
 submits, or starts for another node, must not name folders of this node.
 """
 
@@ -33,7 +33,7 @@ def without_copies(variables: Mapping[str, str]) -> dict[str, str]:
             found[name] = before
         elif before is not None:
             found.pop(name, None)
-    for name in (COPIES, STAGED_PYTHON, SHARED_PYTHON, "SLURMTRAIN_STAGE", "SLURMTRAIN_NOT_STAGED"):
+    for name in (COPIES, STAGED_PYTHON, SHARED_PYTHON, "SLURMTRAIN_STAGE"):
         found.pop(name, None)
     return found
 

@@ -34,7 +34,7 @@ from slurmtrain.runtime.jobs.instantiate import build
 from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause
-from slurmtrain.training.forward_backward import _Pipelined, build_forward_backward
+from slurmtrain.training.forward_backward import build_forward_backward
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import SMALL, Project
@@ -211,12 +211,13 @@ def test_the_numbers_are_those_of_one_process(
             assert found[0][name] == value, name
 
 
-def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
-    forward_backward = object.__new__(_Pipelined)
-    forward_backward._length = 64
-    forward_backward.prepare_evaluation(64)
-    with pytest.raises(ConfigError, match="sequences of 65 tokens"):
-        forward_backward.prepare_evaluation(65)
+def test_a_pipeline_refuses_a_set_with_longer_sequences_than_it_trains_on(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    longer = f"+eval.sets.longer={{_target_: {__name__}.Ragged, samples: 1, length: 65}}"
+    words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.steps=1", longer]
+    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
+        assert "sequences of 65 tokens" in str(ending.error)
 
 
 def test_an_empty_set_is_refused() -> None:

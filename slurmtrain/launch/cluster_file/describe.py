@@ -201,7 +201,6 @@ def _software(facts: ClusterFacts, login: LoginNode) -> Iterable[Entry]:
 
 def _storage(login: LoginNode) -> Iterable[Entry]:
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
-    measured = next((each for each in login.folders if each.write_mb_per_s is not None), None)
-    if measured is not None:
-        why += f". One process here wrote {measured.write_mb_per_s:.0f} MB/s, roughly"
+    if login.write_mb_per_s is not None:
+        why += f". One process here wrote {login.write_mb_per_s:.0f} MB/s, roughly"
     yield Entry("storage_gb_per_s", None, why, question=True)

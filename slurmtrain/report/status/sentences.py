@@ -11,7 +11,6 @@ from slurmtrain.report.progress import at_about, read_progress
 from slurmtrain.report.status.queue import Queue, expected_start
 from slurmtrain.report.status.record import Record
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
-from slurmtrain.runs import stage_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, Reason, Verdict
@@ -132,8 +131,7 @@ def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
     if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
         return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}", True
     if last is not None and record.setting_up:
-        copying = stage_record.progress(record.run_dir.attempt(last.number))
-        return RunStatus.STARTING, f"attempt {last.number} {copying or 'is setting up'}, job {job_id}", True
+        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""

@@ -16,17 +16,16 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file.content import WIDTH, ClusterFile
 from slurmtrain.launch.cluster_file.describe import describe
-from slurmtrain.launch.login_node import Folder, LoginNode, wanted_modules
+from slurmtrain.launch.login_node import LoginNode, wanted_modules
 from slurmtrain.launch.queue_check.request import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
-from slurmtrain.system.file_systems import Mount
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
 LOGIN = LoginNode(
     containers=("apptainer",),
     modules=True,
     module_names=("cuda/12.4", "nccl/2.21"),
-    folders=(Folder("the folder of the runs", Path("/work/me/runs"), Mount("/work", "lustre"), 412.3),),
+    write_mb_per_s=412.3,
 )
 
 

@@ -793,30 +793,6 @@ def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(job: Job) -> 
     assert (found["reason"], found["verdict"], found["bad_nodes"]) == ("config", "end", [])
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_node_that_cannot_get_required_copies_is_blamed_and_not_that_of_the_batch_script(
-    job: Job, trained: bool
-) -> None:
-    if trained:
-        job.attempt(stepping=time.time(), said="stopped", verdict="requeue", reason="preempted", sentence="x")
-
-    def refused(*without: str) -> dict[str, Any]:
-        left: dict[str, object] = {"setup-failed": f"{without[0]} has no sound copy: disk full\n"}
-        number = job.attempt(left, opened=False, nodes=[])
-        stage = job.run.attempt(number).stage_dir
-        stage.mkdir()
-        (stage / "refused.json").write_text(json.dumps({"without": without, "nodes": 3}))
-        return job.ends(number, 78)
-
-    found = refused("n2")
-    assert (found["reason"], found["verdict"], found["bad_nodes"]) == ("bad node", "requeue", ["n2"])
-    assert found["sentence"].startswith("n2 has no sound copy: disk full (the fault of n2)")
-    assert [each["node"] for each in shown("nodes", "list")] == ["n2"]
-    found = refused("n0", "n1", "n2")  # what is copied may be at fault
-    assert found["reason"] == ("bad node" if trained else "config")
-    assert found["bad_nodes"] == [] and found["fault"] is None
-
-
 def left_out() -> dict[str, bool]:
     """The nodes that something is on record against, and whether all runs leave them out."""
     return {each["node"]: each["until"] is not None for each in shown("nodes", "list")}

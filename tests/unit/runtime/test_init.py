@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
 
-import slurmtrain
-from slurmtrain.checkpoint import checkpointer
 from tests.support.local_runs import clean_environment
 
 SCRIPT = """
@@ -64,16 +61,3 @@ slurmtrain.exit_for_requeue()
 """
     words = [sys.executable, "-c", script]
     assert subprocess.run(words, cwd=tmp_path, env=clean_environment(), timeout=60, check=False).returncode == 75
-
-
-def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_below() -> None:
-    base = inspect.signature(checkpointer.Checkpointer).parameters
-    given = inspect.signature(slurmtrain.Checkpointer).parameters
-    assert not [name for name, each in given.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
-    for name in given.keys() - {"directory"}:
-        assert given[name].default == base[name].default, name
-    # What it overrides takes the same: `**objects` would take a name that is missing for an object to restore.
-    ours, theirs = slurmtrain.Checkpointer.restore, checkpointer.Checkpointer.restore
-    assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
-    # The rest is decided by `init`, or is for the trainer.
-    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending", "node"}

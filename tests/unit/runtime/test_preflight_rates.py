@@ -16,7 +16,7 @@ from slurmtrain.planner.peaks import BF16, peak_of
 from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 from slurmtrain.runtime.preflight.measure import ranks_of_nodes
-from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, rounds, slow, summary
+from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, slow
 
 NODES, TASKS = 8, 2
 
@@ -141,23 +141,6 @@ def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:
     two = [each for each in rates(links={("n0", "n1"): 1.0}) if each.node in ("n0", "n1")]
     assert slow(two, Stated()) == []
     assert only(slow(two, Stated(network_gb_per_s=45.0))).kind == FindingKind.BELOW_STATED
-
-
-def test_rates_come_through_a_message_as_they_were() -> None:
-    for each in rates():
-        assert RankRates.decode(each.encode()) == each
-    alone = RankRates(0, "n0", 1.0, pairs={})
-    assert RankRates.decode(alone.encode()) == alone
-    assert summary([alone])["links"] == []
-
-
-@pytest.mark.parametrize("members", [1, 2, 3, 4, 7, 8])
-def test_in_the_rounds_each_meets_each_other_once_and_nobody_twice_at_a_time(members: int) -> None:
-    found = rounds(members)
-    assert sorted(pair for pairs in found for pair in pairs) == sorted(combinations(range(members), 2))
-    for pairs in found:
-        busy = [each for pair in pairs for each in pair]
-        assert len(busy) == len(set(busy))
 
 
 @pytest.mark.parametrize("tasks", [(1, 1), (2, 2, 2), (4, 2, 3), (1,), (8,) * 32])

@@ -8,7 +8,7 @@ import pytest
 
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config, JobConfig, PrepareConfig
-from slurmtrain.data.prepare.units_done import count_done, units_folder
+from slurmtrain.data.prepare.units_done import units_folder
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -23,52 +23,27 @@ def run(tmp_path: Path) -> RunDir:
     return create_run_dir(tmp_path, "prepare")
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    units_folder(path).mkdir(parents=True)
-    return path
-
-
-def end(output: Path, *numbers: int) -> None:
-    for number in numbers:
-        (units_folder(output) / f"{number:05d}.json").touch()
-
-
-def config_of(output: Path, part: int = 0, parts: int = 1) -> Config:
-    prepare = PrepareConfig(output=str(output), part=part, parts=parts)
-    return Config(job=JobConfig(kind=JobKind.PREPARE), prepare=prepare)
-
-
-def test_units_that_other_tasks_end_after_rank_0_s_last_count_are_on_record(run: RunDir, output: Path) -> None:
-    end(output, 0, 1, 2, 3, 4)
-    (units_folder(output) / "00005.json.tmp").touch()
-    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=2)
-    finish_attempt(run, attempt.number, 75, config_of(output), None)
-    assert attempts.read_attempt(run, attempt.number).last_step == 5
-
-
-def test_a_part_of_an_array_counts_its_own_units(run: RunDir, output: Path) -> None:
-    end(output, 0, 1, 2, 3, 5, 9)
-    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=1)
-    finish_attempt(run, attempt.number, 75, config_of(output, part=1, parts=4), None)
-    assert attempts.read_attempt(run, attempt.number).last_step == 3
-    assert [count_done(output, part, 4) for part in range(4)] == [1, 3, 1, 1]
-
-
-def test_rank_0_s_count_stands_where_the_output_cannot_be_seen(run: RunDir, tmp_path: Path) -> None:
-    attempt = add_attempt(run, said="stopped", stepping=1.0, last_step=2)
-    finish_attempt(run, attempt.number, 75, config_of(tmp_path / "in the container"), None)
-    assert attempts.read_attempt(run, attempt.number).last_step == 2
-
-
-def test_what_others_have_done_in_the_output_is_not_on_record_of_an_attempt_that_did_not_begin(
-    run: RunDir, output: Path
+@pytest.mark.parametrize(
+    ("units", "folder", "part", "began", "expected"),
+    [
+        pytest.param([0, 1, 2, 3, 4], "tokens", (0, 1), True, 5, id="other tasks end some after rank 0's last count"),
+        pytest.param([0, 1, 2, 3, 5, 9], "tokens", (1, 4), True, 3, id="a part of an array counts its own"),
+        pytest.param([0, 1, 2, 3], "in the container", (0, 1), True, 2, id="the output cannot be seen"),
+        pytest.param([0, 1, 2], "tokens", (0, 1), False, None, id="others have done them, and it was refused"),
+    ],
+)
+def test_the_record_has_the_units_that_are_done_at_the_end(
+    run: RunDir, tmp_path: Path, units: list[int], folder: str, part: tuple[int, int], began: bool, expected: int | None
 ) -> None:
-    end(output, 0, 1, 2)  # with other settings, so that the attempt was refused
-    attempt = add_attempt(run)
-    finish_attempt(run, attempt.number, 78, config_of(output), None)
-    assert attempts.read_attempt(run, attempt.number).last_step is None
+    done = units_folder(tmp_path / "tokens")
+    done.mkdir(parents=True)
+    for name in (*(f"{number:05d}.json" for number in units), "00006.json.tmp"):
+        (done / name).touch()
+    prepare = PrepareConfig(output=str(tmp_path / folder), part=part[0], parts=part[1])
+    config = Config(job=JobConfig(kind=JobKind.PREPARE), prepare=prepare)
+    attempt = add_attempt(run, **({"said": "stopped", "stepping": 1.0, "last_step": 2} if began else {}))
+    finish_attempt(run, attempt.number, 75 if began else 78, config, None)
+    assert attempts.read_attempt(run, attempt.number).last_step == expected
 
 
 @pytest.mark.parametrize(

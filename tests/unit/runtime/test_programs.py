@@ -183,9 +183,11 @@ def end_of(program: Program, folder: Path) -> End:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
     """All programs, some at a time."""
     root = tmp_path_factory.mktemp("programs")
-    with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as somebody:
+    pool = ThreadPoolExecutor(3)
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
         PROGRAMS["finds its port in use"].env["MASTER_PORT"] = str(somebody.getsockname()[1])
         yield {name: pool.submit(end_of, program, root / name.replace(" ", "-")) for name, program in PROGRAMS.items()}
+        pool.shutdown(cancel_futures=True)  # a test that runs alone does not need them all
 
 
 @dataclass(frozen=True)

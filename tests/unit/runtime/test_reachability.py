@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.errors import PreflightError, RendezvousError
 from slurmtrain.runtime.preflight.findings import Fault
+from slurmtrain.runtime.preflight.peer_ports import Unreached
+from slurmtrain.runtime.preflight.peer_ports import error_of as error_of_ports
 from slurmtrain.runtime.preflight.reachability import (
     Answer,
     Unreachable,
@@ -21,8 +22,6 @@ from slurmtrain.runtime.preflight.reachability import (
     kind_of,
     knock,
     look_into,
-    report,
-    reports,
 )
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -96,10 +95,31 @@ def test_a_port_is_knocked_at() -> None:
     assert found.sentence == f"cannot reach rank 0 at 127.0.0.1:{port} by lo: refused"
 
 
-def test_rank_0_reads_what_nodes_report_and_leaves_out_what_is_no_report(tmp_path: Path) -> None:
-    report(tmp_path, 3, LOST)
-    (tmp_path / "unreachable-4.json").write_text('{"node": "n4; rm", "rank": 1}')
-    (tmp_path / "unreachable-5.json").write_text("[]")
-    (tmp_path / "unreachable-6.json").write_text('{"node": "n6"')
-    assert reports(tmp_path) == [LOST]
-    assert reports(tmp_path / "none") == []
+# What is concluded where nodes do not reach each other at ports that the kernel chooses.
+SIX_NODES = (*NODES, "n4", "n5")
+UNREACHED = Unreached("n3", "n2", "10.0.0.3", 41233, Answer.TIMED_OUT, "eth1", alone=True, waited_s=10.0)
+
+
+def test_a_single_node_that_is_not_reached_is_left_out_of_another_start() -> None:
+    error = error_of_ports([UNREACHED], SIX_NODES)
+    assert isinstance(error, PreflightError) and error.nodes == ("n3",)
+    assert error.message.startswith(
+        "preflight, blocked_port: n3: n2 cannot connect to it at 10.0.0.3:41233 by eth1: timed out after 10 s; expected: "
+    )
+    assert error.hint is not None and "net.ipv4.ip_local_port_range" in error.hint and "network_interface" in error.hint
+
+
+def test_where_all_nodes_are_reached_there_is_no_error_and_where_most_are_not_no_other_start_would_help() -> None:
+    assert error_of_ports([], SIX_NODES) is None
+    error = error_of_ports([replace(UNREACHED, node=node, alone=False) for node in SIX_NODES], SIX_NODES)
+    assert isinstance(error, PreflightError) and (error.nodes, error.exit_code) == ((), 78)
+    assert "; the same of 5 more of 6 nodes; " in error.message
+
+
+def test_between_two_groups_of_nodes_and_between_two_nodes_nobody_is_blamed() -> None:
+    two_racks = [replace(UNREACHED, node="n3", alone=False), replace(UNREACHED, node="n0", before="n5", alone=False)]
+    of_two = error_of_ports([replace(UNREACHED, node="n1", before="n0", alone=None)], ("n0", "n1"))
+    for error in (error_of_ports(two_racks, SIX_NODES), of_two):
+        assert isinstance(error, RendezvousError) and error.because_of_peer  # the node of rank 0 is not at fault either
+    refused = error_of_ports([replace(UNREACHED, answer=Answer.REFUSED)], SIX_NODES)
+    assert refused is not None and "by eth1: refused; expected" in refused.message

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ import pytest
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.watchdog import evidence, monitor
-from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks, silent_between, still_allowed, turn_s
+from slurmtrain.runtime.watchdog.heartbeats import Beat, silent_between, still_allowed, turn_s
 from slurmtrain.runtime.watchdog.phases import Allowance, Frame, parse_dump, phase_of
-from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress, time_out
-from slurmtrain.runtime.watchdog.report import HangReport, NodeHangReport, find_absent, look_at_node, page, sentence_of
-from slurmtrain.runtime.watchdog.watchdog import Watchdog
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.runtime.watchdog.progress import ActiveClock, Position, Progress
+from slurmtrain.runtime.watchdog.report import HangReport, NodeHangReport, find_absent, page, sentence_of
 from slurmtrain.system import process, redaction
 
 LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
@@ -40,22 +36,7 @@ def beat(rank: int, **values: Any) -> Beat:
     return Beat(rank=rank, **{**common, **values})
 
 
-@pytest.mark.parametrize(
-    ("allowance", "longest_step_s", "seconds"),
-    [
-        (Allowance.START, None, 1000),
-        (Allowance.STEP, None, 60),
-        (Allowance.STEP, 2.0, 60),
-        (Allowance.STEP, 20.0, 200),
-        (Allowance.EVALUATION, 20.0, 500),
-        (Allowance.SAVE, 20.0, 300),
-        (Allowance.DEBUGGER, 20.0, math.inf),
-    ],
-)
-def test_each_kind_of_work_has_its_own_time_out(
-    allowance: Allowance, longest_step_s: float | None, seconds: float
-) -> None:
-    assert time_out(LIMITS, allowance, longest_step_s) == seconds
+A_STEP, EVALUATION, SAVE, START = Allowance.STEP, Allowance.EVALUATION, Allowance.SAVE, Allowance.START
 
 
 def looked(progress: Progress, *looks: tuple[float, int, Allowance]) -> Progress:
@@ -64,33 +45,45 @@ def looked(progress: Progress, *looks: tuple[float, int, Allowance]) -> Progress
     return progress
 
 
-def test_a_step_may_take_ten_times_the_longest_one() -> None:
-    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (30, 2, Allowance.STEP), (40, 3, Allowance.STEP))
-    looked(progress, (339, 3, Allowance.STEP))
-    assert not progress.overdue
-    assert looked(progress, (340, 3, Allowance.STEP)).overdue
-
-
-def test_an_evaluation_in_between_makes_no_step_longer() -> None:
-    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (1, 2, Allowance.STEP), (2, 2, Allowance.EVALUATION))
-    looked(progress, (400, 2, Allowance.EVALUATION), (401, 2, Allowance.STEP), (402, 3, Allowance.STEP))
-    assert looked(progress, (462, 3, Allowance.STEP)).overdue
-
-
 @pytest.mark.parametrize(
-    ("allowance", "seconds"), [(Allowance.EVALUATION, 499), (Allowance.SAVE, 299), (Allowance.START, 999)]
+    ("looks", "seconds"),
+    [
+        pytest.param([(0, 0, START)], 1000, id="the start and a compilation have the longest"),
+        pytest.param([(0, 1, A_STEP)], 60, id="no step has less than min_s"),
+        pytest.param([(0, 1, A_STEP), (2, 2, A_STEP)], 60, id="nor one of which ten are done within that"),
+        pytest.param(
+            [(0, 1, A_STEP), (30, 2, A_STEP), (40, 3, A_STEP)], 300, id="a step may take ten times the longest one"
+        ),
+        pytest.param([(0, 1, A_STEP), (1, 1, EVALUATION)], 500, id="an evaluation"),
+        pytest.param([(0, 1, A_STEP), (1, 1, SAVE)], 300, id="a save"),
+        pytest.param(
+            [(100.0 * n, 5 + n, EVALUATION) for n in range(100)], 500, id="batches of an evaluation are progress"
+        ),
+        pytest.param(
+            [
+                (0, 1, A_STEP),
+                (1, 2, A_STEP),
+                (2, 2, EVALUATION),
+                (400, 2, EVALUATION),
+                (401, 2, A_STEP),
+                (402, 3, A_STEP),
+            ],
+            60,
+            id="an evaluation in between makes no step longer",
+        ),
+    ],
 )
-def test_a_long_evaluation_save_or_compilation_is_no_hang(allowance: Allowance, seconds: float) -> None:
-    progress = looked(Progress(LIMITS), (0, 1, Allowance.STEP), (1, 1, allowance), (1 + seconds, 1, allowance))
+def test_each_kind_of_work_has_its_own_time_out(looks: list[tuple[float, int, Allowance]], seconds: float) -> None:
+    last, step, allowance = looks[-1]
+    progress = looked(Progress(LIMITS), *looks, (last + seconds - 1, step, allowance))
     assert not progress.overdue
-    assert looked(progress, (2 + seconds, 1, allowance)).overdue
+    assert looked(progress, (last + seconds, step, allowance)).overdue
 
 
-def test_batches_of_an_evaluation_are_progress() -> None:
-    progress = Progress(LIMITS)
-    for batch in range(100):
-        looked(progress, (100.0 * batch, 5 + batch, Allowance.EVALUATION))
-        assert not progress.overdue
+def test_a_debugger_has_no_time_out() -> None:
+    assert not looked(
+        Progress(LIMITS), (0, 1, A_STEP), (1, 1, Allowance.DEBUGGER), (1e6, 1, Allowance.DEBUGGER)
+    ).overdue
 
 
 def test_a_copy_to_a_mirror_that_gets_on_is_no_hang_and_hides_none() -> None:
@@ -217,60 +210,6 @@ def reports(*ranks: int, **values: Any) -> dict[int, HangReport]:
     return {rank: HangReport(beat(rank), **values) for rank in ranks}
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ("T", "was stopped (SIGSTOP)"),
-        ("t", "was stopped by a debugger"),
-        ("D", "waits in the kernel for a disk, file system or driver (state D)"),
-        ("gone", "ended without a word"),
-        ("S", "is in a call that holds Python's interpreter lock"),
-        (None, "does not answer any more (stopped, or its node is gone)"),
-    ],
-)
-def test_a_silent_rank_is_named_with_the_state_of_its_process(state: str | None, said: str) -> None:
-    known = reports(0, 2, 3, local_states={1: state} if state else {}, seen={1: beat(1)})
-    absent = find_absent(known, 4, NODES, {})
-    assert sentence_of(absent, known, 4).startswith(f"rank 1 on n1 {said} in step 17, forward/backward")
-    assert sentence_of(absent, known, 4).endswith("3 other ranks waited")
-
-
-def test_rank_0_that_was_stopped_with_the_store_is_named_by_the_ranks_of_its_node() -> None:
-    known = reports(1, 2, 3, store_answers=False)
-    known[1] = replace(known[1], local_states={0: "T"})
-    assert sentence_of(find_absent(known, 4, NODES, {}), known, 4).startswith(
-        "rank 0 on n0 was stopped (SIGSTOP) in step 17"
-    )
-    assert "store in rank 0's process did not answer" in page("x", [], known, 4)
-
-
-def test_a_silent_rank_whose_timer_has_written_its_stacks_holds_the_lock_in_that_function() -> None:
-    known = reports(0, 2, 3)
-    (absent,) = find_absent(known, 4, NODES, {1: DUMP})
-    assert absent.what == "is in a call that holds Python's interpreter lock"
-    assert absent.where == "forward (model.py:12)"
-
-
-def test_the_rank_that_does_not_wait_is_the_one_that_did_not_come() -> None:
-    known = reports(0, 1, 2, 3)
-    known[2] = HangReport(beat(2, waits=False, where="spin (model.py:3)"), stacks="File spin")
-    (absent,) = find_absent(known, 4, NODES, {})
-    assert (
-        absent.sentence
-        == "rank 2 on n2 did not come to where the others wait in step 17, forward/backward: spin (model.py:3)"
-    )
-    shown = page("s", [absent], known, 4)
-    assert shown.index("## Rank 2 on n2") < shown.index("File spin") < shown.index("## Ranks that waited")
-    assert "### Ranks 0, 1, 3" in shown
-
-
-@pytest.mark.parametrize("waits", [False, True])  # True: for its GPU
-def test_a_rank_that_is_alone_is_not_said_to_keep_others_waiting(waits: bool) -> None:
-    known = {0: HangReport(beat(0, waits=waits, where="synchronize (streams.py:230)"))}
-    said = "rank 0 on n0 did not get on in step 17, forward/backward: synchronize (streams.py:230)"
-    assert sentence_of(find_absent(known, 1, NODES, {}), known, 1) == said
-
-
 # The main thread waits until the save before is written, one that writes blocks has no work, and the writer ...
 SAVING = """\
 Thread MainThread (most recent call first):
@@ -288,56 +227,93 @@ GATHER = """\
   File "/app/slurmtrain/checkpoint/ranks.py", line 127 in gather_on_rank_0"""
 
 
-def test_of_ranks_that_wait_for_a_save_that_does_not_end_the_one_whose_disk_hangs_is_named() -> None:
-    known = {
-        rank: HangReport(
-            beat(rank, phase="save", where="wait_idle (background_thread.py:43)"),
-            stacks=SAVING + (FSYNC if rank == 1 else GATHER),
-            collectives=collective(9 if rank != 1 else 8),
-        )
-        for rank in range(3)
-    }
-    said = "rank 1 on n1 does not get on with writing a checkpoint in step 17, save: fsync_directory (files.py:30)"
-    assert sentence_of(find_absent(known, 3, NODES, {}), known, 3) == f"{said}; 2 other ranks waited"
-
-
-def test_a_rank_that_waits_for_a_stopped_data_worker_says_so() -> None:
-    known = reports(0, 1)
-    worker = {"pid": 99, "state": "T", "wchan": None, "command": "python", "stacks": ""}
-    known[1] = HangReport(beat(1, waits=False, phase="data"), workers=[worker])
-    (absent,) = find_absent(known, 2, NODES, {})
-    assert absent.sentence == ("rank 1 on n1 waits for data in step 17, data: its data worker 99 is stopped (SIGSTOP)")
-
-
 def collective(number: int, state: str = "started") -> dict[str, Any]:
     return {"0": {"name": "gloo:all_reduce", "number": number, "state": state, "since": 1e9 - 5}}
 
 
-def test_when_all_wait_the_one_that_has_begun_fewer_collectives_did_not_come() -> None:
-    known = {rank: HangReport(beat(rank), collectives=collective(9)) for rank in (0, 1, 3)}
-    known[2] = HangReport(beat(2), collectives=collective(8, "completed"))
-    assert [absent.rank for absent in find_absent(known, 4, NODES, {})] == [2]
+def but(rank: int, report: HangReport, **values: Any) -> dict[int, HangReport]:
+    """Reports of four ranks, of which this one has another."""
+    return {**reports(0, 1, 2, 3, **values), rank: report}
 
 
-def test_when_all_wait_in_the_same_collective_nobody_is_blamed() -> None:
-    known = {rank: HangReport(beat(rank), collectives=collective(9)) for rank in range(4)}
-    assert find_absent(known, 4, NODES, {}) == []
-    assert sentence_of([], known, 4) == "all 4 ranks wait for each other in step 17, and none comes"
-    assert "gloo:all_reduce number 9, for 5 s" in page("s", [], known, 4)
+SILENT = {state: reports(0, 2, 3, local_states={1: state}, seen={1: beat(1)}) for state in ("T", "t", "D", "gone", "S")}
+STOPPED_WORKER = {"pid": 99, "state": "T", "wchan": None, "command": "python", "stacks": ""}
+IN_NFS = NodeHangReport({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
+SAVES_HANG = {
+    rank: HangReport(
+        beat(rank, phase="save", where="wait_idle (background_thread.py:43)"),
+        stacks=SAVING + (FSYNC if rank == 1 else GATHER),
+        collectives=collective(9 if rank != 1 else 8),
+    )
+    for rank in range(4)
+}
+BLAMED = {
+    "stopped": (SILENT["T"], "rank 1 on n1 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"),
+    "in a debugger": (SILENT["t"], "rank 1 on n1 was stopped by a debugger in step 17"),
+    "in the kernel": (SILENT["D"], "rank 1 on n1 waits in the kernel for a disk, file system or driver (state D) in"),
+    "in a call of NFS": (
+        reports(0, 2, 3),
+        "rank 1 on n1 waits in the kernel for a disk, file system or driver (state D, in nfs_",
+    ),
+    "gone": (SILENT["gone"], "rank 1 on n1 ended without a word in step 17"),
+    "holds the lock": (SILENT["S"], "rank 1 on n1 is in a call that holds Python's interpreter lock in step 17"),
+    "holds the lock in a function": (
+        reports(0, 2, 3),
+        "rank 1 on n1 is in a call that holds Python's interpreter lock in step 17, step: forward (model.py:12)",
+    ),
+    "does not answer": (
+        reports(0, 2, 3, seen={1: beat(1)}),
+        "rank 1 on n1 does not answer any more (stopped, or its node is gone) in step 17, forward/backward",
+    ),
+    "rank 0, with the store": (
+        reports(1, 2, 3, store_answers=False, local_states={0: "T"}),
+        "rank 0 on n0 was stopped (SIGSTOP) in step 17",
+    ),
+    "does not wait": (
+        but(2, HangReport(beat(2, waits=False, where="spin (model.py:3)"))),
+        "rank 2 on n2 did not come to where the others wait in step 17, forward/backward: spin (model.py:3); 3 other",
+    ),
+    "has a stopped data worker": (
+        but(1, HangReport(beat(1, waits=False, phase="data"), workers=[STOPPED_WORKER])),
+        "rank 1 on n1 waits for data in step 17, data: its data worker 99 is stopped (SIGSTOP); 3 other ranks waited",
+    ),
+    "has begun fewer collectives": (
+        but(2, HangReport(beat(2), collectives=collective(8, "completed")), collectives=collective(9)),
+        "rank 2 on n2 waits for others, but not in what they wait in, in step 17",
+    ),
+    "all in the same collective": (
+        reports(0, 1, 2, 3, collectives=collective(9)),
+        "all 4 ranks wait for each other in step 17, and none comes",
+    ),
+    "has a disk that hangs in a save": (
+        SAVES_HANG,
+        "rank 1 on n1 does not get on with writing a checkpoint in step 17, save: fsync_directory (files.py:30); 3 other",
+    ),
+}
+# Stacks that the timers of silent ranks have written, and reports of monitors.
+MORE = {"holds the lock in a function": ({1: DUMP}, []), "in a call of NFS": ({}, [IN_NFS])}
 
 
-def test_what_a_thousand_ranks_have_written_is_read_by_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = AttemptDir(tmp_path)
-    for rank in range(3):
-        HangReport(beat(rank)).write(directory)
-    read: list[Path] = []
-    monkeypatch.setattr(HangReport, "read", staticmethod(read.append))
-    watchdog = Watchdog.__new__(Watchdog)
-    watchdog._environment, watchdog._heartbeats = Environment("slurm", world_size=3), None
-    assert (watchdog._wait_for_reports(directory), read) == ({0, 1, 2}, [])
-    assert [pause_between_looks(size) for size in (1, 8, 1000)] == [0.1, 0.1, 5.0]
+@pytest.mark.parametrize("name", BLAMED)
+def test_the_rank_that_did_not_come_is_named_with_what_it_does_instead(name: str) -> None:
+    known, sentence = BLAMED[name]
+    dumps, nodes = MORE.get(name, ({}, []))
+    assert sentence_of(find_absent(known, 4, NODES, dumps, nodes), known, 4).startswith(sentence)
+
+
+@pytest.mark.parametrize("waits", [False, True])  # True: for its GPU
+def test_a_rank_that_is_alone_is_not_said_to_keep_others_waiting(waits: bool) -> None:
+    known = {0: HangReport(beat(0, waits=waits, where="synchronize (streams.py:230)"))}
+    said = "rank 0 on n0 did not get on in step 17, forward/backward: synchronize (streams.py:230)"
+    assert sentence_of(find_absent(known, 1, NODES, {}), known, 1) == said
+
+
+def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_the_others_wait_for() -> None:
+    known = but(2, HangReport(beat(2, waits=False), stacks="File spin"), collectives=collective(9))
+    shown = page("s", find_absent(known, 4, NODES, {}), known, 4)
+    assert shown.index("## Rank 2 on n2") < shown.index("File spin") < shown.index("## Ranks that waited")
+    assert "### Ranks 0, 1, 3" in shown and "gloo:all_reduce number 9, for 5 s" in shown
+    assert "store in rank 0's process did not answer" in page("x", [], reports(1, 2, 3, store_answers=False), 4)
 
 
 @pytest.mark.parametrize(
@@ -393,63 +369,11 @@ def test_a_node_whose_ranks_are_all_stopped_says_so_and_is_freed_of_them(tmp_pat
             each.wait()
 
 
-SHARES_ITS_LOG = """
-import os, sys, threading
-from pathlib import Path
-from types import SimpleNamespace
-from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence, watchdog
-from slurmtrain.slurm.environment import Environment
-
-stacks = watchdog._own_stacks_file(AttemptDir(Path(sys.argv[1])), Environment.detect())
-evidence.register_dumps(stacks)
-
-def dig():
-    print("ready", flush=True)
-    while True:
-        print("words of all ranks of this node", flush=True)
-        threading.Event().wait(0.01)
-
-dig()
-"""
-
-
-def test_stacks_of_a_rank_under_a_launcher_are_not_looked_for_among_the_words_of_all_ranks(tmp_path: Path) -> None:
-    directory = AttemptDir(tmp_path)
-    variables = {"SLURMTRAIN_LAUNCHER": "torchrun", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
-    variables |= {"RANK": "1", "LOCAL_RANK": "1"}
-    with directory.rank_log(0).open("wb") as log:
-        rank = subprocess.Popen(
-            [sys.executable, "-c", SHARES_ITS_LOG, str(tmp_path)],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **variables},
-        )
-    try:
-        until = time.monotonic() + 20
-        while b"ready" not in directory.rank_log(0).read_bytes() and time.monotonic() < until:
-            time.sleep(0.02)
-        beats = {1: beat(1, pid=rank.pid, born=process.born(rank.pid))}
-        stacks = look_at_node(beats, directory).stacks[1]
-        assert "in dig" in stacks and "words of all" not in stacks
-        assert directory.stacks_log(0) == directory.rank_log(0), "of a rank with a log of its own"
-    finally:
-        rank.kill()
-        rank.wait()
-
-
 def test_a_monitor_ends_with_its_rank(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     watching = subprocess.Popen([sys.executable, "-c", MONITOR, "", "1", str(rank.pid)], stdin=subprocess.PIPE)
     rank.communicate()
     assert watching.wait(20) == 0
-
-
-def test_a_rank_that_waits_for_a_file_system_names_the_call_of_the_kernel() -> None:
-    known = reports(0)
-    node = NodeHangReport({1: "D"}, {1: "nfs_wait_bit_killable"}, {}, {1: beat(1)})
-    (absent,) = find_absent(known, 2, NODES, {}, [node])
-    assert absent.what == "waits in the kernel for a disk, file system or driver (state D, in nfs_wait_bit_killable)"
 
 
 def test_stacks_of_a_rank_that_has_got_on_since_are_not_those_of_its_hang(tmp_path: Path) -> None:
@@ -460,23 +384,6 @@ def test_stacks_of_a_rank_that_has_got_on_since_are_not_those_of_its_hang(tmp_pa
     assert evidence.dump_of_timer(log) == ""
     log.write_text(f"{DUMP}{evidence.GOT_ON}\n{DUMP.replace('model.py', 'later.py')}")
     assert "later.py" in evidence.dump_of_timer(log)
-
-
-class Answering:
-    silent = False
-
-
-def test_of_thousands_of_ranks_whose_collective_times_out_sixteen_ask_first() -> None:
-    watchdog = Watchdog.__new__(Watchdog)
-    watchdog._heartbeats, watchdog._timed_out_at = Answering(), time.monotonic()  # type: ignore[assignment]
-    watchdog._timed_out = phase_of((), stepping=True)
-    asking = []
-    for rank in range(4096):
-        watchdog._environment = Environment("slurm", rank=rank, world_size=4096)
-        asking += [rank] if watchdog._is_out_of_time() else []
-    assert asking == list(range(16))
-    watchdog._timed_out_at -= turn_s(4095)
-    assert watchdog._is_out_of_time()
 
 
 def test_of_thousands_of_ranks_sixteen_ask_first_and_all_within_minutes() -> None:

@@ -157,7 +157,7 @@ def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -
         assert facts.name == "alpha"
 
 
-def test_submit_asks_eight_commands_at_most_and_probe_twelve() -> None:
+def test_submit_asks_eight_commands_at_most_and_probe_ten() -> None:
     answers = answers_of("alpha_22_05")
     asked: list[str] = []
 
@@ -169,7 +169,7 @@ def test_submit_asks_eight_commands_at_most_and_probe_twelve() -> None:
     assert len(asked) == 8
     asked.clear()
     read_facts(ask, user="me")
-    assert len(asked) == 12
+    assert len(asked) == 10
 
 
 def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root() -> None:

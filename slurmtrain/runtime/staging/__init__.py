@@ -1,1 +1,0 @@
-"""Copies of code, environment and data on each node of a job, made before the ranks start (cluster.stage)."""
