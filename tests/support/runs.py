@@ -61,16 +61,22 @@ def shown(*words: str) -> Any:
     return json.loads(printed(*words, "--json"))
 
 
-def no_waiting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[float], object] = lambda waited_s: None) -> None:
+def no_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[float], object] = lambda waited_s: None,
+    *,
+    times: float = 1.0,
+) -> None:
     """Let waiting take no time, while the clock says that it did.
 
     Args:
         meanwhile: called at each wait, with the seconds that were waited so far.
+        times: a wait counts so many times as long, so that whoever looks again and again gives up after a few looks.
     """
     clock, pause, await_signal, waited = time.monotonic, time.sleep, signal.sigtimedwait, [0.0]
 
     def passes(seconds: float) -> None:
-        waited[0] += seconds
+        waited[0] += times * seconds
         pause(min(seconds, 1e-3))  # subprocess awaits the end of a process in this way, too
         meanwhile(waited[0])
 
