@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import importlib
 import io
 import json
 import signal
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +28,9 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
 
 RUN_ID = "20260101-000000-000aa"
-# Arguments of these have functions of `time` for a default: they are imported before a test replaces those.
-for _name in (
-    *("cli.watch", "launch.plain_log", "launch.resubmit", "launch.submit_once", "report.leaving_time"),
-    *("report.page.serve", "runtime.attempt_context"),
-):
-    importlib.import_module(f"slurmtrain.{_name}")
+# Whether time is that of a test. A default argument of a module that is first imported then stays bound to a function below,
+# and is the real thing again afterwards.
+_TIME = SimpleNamespace(is_short=False, moment=None)
 
 
 def submitted_run(project: Path, *words: str, job_ids: Sequence[str] = ()) -> RunDir:
@@ -64,22 +61,40 @@ def shown(*words: str) -> Any:
     return json.loads(printed(*words, "--json"))
 
 
-def no_waiting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[float], object] = lambda waited_s: None) -> None:
+def no_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[float], object] = lambda waited_s: None,
+    *,
+    times: float = 1.0,
+) -> None:
     """Let waiting take no time, while the clock says that it did.
 
     Args:
         meanwhile: called at each wait, with the seconds that were waited so far.
+        times: a wait counts so many times as long, so that whoever looks again and again gives up after a few looks.
     """
-    clock, pause, waited = time.monotonic, time.sleep, [0.0]
+    clock, pause, await_signal, waited = time.monotonic, time.sleep, signal.sigtimedwait, [0.0]
 
-    def wait(*arguments: Any) -> None:
-        waited[0] += arguments[-1]
-        pause(min(arguments[-1], 1e-3))  # subprocess awaits the end of a process in this way, too
+    def passes(seconds: float) -> None:
+        waited[0] += times * seconds
+        pause(min(seconds, 1e-3))  # subprocess awaits the end of a process in this way, too
         meanwhile(waited[0])
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + waited[0])
-    monkeypatch.setattr(time, "sleep", wait)
-    monkeypatch.setattr(signal, "sigtimedwait", wait)
+    monkeypatch.setattr(_TIME, "is_short", True)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (waited[0] if _TIME.is_short else 0.0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds) if _TIME.is_short else pause(seconds))
+    monkeypatch.setattr(
+        signal,
+        "sigtimedwait",
+        lambda signals, seconds: passes(seconds) if _TIME.is_short else await_signal(signals, seconds),
+    )
+
+
+def at_moment(monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
+    """Let it be this moment, in unix seconds, by the clock of this process."""
+    clock = time.time
+    monkeypatch.setattr(_TIME, "moment", moment)
+    monkeypatch.setattr(time, "time", lambda: clock() if _TIME.moment is None else _TIME.moment)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from slurmtrain.report.goodput.run import goodput_of, of_history
 from slurmtrain.runs.attempts import Attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
-from tests.support.runs import RUN_ID, no_waiting, shown
+from tests.support.runs import RUN_ID, at_moment, no_waiting, shown
 
 NOW = T0 + 10_000
 
@@ -43,7 +42,7 @@ def files(runs: Path) -> RunFiles:
 def goodput(monkeypatch: pytest.MonkeyPatch, at: float = 10_000) -> dict[str, Any]:
     """What `status` says of the time of the only run, so many seconds after T0; its seconds add up to those on the clock."""
     with monkeypatch.context() as clock:
-        clock.setattr(time, "time", lambda: T0 + at)
+        at_moment(clock, T0 + at)
         found: dict[str, Any] = shown("status", "last")["goodput"]
     assert math.fsum(found["seconds"].values()) == pytest.approx(found["wall_s"], abs=1e-3)
     assert math.fsum(found["startup_s"].values()) <= found["seconds"].get("startup", 0.0) + 1e-3

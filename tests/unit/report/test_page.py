@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.cli.completion import _words_of
 from slurmtrain.errors import EXIT_USAGE, UnreadableRecordError
-from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Timeline
 from slurmtrain.report.page.contents import Page
@@ -26,12 +26,13 @@ from slurmtrain.report.page.render import TEMPLATES, render
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.scales import Scale, scale_of, ticks
-from slurmtrain.report.page.sentences import how_far, what_to_do, what_was_lost
+from slurmtrain.report.page.sentences import what_to_do
 from slurmtrain.report.page.series import Series, m4, trailing_mean
-from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.interrupted_run import RunFiles
+from tests.support.interrupted_run import interrupted_run as run_of_files
 from tests.support.report_runs import (
     BEGAN,
     finished_run,
@@ -41,6 +42,7 @@ from tests.support.report_runs import (
     write_config,
 )
 from tests.support.run_info import run_info
+from tests.support.runs import no_waiting, printed
 
 Out = pytest.CaptureFixture[str]
 NOW = BEGAN + 30_000.0
@@ -48,11 +50,11 @@ VOID = frozenset("meta link br hr img input rect circle line path".split())
 
 
 @pytest.fixture
-def runs(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of runs of a cluster whose queue is empty."""
-    fake_slurm.command("squeue", "exit 0")
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
+    no_waiting(monkeypatch)
     return tmp_path / "runs"
 
 
@@ -117,21 +119,32 @@ def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Pa
     assert "optim.lr 0.0006 0.003" in words  # what differs from the defaults
 
 
-def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed() -> None:
-    spent = Goodput(seconds={Cause.PRODUCTIVE: 3600.0, Cause.QUEUE: 120.0, Cause.STOPPED: 7200.0})
-    assert what_was_lost(spent).endswith(
-        "In addition, it waited for 2 min in the queue and was stopped for 2 h, until somebody resumed it."
+def told() -> dict[str, list[str]]:
+    """What `report` says of the last run beside its curves."""
+    found: dict[str, list[str]] = json.loads(printed("report", "last", "--out", "page.html", "--json"))
+    return found
+
+
+def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed(runs: Path) -> None:
+    run_of_files(runs / "train" / "20260101-000000-000aa")
+    said = " ".join(told()["sentences"])
+    assert re.search(
+        r"In addition, it waited for 1\d min.* in the queue and was stopped for 53 min.*, until somebody resumed", said
     )
 
 
-def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path) -> None:
-    run = interrupted_run(runs)
-    facts = replace(read_run(run, now=BEGAN + 1e5), goodput=Goodput(seconds={Cause.STARTUP: 100.0}))
-    said = "100 % of the allocated time went into starting up: requeue.standby_ranks=true shortens restarts in the same job."
-    assert said in what_to_do(facts)  # a restart was in place
-    assert facts.config is not None
-    config = {**facts.config, "cluster": {**facts.config["cluster"], "backend": "local"}}  # where it is refused
-    assert not any("starting up" in each for each in what_to_do(replace(facts, config=config)))
+@pytest.mark.parametrize("backend", ["slurm", "local"])
+def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path, backend: str) -> None:
+    files = RunFiles(runs / "train" / "20260101-000000-000aa")
+    write_config(files.run, cluster__backend=backend)
+    crashed: dict[str, Any] = {"reason": "crash", "verdict": "in-place", "sentence": "crashed: x"}
+    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **crashed)
+    files.attempt(2, 1010, started=1011, stepping=2010, ended=2020, reason="finished", verdict="done")
+    advice = [each for each in told()["advice"] if "of the allocated time went into starting up" in each]
+    if backend == "slurm":
+        assert "requeue.standby_ranks=true shortens restarts in the same job" in advice[0]
+    else:
+        assert advice == []  # where it is refused
 
 
 def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path) -> None:
@@ -148,11 +161,14 @@ def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: 
 
 
 def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
-    facts = read_run(interrupted_run(runs), now=BEGAN + 1e5)
+    run = finished_run(runs / "lm", "20260921-141320-000ab")
     why = f"diverged: its samples are {', '.join(map(str, range(1000, 1100)))}. `resume last optim.lr=...` goes on"
-    failed = replace(facts, state=replace(facts.state, status=RunStatus.FAILED, explanation=why))
-    assert what_to_do(failed)[0] == f"It failed: {why}."
-    assert how_far(failed).startswith("It failed and has done 3,000 of 3,000 steps")
+    record = json.loads(run.attempt(1).record_file.read_text())
+    record |= {"reason": "diverged", "verdict": "end", "sentence": why, "exit_code": 78}
+    run.attempt(1).record_file.write_text(json.dumps(record))
+    found = told()
+    assert found["advice"][0].startswith(f"It failed: {why}")
+    assert any(each.startswith("It failed and has done 1,000 of 1,000 steps") for each in found["sentences"])
 
 
 def test_the_timeline_shows_each_attempt_with_how_it_ended_and_the_restart_in_place(runs: Path) -> None:
@@ -537,24 +553,8 @@ def test_every_value_has_a_place_on_its_axis(values: list[float]) -> None:
     assert len(ticks(scale)) <= 21
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (1234567.0, "1,234,567"),
-        (0.00012, "0.00012"),
-        (1.23456789, "1.2346"),
-        (math.nan, "nan"),
-        (2.5e20, "2.5e+20"),
-    ],
-)
-def test_numbers_are_short_and_exact_enough(value: float, text: str) -> None:
-    assert units.number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 s"), (0.42, "0.42 s"), (59.6, "1 min"), (3601.0, "1 h"), (7810.0, "2 h 10 min"), (1e6, "11 d 13 h")],
-)
-def test_durations_have_their_two_largest_units(seconds: float, text: str) -> None:
-    assert units.duration(seconds) == text
+def test_numbers_are_short_and_exact_enough_and_durations_have_their_two_largest_units() -> None:
+    numbers = {0.0: "0", 1234567.0: "1,234,567", 0.00012: "0.00012", 1.23456789: "1.2346", 2.5e20: "2.5e+20"}
+    assert {value: units.number(value) for value in numbers} == numbers and units.number(math.nan) == "nan"
+    seconds = {0.0: "0 s", 0.42: "0.42 s", 59.6: "1 min", 3601.0: "1 h", 7810.0: "2 h 10 min", 1e6: "11 d 13 h"}
+    assert {value: units.duration(value) for value in seconds} == seconds

@@ -370,7 +370,8 @@ def test_a_stop_that_would_reach_nobody_is_refused(
     for fields in tries:
         job.attempt(**fields)
     queue(job, "RUNNING")
-    assert main([verb, RUN_ID]) == 1  # in the pause between two attempts of a job it has waited for the next one
+    no_waiting(job.monkeypatch, times=10)  # in the pause between two attempts of a job it waits for the next one
+    assert main([verb, RUN_ID]) == 1
     error = capsys.readouterr().err
     assert "is still starting" in error and "shows steps" in error
     assert changes(job) == [] and not job.run.request_file.exists()

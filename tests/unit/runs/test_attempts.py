@@ -619,7 +619,7 @@ def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None
     ],
 )
 def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, what: str, verdict: str) -> None:
-    no_waiting(job.monkeypatch)
+    no_waiting(job.monkeypatch, times=50)
     fields: dict[str, Any] = {"step_id": "7.0"}
     if "go away" in what:
         job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
