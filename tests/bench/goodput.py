@@ -218,7 +218,10 @@ def main(words: list[str]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="bench-goodput-", ignore_cleanup_errors=True) as folder:
             races = [race_of(name, Path(folder), chosen.steps, cluster.env()) for name in chosen.only]
-            walls = [race.run() for race in races]
+            walls = []
+            for race in races:
+                walls.append(race.run())
+                print(f"{race.folder.name}: {walls[-1]:.1f} s", flush=True)
             step_s = min(race.step_s() for race in races)
             rows = [row for race, wall in zip(races, walls, strict=True) for row in race.rows(wall, step_s)]
             show(f"{chosen.steps} steps with a kill, a preemption and a hang", rows)

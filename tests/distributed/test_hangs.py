@@ -180,7 +180,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Hangi
     with GlooRanks(folder) as ranks:
         started = {fault: start_fault(ranks, folder / f"{fault.name}-{fault.rank}", fault) for fault in FAULTS}
         for each in started.values():
-            each.ranks.endings(120)  # within the time-out and some seconds
+            each.ranks.endings(300)
         yield started
 
 

@@ -95,8 +95,11 @@ SLOW_RATE = ["optim.lr=1e-4", f"train.steps={STEPS}", "train.eval_every=10"]
 class Ragged:
     """Token sequences with very different numbers of targets that count: ranks and micro batches have unequal shares."""
 
+    def __init__(self, samples: int):
+        self._samples = samples
+
     def __len__(self) -> int:
-        return 64
+        return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(index))
@@ -109,7 +112,7 @@ class RaggedText:
     """As a `data._target_`."""
 
     def __init__(self, **ignored: Any):
-        self.train = self.valid = Ragged()
+        self.train, self.valid = Ragged(64), Ragged(12)
 
 
 RAGGED = [*SLOW_RATE, f"data._target_={__name__}.RaggedText"]

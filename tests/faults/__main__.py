@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.faults import modules
 from tests.faults.matrix import Matrix
-from tests.faults.outcome import BAD, table
-from tests.faults.rows import ROWS
+from tests.faults.rows import BAD, ROWS, load, table
 
 
 def main() -> int:
-    modules.load()
+    load()
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="part of a row's name; default: all rows")
     parser.add_argument("--trials", type=int, default=500, help="kills of each kind (default: 500)")

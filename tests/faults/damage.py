@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane
-from tests.faults.rows import row
+from tests.faults.rows import Outcome, Trial, row, row_of_many
 from tests.faults.training import Report, Training, checkpointer, classify, restore
 
 FLIPS_A_PROCESS = 250
@@ -33,11 +32,15 @@ def save_both(rank: int, group: dist.ProcessGroup | None, directory: Path, run: 
 
 
 def prepared(lane: Lane, run: int = 0) -> Path:
-    """Both checkpoints of a run, made once a lane."""
-    directory = lane.base / f"prepared-{run}"
-    if not directory.exists():
+    """Both checkpoints of a run, made once."""
+
+    def make() -> Path:
+        directory = lane.shared / f"prepared-{run}"
         for child in lane.ranks(RANKS, save_both, directory, run):
             child.result()
+        return directory
+
+    directory: Path = lane.remember(f"prepared {run}", make)
     return directory
 
 
@@ -168,17 +171,15 @@ KINDS: dict[str, Damage] = {
 
 def enter(kind: str, damage: Damage) -> None:
     @row(kind, Outcome.OLDER, full=100, short=3)
-    def work(lane: Lane, count: int) -> Iterator[Trial]:
-        for _ in range(count):
-            with lane.trial():
-                newest = copied(lane)
-                damage(lane.random, newest, prepared(lane, 1))
-                ranks = RANKS if lane.random.random() < 0.3 else 1
-                trial = check(lane, newest.parent, f"{ranks} ranks restore", ranks=ranks)
-                silent = kind != "COMPLETE missing" and not list(newest.parent.glob(f"{newest.name}.damaged-*"))
-                if trial.outcome == Outcome.OLDER and silent:
-                    trial = Trial(Outcome.UNEXPLAINED, "the damaged one was not set aside")
-                yield trial
+    def work(lane: Lane) -> Trial:
+        newest = copied(lane)
+        damage(lane.random, newest, prepared(lane, 1))
+        ranks = RANKS if lane.random.random() < 0.3 else 1
+        trial = check(lane, newest.parent, f"{ranks} ranks restore", ranks=ranks)
+        silent = kind != "COMPLETE missing" and not list(newest.parent.glob(f"{newest.name}.damaged-*"))
+        if trial.outcome == Outcome.OLDER and silent:
+            trial = Trial(Outcome.UNEXPLAINED, "the damaged one was not set aside")
+        return trial
 
 
 for _kind, _damage in KINDS.items():
@@ -186,29 +187,25 @@ for _kind, _damage in KINDS.items():
 
 
 @row("an explicit path that is damaged", Outcome.ERROR, full=50, short=4)
-def explicit_path(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            newest = copied(lane)
-            kind = lane.random.choice(sorted(KINDS))
-            KINDS[kind](lane.random, newest, prepared(lane, 1))
-            reports = [
-                child.result()
-                for child in lane.ranks(RANKS, lambda rank, group, at: restore(at.parent, rank, group, path=at), newest)
-            ]
-            yield classify(reports, facts(lane), newest=NEWEST, older=OLDER, detail=kind)
+def explicit_path(lane: Lane) -> Trial:
+    newest = copied(lane)
+    kind = lane.random.choice(sorted(KINDS))
+    KINDS[kind](lane.random, newest, prepared(lane, 1))
+    reports = [
+        child.result()
+        for child in lane.ranks(RANKS, lambda rank, group, at: restore(at.parent, rank, group, path=at), newest)
+    ]
+    return classify(reports, facts(lane), newest=NEWEST, older=OLDER, detail=kind)
 
 
 @row("all checkpoints damaged", Outcome.ERROR, full=50, short=4)
-def all_damaged(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            newest = copied(lane)
-            for path in newest.parent.glob("checkpoint_*"):
-                flip(path, *random_bit(lane.random, path))
-            trial = check(lane, newest.parent, "", ranks=RANKS)
-            again = check(lane, newest.parent, "the next attempt", order=3)
-            yield trial if again.outcome == Outcome.ERROR else again
+def all_damaged(lane: Lane) -> Trial:
+    newest = copied(lane)
+    for path in newest.parent.glob("checkpoint_*"):
+        flip(path, *random_bit(lane.random, path))
+    trial = check(lane, newest.parent, "", ranks=RANKS)
+    again = check(lane, newest.parent, "the next attempt", order=3)
+    return trial if again.outcome == Outcome.ERROR else again
 
 
 def random_bit(random: Random, path: Path) -> tuple[str, int]:
@@ -240,7 +237,7 @@ def flip_and_restore(newest: Path, bits: list[tuple[str, int]], options: dict[st
     return reports
 
 
-@row("a flipped bit", Outcome.OLDER, kind="flips", full=10_000, short=300)
+@row_of_many("a flipped bit", Outcome.OLDER, kind="flips", full=10_000, short=300)
 def flips(lane: Lane, count: int) -> Iterator[Trial]:
     options = lane.memory.get("options", {})
     while count > 0:

@@ -1,18 +1,24 @@
-"""A process ends in one of many ways while a save is pending: what was committed stays, what was not is not half there.
-
-As a program, this is the script that ends: python -m tests.faults.endings KIND DIRECTORY STORE DELAY_S
-"""
+"""A process ends in one of many ways while a save is pending: what was committed stays, what was not is not half there."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-RANKS = 2
+import torch.distributed as dist
+
+from tests.faults.kills import NEWEST, OLDER, RANKS, check
+from tests.faults.layer import FileLayer
+from tests.faults.processes import Lane
+from tests.faults.rows import Outcome, Trial, row
+from tests.faults.training import Training, checkpointer
 
 
 def end_of_script() -> None:
@@ -29,8 +35,6 @@ def error_of_script() -> None:
 
 
 def destroy_process_group() -> None:
-    import torch.distributed as dist
-
     dist.destroy_process_group()
 
 
@@ -53,17 +57,9 @@ ENDINGS: dict[str, tuple[Callable[[], None], int]] = {
 }
 
 
-def script(kind: str, directory: Path, store: str, delay_s: float) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from tests.faults.kills import NEWEST, OLDER
-    from tests.faults.layer import FileLayer
-    from tests.faults.training import Training, checkpointer
-
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def script(kind: str, rank: int, directory: Path, store: Path, delay_s: float) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
     training = Training(rank=rank)
     writer = checkpointer(directory, dist.new_group(backend="gloo"))
     training.steps(OLDER)
@@ -79,37 +75,30 @@ def script(kind: str, directory: Path, store: str, delay_s: float) -> None:
     ENDINGS[kind][0]()
 
 
-def enter(kind: str) -> None:
-    from tests.faults.kills import check
-    from tests.faults.outcome import Outcome, Trial
-    from tests.faults.processes import Lane
-    from tests.faults.rows import row
-
-    def start(rank: int, directory: Path, store: Path, delay_s: float) -> None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo")
-        words = ["-m", "tests.faults.endings", kind, str(directory), str(store), str(delay_s)]
-        os.execv(sys.executable, [sys.executable, *words])
-
-    @row(f"{kind}, with a save pending", Outcome.NEWEST, Outcome.OLDER, full=5, short=1, lanes=2)
-    def work(lane: Lane, count: int) -> Iterator[Trial]:
-        for _ in range(count):
-            with lane.trial():
-                directory = lane.directory / "checkpoints"
-                delay_s = lane.random.uniform(0.1, 0.5)
-                ranks = [
-                    lane.fork(start, rank, directory, lane.directory / "store", delay_s, name=f"rank{rank}")
-                    for rank in range(RANKS)
-                ]
-                ends = [child.wait() for child in ranks]
-                if ends != [ENDINGS[kind][1]] * RANKS:
-                    yield Trial(Outcome.UNEXPLAINED, f"ended with {ends}\n" + "\n".join(c.output() for c in ranks))
-                    continue
-                trial = check(lane, directory, f"{ranks[0].output()[-500:]}", ranks=RANKS)
-                yield Trial(Outcome.LOST, trial.detail) if trial.outcome == Outcome.ERROR else trial
+def be_script(kind: str, *arguments: Any) -> None:
+    """Be an interpreter that runs the script, and ends as one does."""
+    code: object = 0
+    try:
+        script(kind, *arguments)
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
 
 
-if __name__ == "__main__":
-    script(sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
-else:
-    for _kind in ENDINGS:
-        enter(_kind)
+def end(lane: Lane, kind: str) -> Trial:
+    directory, store = lane.directory / "checkpoints", lane.directory / "store"
+    delay_s = lane.random.uniform(0.1, 0.5)
+    ranks = [lane.fork(be_script, kind, rank, directory, store, delay_s, name=f"rank{rank}") for rank in range(RANKS)]
+    ends = [child.wait() for child in ranks]
+    if ends != [ENDINGS[kind][1]] * RANKS:
+        return Trial(Outcome.UNEXPLAINED, f"ended with {ends}\n" + "\n".join(child.output() for child in ranks))
+    trial = check(lane, directory, f"{ranks[0].output()[-500:]}", ranks=RANKS)
+    return Trial(Outcome.LOST, trial.detail) if trial.outcome == Outcome.ERROR else trial
+
+
+for _kind in ENDINGS:
+    enter = row(f"{_kind}, with a save pending", Outcome.NEWEST, Outcome.OLDER, full=5, short=1, lanes=2)
+    enter(partial(end, kind=_kind))

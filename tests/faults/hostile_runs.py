@@ -22,9 +22,8 @@ from slurmtrain.report.status import queue
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane
-from tests.faults.rows import row
+from tests.faults.rows import Outcome, Trial, row_of_many
 from tests.support.run_info import run_info
 
 MUTATIONS_A_PROCESS = 100
@@ -291,7 +290,7 @@ def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | 
     return found
 
 
-@row("a run directory of any shape", Outcome.ERROR, full=1000, short=40, lanes=1)
+@row_of_many("a run directory of any shape", Outcome.ERROR, full=1000, short=40, lanes=1)
 def hostile_runs(lane: Lane, count: int) -> Iterator[Trial]:
     while count > 0:
         with lane.trial():

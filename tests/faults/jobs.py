@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import torch.distributed as dist
 import slurmtrain
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.errors import CheckpointError
-from tests.faults.disks import LATER, attempt, look, mounted
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
-from tests.faults.rows import row
+from tests.faults.rows import Outcome, Trial, row
+from tests.faults.saves import LATER, attempt, look, mounted
 from tests.faults.training import Facts, Report, Training, checkpointer, classify, restore
 
 
@@ -82,18 +80,10 @@ def restore_of(rank: int, group: dist.ProcessGroup | None, directory: Path, run:
     return restore(directory, order=None, run=run)
 
 
-@row("two incarnations in one directory", Outcome.NEWEST, full=40, short=3)
-def two_incarnations(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield compete(lane, (1, 2))
+row("two incarnations in one directory", Outcome.NEWEST, full=40, short=3)(lambda lane: compete(lane, (1, 2)))
 
 
-@row("two jobs in one directory", Outcome.NEWEST, full=40, short=3)
-def two_jobs(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield compete(lane, (None, None))
+row("two jobs in one directory", Outcome.NEWEST, full=40, short=3)(lambda lane: compete(lane, (None, None)))
 
 
 def save_where_told(
@@ -127,18 +117,15 @@ def apart(lane: Lane, directories: list[Path], *, ranks_apart: bool = False) -> 
     return check(lane, directories[0], "reported as saved", ranks=RANKS)
 
 
-@row("ranks told different directories", Outcome.NEWEST, Outcome.ERROR, full=10, short=2)
-def different_directories(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield apart(lane, [lane.directory / name for name in ("a", "b")])
+row("ranks told different directories", Outcome.NEWEST, Outcome.ERROR, full=10, short=2)(
+    lambda lane: apart(lane, [lane.directory / name for name in ("a", "b")])
+)
 
 
 @row("a directory that ranks do not share", Outcome.ERROR, full=10, short=2)
-def not_shared(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial(), mounted(lane, "size=4m"):  # skips where nothing can be mounted
-            yield apart(lane, [lane.directory / "a"] * RANKS, ranks_apart=True)
+def not_shared(lane: Lane) -> Trial:
+    with mounted(lane, "size=4m"):  # skips where nothing can be mounted
+        return apart(lane, [lane.directory / "a"] * RANKS, ranks_apart=True)
 
 
 def save_alone(rank: int, group: dist.ProcessGroup | None, directory: Path) -> str | None:
@@ -147,11 +134,9 @@ def save_alone(rank: int, group: dist.ProcessGroup | None, directory: Path) -> s
 
 
 @row("ranks of a job that are each alone", Outcome.ERROR, full=10, short=2)
-def each_alone(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            errors = [child.result() for child in lane.ranks(RANKS, save_alone, lane.directory / "checkpoints")]
-            yield Trial(Outcome.ERROR if all(errors) else Outcome.UNEXPLAINED, f"{errors}")
+def each_alone(lane: Lane) -> Trial:
+    errors = [child.result() for child in lane.ranks(RANKS, save_alone, lane.directory / "checkpoints")]
+    return Trial(Outcome.ERROR if all(errors) else Outcome.UNEXPLAINED, f"{errors}")
 
 
 def change_clock(jump_s: float) -> None:
@@ -200,28 +185,24 @@ def date_files(directory: Path, ahead_s: float) -> None:
 
 
 @row("a clock that jumps back", Outcome.NEWEST, full=20, short=2)
-def clock(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            directory = lane.directory / "checkpoints"
-            jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
-            for child in lane.ranks(RANKS, save_under_a_jumping_clock, directory, jump_s):
-                child.result()
-            date_files(directory, jump_s)
-            found = [child.result() for child in lane.ranks(RANKS, go_on_earlier, directory, jump_s)]
-            yield classify(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
+def clock(lane: Lane) -> Trial:
+    directory = lane.directory / "checkpoints"
+    jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
+    for child in lane.ranks(RANKS, save_under_a_jumping_clock, directory, jump_s):
+        child.result()
+    date_files(directory, jump_s)
+    found = [child.result() for child in lane.ranks(RANKS, go_on_earlier, directory, jump_s)]
+    return classify(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
 
 
 @row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)
-def clock_of_lives(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            directory = lane.directory / "checkpoints"
-            jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
-            errors = lane.fork(save_by_interface, directory, 0.0, (OLDER, NEWEST)).result()
-            date_files(directory, jump_s)
-            errors += lane.fork(save_by_interface, directory, -jump_s, (LATER,)).result()
-            if any(errors):
-                yield Trial(Outcome.UNEXPLAINED, f"by {jump_s} s: {errors}")
-            else:
-                yield look(lane, directory, newest=LATER, detail=f"by {jump_s} s", order=None)
+def clock_of_lives(lane: Lane) -> Trial:
+    directory = lane.directory / "checkpoints"
+    jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
+    errors = lane.fork(save_by_interface, directory, 0.0, (OLDER, NEWEST)).result()
+    date_files(directory, jump_s)
+    errors += lane.fork(save_by_interface, directory, -jump_s, (LATER,)).result()
+    if any(errors):
+        return Trial(Outcome.UNEXPLAINED, f"by {jump_s} s: {errors}")
+    else:
+        return look(lane, directory, newest=LATER, detail=f"by {jump_s} s", order=None)

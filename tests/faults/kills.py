@@ -6,8 +6,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch.distributed as dist
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.errors import CheckpointError
 from tests.faults.layer import FileLayer
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, UnexplainedError, tell
-from tests.faults.rows import row
+from tests.faults.rows import Outcome, Trial, row
 from tests.faults.training import Training, checkpointer, classify, reference, restore
 
 RANKS = 2
@@ -84,22 +83,21 @@ def save_two(rank: int, group: dist.ProcessGroup, directory: Path, plan: Plan) -
 
 def measured(lane: Lane) -> dict[str, Any]:
     """Calls of the file layer by rank, and the seconds of a save that nothing disturbs."""
-    if "kills" not in lane.memory:
-        directory = lane.directory / "measured"
-        ranks = lane.ranks(RANKS, save_two, directory, Plan((0.0,) * RANKS))
+
+    def make() -> dict[str, Any]:
+        ranks = lane.ranks(RANKS, save_two, lane.directory / "measured", Plan((0.0,) * RANKS))
         results = [child.result() for child in ranks]
         if any(result["error"] or not result["calls"] for result in results):
             raise UnexplainedError(f"an undisturbed save: {results}")
-        lane.memory["kills"] = {
-            "calls": [result["calls"] for result in results],
-            "seconds": max(result["seconds"] for result in results),
-        }
-    measured: dict[str, Any] = lane.memory["kills"]
+        seconds = max(result["seconds"] for result in results)
+        return {"calls": [result["calls"] for result in results], "seconds": seconds}
+
+    measured: dict[str, Any] = lane.remember("save that is killed", make)
     return measured
 
 
 def facts(lane: Lane) -> Any:
-    return lane.remember("facts", lambda: reference([OLDER, NEWEST]))
+    return lane.remember("facts", lambda: lane.fork(reference, [OLDER, NEWEST]).result())
 
 
 def check(lane: Lane, directory: Path, detail: str, *, ranks: int = 1, order: int = 2, newest: int = NEWEST) -> Trial:
@@ -110,10 +108,10 @@ def check(lane: Lane, directory: Path, detail: str, *, ranks: int = 1, order: in
     return classify(found, facts(lane), newest=newest, older=OLDER, detail=detail)
 
 
-def kill(lane: Lane, *, all_ranks: bool, skew_s: float) -> Trial:
+def kill(lane: Lane, *, all_ranks: bool) -> Trial:
     """Half of the trials die at a moment of the clock, half at a call: the short commit gets as many as the long write."""
     usual = measured(lane)
-    delays = tuple(lane.random.uniform(0, skew_s) for _ in range(RANKS))
+    delays = tuple(lane.random.uniform(0, lane.memory["skew_s"]) for _ in range(RANKS))
     dying = lane.random.randrange(RANKS)
     plan = Plan(delays, all_ranks=all_ranks, mutant=lane.memory.get("mutant", ""))
     moment = lane.random.uniform(0, 1.3 * (max(delays) + usual["seconds"]) + 0.2)
@@ -164,18 +162,5 @@ def wrong_survivor(ranks: list[Child], told: list[list[Any]]) -> str | None:
     return None
 
 
-def trials(lane: Lane, count: int, *, all_ranks: bool) -> Iterator[Trial]:
-    skew_s = lane.memory["skew_s"]
-    for _ in range(count):
-        with lane.trial():
-            yield kill(lane, all_ranks=all_ranks, skew_s=skew_s)
-
-
-@row("kill -9 of one rank", Outcome.NEWEST, Outcome.OLDER, kind="trials", full=500, short=40)
-def kill_one(lane: Lane, count: int) -> Iterator[Trial]:
-    yield from trials(lane, count, all_ranks=False)
-
-
-@row("kill -9 of all ranks", Outcome.NEWEST, Outcome.OLDER, kind="trials", full=500, short=40)
-def kill_all(lane: Lane, count: int) -> Iterator[Trial]:
-    yield from trials(lane, count, all_ranks=True)
+for _name, _all in (("kill -9 of one rank", False), ("kill -9 of all ranks", True)):
+    row(_name, Outcome.NEWEST, Outcome.OLDER, kind="trials", full=500, short=40)(partial(kill, all_ranks=_all))

@@ -16,7 +16,6 @@ from typing import Any
 
 BY_DESCRIPTOR = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate", "posix_fallocate")
 BY_PATH = ("rename", "replace", "mkdir", "unlink", "rmdir", "link", "symlink", "truncate")
-READING = ("read", "pread", "preadv", "readv")
 
 Before = Callable[[int, str, str], None]
 
@@ -27,20 +26,18 @@ class FileLayer:
     Args:
         before: may raise what the call shall fail with.
         short: writes take half of what they are given.
-        reading: calls that open for reading or read count as well.
     """
 
-    def __init__(self, directory: Path, before: Before | None = None, *, short: bool = False, reading: bool = False):
+    def __init__(self, directory: Path, before: Before | None = None, *, short: bool = False):
         self._directory = str(directory)
         self._before = before or (lambda number, name, path: None)
         self._short = short
-        self._reading = reading
         self._lock = threading.Lock()
         self.calls: list[tuple[str, str]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
 
     def install(self) -> FileLayer:
-        for name in BY_DESCRIPTOR + (READING if self._reading else ()):
+        for name in BY_DESCRIPTOR:
             self._replace(os, name, self._by_descriptor(name))
         for name in BY_PATH:
             self._replace(os, name, self._by_path(name))
@@ -92,7 +89,7 @@ class FileLayer:
         return call
 
     def _open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if self._reading or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self._meet("open", path)
         descriptor: int = self._originals[os, "open"](path, flags, *args, **options)
         return descriptor

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.faults.outcome import Outcome, Tally, Trial
-from tests.faults.rows import Row
+from tests.faults.rows import Outcome, Row, Tally, Trial
 
 ROOT = Path(__file__).parents[2]
 

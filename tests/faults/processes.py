@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import pickle
 import random
@@ -145,16 +146,16 @@ class Lane:
     """Does trials, one after another.
 
     Attributes:
-        base: for what the trials of a lane share.
+        shared: for what the trials of all rows share.
         directory: the current trial's own, empty at its start.
         random: seeded; the only source of chance.
-        memory: the same, for values (references, measured durations).
+        memory: what the row was told, and what the lane remembers (references, measured durations).
     """
 
     def __init__(self, base: Path, seed: int):
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self.base, self._number = base, 0
+        self.shared, self._base, self._number = base.parent.parent, base, 0
         self.random = random.Random(seed)
         self.memory: dict[Any, Any] = {}
         self.children: list[Child] = []
@@ -165,7 +166,7 @@ class Lane:
     def trial(self) -> Iterator[None]:
         """An empty directory; at the end everything that was started is ended."""
         self._number += 1
-        self.directory = self.base / f"trial-{self._number}"
+        self.directory = self._base / f"trial-{self._number}"
         self.directory.mkdir(parents=True)
         try:
             yield
@@ -187,11 +188,15 @@ class Lane:
             for rank in range(size)
         ]
 
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returned in a process of its own, the first time."""
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` has returned, which is called once for all lanes of all rows."""
         if key not in self.memory:
-            child = self.fork(make, name="reference")
-            self.memory[key] = child.result()
+            kept = self.shared / f"{key}.pickle"
+            with open(self.shared / "lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not kept.exists():
+                    kept.write_bytes(pickle.dumps(make()))
+                self.memory[key] = pickle.loads(kept.read_bytes())
         return self.memory[key]
 
     def private_mounts(self) -> bool:

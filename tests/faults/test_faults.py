@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
-from tests.faults import modules
+from tests.faults.hostile_runs import mutate_and_read
 from tests.faults.matrix import Matrix
-from tests.faults.outcome import BAD, Outcome, Tally, table
-from tests.faults.rows import ROWS
+from tests.faults.rows import BAD, ROWS, Outcome, Tally, load, table
 from tests.faults.training import Facts, Report, classify
 
-modules.load()
+load()
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,18 @@ def test_a_checkpointer_that_deletes_the_older_first_is_found_out_as_losing_both
 
 def test_a_checkpointer_that_saves_another_state_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
     assert matrix.run(ROWS["kill -9 of all ranks"], 4, mutant="another state")[Outcome.WRONG] == 4
+
+
+# Run directories of a shape that once ended a reading verb in a traceback or kept it busy: links to /, and to themselves.
+FOUND = [438065778, 295950631, 767440973]  # seeds of `python -m tests.faults "any shape"`
+
+
+def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(
+        1, get_context("spawn")
+    ) as process:  # which it limits, and whose view of SLURM it replaces
+        found = process.submit(mutate_and_read, tmp_path, FOUND).result()
+    assert [wrong for _, wrong in found if wrong] == []
 
 
 FACTS = {(step, rank): Facts(step, f"{step}", f"{step} {rank}", (0.5 * step,)) for step in (3, 5) for rank in (0, 1)}

@@ -14,7 +14,7 @@ from torch import nn
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.errors import CheckpointError
-from tests.faults.outcome import Outcome, Trial
+from tests.faults.rows import Outcome, Trial
 from tests.support.logs import collect_messages
 
 GO_ON = 3  # steps after a restore whose losses have to be those of the undisturbed run

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, UnexplainedError
-from tests.faults.rows import row
+from tests.faults.rows import Outcome, Trial, row
 from tests.support.children import descendants
 
 STEPS = 240  # many more than it takes to interrupt it
@@ -69,15 +68,16 @@ def send(pids: list[int], number: int) -> None:
 
 def undisturbed(lane: Lane) -> dict[int, str]:
     """The losses of a run that nothing disturbs, the same for all rows."""
-    known = lane.base.parent.parent / "undisturbed-losses.json"
-    if not known.exists():
+
+    def make() -> dict[int, str]:
         child = start(lane)
         if child.wait() != 0:
             raise UnexplainedError(child.output())
-        known.write_text(json.dumps(losses(child)))
-        for path in sorted((lane.directory / "checkpoints").rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-    return {int(step): loss for step, loss in json.loads(known.read_text()).items()}
+        shutil.rmtree(lane.directory / "checkpoints")
+        return losses(child)
+
+    found: dict[int, str] = lane.remember("undisturbed", make)
+    return found
 
 
 def signalled(lane: Lane, workers: int, context: str, number: int) -> Trial:
@@ -100,17 +100,8 @@ def signalled(lane: Lane, workers: int, context: str, number: int) -> Trial:
     return Trial(Outcome.NEWEST)
 
 
-def enter(workers: int, context: str, number: signal.Signals) -> None:
-    name = f"{workers} {context} workers" if workers else "no workers"
-
-    @row(f"{name}, {number.name}", Outcome.NEWEST, full=3, short=1, lanes=1)
-    def work(lane: Lane, count: int) -> Iterator[Trial]:
-        for _ in range(count):
-            with lane.trial():
-                yield signalled(lane, workers, context, number)
-
-
 for _number in (signal.SIGTERM, signal.SIGUSR2):
-    enter(0, "", _number)
-    for _context in ("fork", "spawn", "forkserver"):
-        enter(2, _context, _number)
+    for _workers, _context in ((0, ""), (2, "fork"), (2, "spawn"), (2, "forkserver")):
+        _name = f"{_workers} {_context} workers" if _workers else "no workers"
+        enter = row(f"{_name}, {_number.name}", Outcome.NEWEST, full=3, short=1, lanes=1)
+        enter(partial(signalled, workers=_workers, context=_context, number=_number))

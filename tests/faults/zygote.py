@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 import slurmtrain.runtime.jobs.train  # noqa: F401  what ranks import, once
-from tests.faults import modules
-from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane, UnexplainedError
-from tests.faults.rows import ROWS, SkippedError, allowed
+from tests.faults.rows import ROWS, Outcome, SkippedError, Trial, allowed, load
 from tests.faults.training import Training
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    modules.load()
+    load()
     Training().steps(1)  # the first step of an optimiser imports half of torch: here once, not in every rank
     assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may inherit a held lock"
     for line in sys.stdin:

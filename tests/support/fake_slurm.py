@@ -145,13 +145,20 @@ class FakeSlurm:
         self._write("config", {**self._read("config", CONFIG), **values})
 
     def fail(
-        self, command: str, words: str = UNREACHABLE, *, times: int | None = None, code: int = 1, done: bool = False
+        self,
+        command: str,
+        words: str = UNREACHABLE,
+        *,
+        times: int | None = None,
+        code: int = 1,
+        done: bool = False,
+        after: int = 0,
     ) -> None:
-        """Let a command fail with these words, this often (None: from now on). `done`: only the reply gets lost.
+        """Let a command fail with these words, this often (None: from now on), once it has worked `after` times.
 
-        "scontrol requeue" names one form of a command by how its command line begins.
+        "scontrol requeue" names one form of a command by how its command line begins. `done`: only the reply gets lost.
         """
-        self._write("faults", [*self._read("faults", []), [command, words, times, code, done]])
+        self._write("faults", [*self._read("faults", []), [command, words, times, code, done, after]])
 
     def answer(self, command: str, output: str) -> None:
         """Let an exact command line print this, instead of what the state folder has: "sinfo --noheader --format=%N"."""
@@ -388,14 +395,14 @@ def _let_happen(fake: FakeSlurm, line: str) -> None:
 def _next_fault(fake: FakeSlurm, line: str) -> list[Any] | None:
     faults = fake._read("faults", [])
     for fault in reversed(faults) if all(fault[2] is None for fault in faults) else faults:
-        command, _, times, _, _ = fault
+        command, _, times, _, _, after = fault
         # A look with --test-only is no submission: it is to be named.
         asked_only = command == "sbatch" and "--test-only" in line
         if f"{line} ".startswith(f"{command} ") and not asked_only and times != 0:
-            if times is not None:
-                fault[2] = times - 1
+            if after or times is not None:
+                fault[5], fault[2] = max(after - 1, 0), times if after or times is None else times - 1
                 fake._write("faults", faults)
-            return list(fault)
+            return None if after else list(fault)
     return None
 
 

@@ -671,21 +671,6 @@ def test_leftovers_go_after_a_day_and_an_upload_that_goes_on_stays(store: Mirror
     assert store.committed() == [copy_name(going, 1), name]
 
 
-def test_leftovers_stay_where_the_store_tells_no_times(
-    store: Mirror, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoint(directory, 10)
-    store.upload(path, sorted(FILES)[:3], 1)
-    make_old(store, copy_name(path, 1), 2 * DAY)
-
-    def unknown(self: Any, path: str) -> datetime:
-        raise NotImplementedError
-
-    monkeypatch.setattr(type(store._fs), "modified", unknown)
-    assert store.prune(Keep()) == []
-    assert len(objects(store)) == 3
-
-
 def test_a_folder_that_an_upload_made_before_it_was_killed_goes_after_a_day(tmp_path: Path) -> None:
     store = store_at(f"file://{tmp_path}")
     empty = tmp_path / "checkpoint_0000010.1-1f0c9a3b"

@@ -21,14 +21,14 @@ from slurmtrain.checkpoint.format.directory import committed, set_aside
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.cli import main
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
+from tests.support.commands import refusal
+from tests.support.runs import printed
 
 SHARD = "rank00000.safetensors"
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}
-Out = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -70,24 +70,39 @@ def leave_behind(run_dir: RunDir, name: str, *, hours_old: float) -> Path:
     return path
 
 
-def rows(capsys: Out) -> list[list[str]]:
-    return [[cell.strip() for cell in line.rstrip().split("   ")] for line in capsys.readouterr().out.splitlines()[2:]]
+def last(*words: str, code: int = 0) -> str:
+    """What `checkpoints last` prints."""
+    return printed("checkpoints", "last", *words, code=code)
 
 
-# list
+def contents(run_dir: RunDir) -> list[str]:
+    return sorted(name for name in os.listdir(run_dir.checkpoints) if name != ".readers")
 
 
-def test_the_list_has_a_row_for_each_with_what_is_known_of_it(run: RunDir, capsys: Out) -> None:
-    assert main(["checkpoints", "last"]) == 0
-    found = rows(capsys)
-    assert [row[0] for row in found] == ["10", "20", "30", "40"]
+def refused(*words: str, code: int = 2) -> str:
+    return refusal("checkpoints", "last", *words, code=code)
+
+
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.rstrip().split("   ")] for line in text.splitlines()[2:]]
+
+
+# list and verify
+
+
+def test_the_list_has_a_row_for_each_with_what_is_known_of_it(run: RunDir) -> None:
+    checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10))
+    checkpointer.save(40, model=torch.nn.Linear(2, 2))
+    checkpointer.close()
+    found = rows(last())
+    assert [row[0] for row in found] == ["10", "20", "30", "40", "40"]
     text = "   ".join(found[1])
     for part in ("1 rank, 2 tensors", "valid_loss 1", torch.__version__, "attempt 3, job 7"):
         assert part in text
-    assert found[1][-1] == "complete"
+    assert [row[-1] for row in found][-3:] == ["complete", "complete", "complete (checkpoint_0000040.2)"]
 
 
-def test_what_is_not_sound_has_a_row_too(run: RunDir, capsys: Out) -> None:
+def test_what_is_not_sound_has_a_row_too(run: RunDir) -> None:
     found = committed(run.checkpoints)
     (found[0] / SHARD).unlink()
     set_aside(found[1])
@@ -95,9 +110,7 @@ def test_what_is_not_sound_has_a_row_too(run: RunDir, capsys: Out) -> None:
     (found[3] / "manifest.json").write_text("{}")
     leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0)
     leave_behind(run, "checkpoint_0000005.removed-3", hours_old=2)
-    assert main(["checkpoints", "last", "list"]) == 0
-    states = [row[-1] for row in rows(capsys)]
-    assert [state[:57] for state in states] == [
+    assert [row[-1][:57] for row in rows(last("list"))] == [
         "checkpoint_0000005.removed-3: being removed, or left by a",
         f"{SHARD} cannot be read: No such file or dir",
         "checkpoint_0000020.damaged-1: set aside as damaged",
@@ -107,11 +120,10 @@ def test_what_is_not_sound_has_a_row_too(run: RunDir, capsys: Out) -> None:
     ]
 
 
-@pytest.mark.parametrize("words", [["--json"], ["list", "--json"], ["--json", "list"]])
-def test_a_program_reads_the_same(words: list[str], run: RunDir, capsys: Out) -> None:
+def test_a_program_reads_the_same(run: RunDir) -> None:
     (run.checkpoints / "checkpoint_0000020" / SHARD).write_bytes(b"short")
-    assert main(["checkpoints", "last", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert last("--json") == last("list", "--json") == last("--json", "list")
+    found = json.loads(last("--json"))
     assert [(each["step"], each["complete"], bool(each["damage"])) for each in found] == [
         (10, True, False),
         (20, False, True),
@@ -119,44 +131,23 @@ def test_a_program_reads_the_same(words: list[str], run: RunDir, capsys: Out) ->
         (40, True, False),
     ]
     assert found[0]["metrics"] == {"valid_loss": 3.0} and found[0]["bytes"] > 64 * 64 * 4
-    assert main(["checkpoints", "last", "verify", "--json"]) == 1
-    assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [True, False, True, True]
+    assert [each["sound"] for each in json.loads(last("verify", "--json", code=1))] == [True, False, True, True]
 
 
-def test_a_second_one_of_a_step_is_told_apart(run: RunDir, capsys: Out) -> None:
-    checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10))
-    checkpointer.save(40, model=torch.nn.Linear(2, 2))
-    checkpointer.close()
-    assert main(["checkpoints", "last"]) == 0
-    assert [row[-1] for row in rows(capsys)][-2:] == ["complete", "complete (checkpoint_0000040.2)"]
-
-
-def test_what_a_checkpoint_says_does_not_steer_the_terminal(run: RunDir, capsys: Out) -> None:
+def test_what_a_checkpoint_says_does_not_steer_the_terminal() -> None:
     assert printable("a\x1b[31mb\x07\ud800c") == "a?[31mb??c"
 
 
-# verify
-
-
-def test_verify_finds_one_wrong_bit_and_exits_with_1(run: RunDir, capsys: Out) -> None:
-    assert main(["checkpoints", "last", "verify"]) == 0
-    assert capsys.readouterr().out.count("sound") == 4
+def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: RunDir) -> None:
+    assert last("verify").count("sound") == 4
     flip(committed(run.checkpoints)[-1])
-    assert main(["checkpoints", "last", "list"]) == 0  # sizes only
-    assert "digest" not in capsys.readouterr().out
-    assert main(["checkpoints", "last", "verify"]) == 1
-    said = capsys.readouterr().out
+    assert "digest" not in last("list")  # sizes only
+    said = last("verify", code=1)
     assert "checkpoint_0000010: sound (2 files" in said
     assert f"checkpoint_0000040: DAMAGED: {SHARD} is not what was written" in said
-
-
-def test_verify_looks_at_one_step_only(run: RunDir, capsys: Out) -> None:
-    flip(committed(run.checkpoints)[-1])
-    assert main(["checkpoints", "last", "verify", "20"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("checkpoint_0000020: sound")
-    assert main(["checkpoints", "last", "verify", "40"]) == 1
-    assert main(["checkpoints", "last", "verify", "50"]) == 2
-    assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in capsys.readouterr().err
+    assert last("verify", "20").startswith("checkpoint_0000020: sound")
+    last("verify", "40", code=1)
+    assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in refused("verify", "50")
 
 
 def test_more_files_than_may_be_open_are_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +160,7 @@ def test_more_files_than_may_be_open_are_no_damage(run: RunDir, monkeypatch: pyt
         return real(path, files, *rest, **options)
 
     monkeypatch.setattr(blocks, "_compare", compare)
-    assert main(["checkpoints", "last", "verify", "10"]) == 0
+    last("verify", "10")
     assert seen == [1, 1]
 
 
@@ -181,7 +172,7 @@ def test_verify_counts_as_a_reader(run: RunDir, monkeypatch: pytest.MonkeyPatch)
         return []
 
     monkeypatch.setattr(blocks, "find_damage", find_damage)
-    assert main(["checkpoints", "last", "verify", "10"]) == 0
+    last("verify", "10")
     assert seen == [{"checkpoint_0000010"}]
     assert os.listdir(run.checkpoints / ".readers") == []
 
@@ -206,26 +197,19 @@ def test_prune_keeps_the_newest_from_before_numbers_broke(run: RunDir) -> None:
     for step in (50, 60):
         checkpointer.save(step, model=torch.nn.Linear(64, 64), trainer={"health": {"sound_step": 37}})
     checkpointer.close()
-    assert main(["checkpoints", "last", "prune"]) == 0
+    last("prune")
     assert steps(run) == [30, 50, 60]
 
 
-def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir, capsys: Out) -> None:
+def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir) -> None:
     configure(run, keep_best=1)
     size = sum(file.stat().st_size for file in committed(run.checkpoints)[0].iterdir())
-    assert main(["checkpoints", "last", "prune"]) == 0
+    said = last("prune")
     assert steps(run) == [20, 30, 40]
-    said = capsys.readouterr().out
     assert "removed checkpoint_0000010 (not kept, " in said and f"({size} bytes)" in said
-    assert sorted(os.listdir(run.checkpoints)) == [
-        ".incarnations",
-        ".readers",
-        "checkpoint_0000020",
-        "checkpoint_0000030",
-        "checkpoint_0000040",
-    ]
-    assert main(["checkpoints", "last", "prune"]) == 0
-    assert "nothing to remove" in capsys.readouterr().out
+    left = [f"checkpoint_00000{step}" for step in (20, 30, 40)]
+    assert sorted(os.listdir(run.checkpoints)) == [".incarnations", ".readers", *left]
+    assert "nothing to remove" in last("prune")
 
 
 @pytest.mark.parametrize(
@@ -241,68 +225,53 @@ def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir, capsys: Out) -
     ],
 )
 def test_prune_keeps_what_it_is_told_to(words: list[str], left: list[int], run: RunDir) -> None:
-    assert main(["checkpoints", "last", "prune", *words]) == 0
+    last("prune", *words)
     assert steps(run) == left
 
 
-def test_a_dry_run_says_the_same_and_removes_nothing(run: RunDir, capsys: Out) -> None:
+def test_a_dry_run_says_the_same_and_removes_nothing(run: RunDir) -> None:
     leave_behind(run, "checkpoint_0000005.tmp-2", hours_old=2)
-    before = sorted(os.listdir(run.checkpoints))
-    assert main(["checkpoints", "last", "prune", "--dry-run"]) == 0
-    dry = capsys.readouterr().out
-    assert [name for name in sorted(os.listdir(run.checkpoints)) if name != ".readers"] == before
-    assert main(["checkpoints", "last", "prune"]) == 0
-    assert dry.replace("would remove", "removed").replace("would be", "were") == capsys.readouterr().out
+    before = contents(run)
+    dry = last("prune", "--dry-run")
+    assert contents(run) == before
+    assert dry.replace("would remove", "removed").replace("would be", "were") == last("prune")
     assert steps(run) == [30, 40]
 
 
 @pytest.mark.parametrize("words", [[], ["--keep-last", "2"], ["--damaged"]])
-def test_nothing_goes_when_the_newest_is_damaged(words: list[str], run: RunDir, capsys: Out) -> None:
+def test_nothing_goes_when_the_newest_is_damaged_or_none_is_valid(words: list[str], run: RunDir) -> None:
     found = committed(run.checkpoints)
     set_aside(found[0])
     flip(found[-1])
-    before = sorted(os.listdir(run.checkpoints))
-    assert main(["checkpoints", "last", "prune", *words]) == 1
-    assert "checkpoint_0000040, the newest checkpoint, is damaged, so nothing was removed" in capsys.readouterr().err
-    assert [name for name in sorted(os.listdir(run.checkpoints)) if name != ".readers"] == before
-
-
-def test_what_is_visibly_damaged_counts_for_nothing(run: RunDir, capsys: Out) -> None:
-    (committed(run.checkpoints)[2] / SHARD).unlink()
-    assert main(["checkpoints", "last", "prune"]) == 0
-    assert steps(run) == [20, 30, 40]  # 30 is not one of the two that are kept
-    assert "checkpoint_0000030 is damaged and is left alone" in capsys.readouterr().out
-
-
-def test_what_somebody_reads_stays(run: RunDir, capsys: Out) -> None:
-    with retention.reading(run.checkpoints / "checkpoint_0000010"):
-        assert main(["checkpoints", "last", "prune"]) == 0
-    assert steps(run) == [10, 30, 40]
-    assert "checkpoint_0000010 is being read and is kept" in capsys.readouterr().out
-
-
-def test_damaged_ones_go_on_request_alone(run: RunDir) -> None:
-    set_aside(committed(run.checkpoints)[0])
-    assert main(["checkpoints", "last", "prune"]) == 0
-    assert (run.checkpoints / "checkpoint_0000010.damaged-1").is_dir()
-    assert main(["checkpoints", "last", "prune", "--damaged"]) == 0
-    assert not list(run.checkpoints.glob("*damaged*"))
-
-
-def test_the_last_trace_of_a_run_is_never_removed(run: RunDir, capsys: Out) -> None:
-    for path in committed(run.checkpoints):
+    before = contents(run)
+    said = refused("prune", *words, code=1)
+    assert "checkpoint_0000040, the newest checkpoint, is damaged, so nothing was removed" in said
+    assert contents(run) == before
+    for path in found[1:]:
         set_aside(path)
-    assert main(["checkpoints", "last", "prune", "--damaged"]) == 1
-    assert "has no valid checkpoint, so nothing was removed" in capsys.readouterr().err
-    assert len(list(run.checkpoints.glob("*damaged*"))) == 4
+    before = contents(run)
+    assert "has no valid checkpoint, so nothing was removed" in refused("prune", "--damaged", code=1)
+    assert contents(run) == before
 
 
-def test_leftovers_go_when_they_are_an_hour_old(run: RunDir) -> None:
+def test_what_is_visibly_damaged_counts_for_nothing_and_what_somebody_reads_stays(run: RunDir) -> None:
+    (committed(run.checkpoints)[2] / SHARD).unlink()
+    with retention.reading(run.checkpoints / "checkpoint_0000010"):
+        said = last("prune")
+    assert steps(run) == [10, 20, 30, 40]  # 30 is not one of the two that are kept
+    assert "checkpoint_0000010 is being read and is kept" in said
+    assert "checkpoint_0000030 is damaged and is left alone" in said
+
+
+def test_damaged_ones_and_old_leftovers_go_on_request_alone(run: RunDir) -> None:
+    set_aside(committed(run.checkpoints)[0])
     young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)
     old = leave_behind(run, "checkpoint_0000050.tmp-2", hours_old=1.5)
-    assert main(["checkpoints", "last", "prune", "--keep-last", "4"]) == 0
-    assert old.is_dir()  # only what was asked for
-    assert main(["checkpoints", "last", "prune", "--leftovers"]) == 0
+    last("prune", "--keep-last", "4")
+    assert old.is_dir() and (run.checkpoints / "checkpoint_0000010.damaged-1").is_dir()
+    last("prune", "--damaged")
+    assert not list(run.checkpoints.glob("*damaged*"))
+    last("prune", "--leftovers")
     assert young.is_dir() and not old.exists()
 
 
@@ -310,7 +279,7 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
     own = claim(run.checkpoints, Incarnation(4, "attempt 4"))
     checkpointer = Checkpointer(run.checkpoints, incarnation=own, keep=Keep(last=10))
     saving = checkpointer.save(50, model=torch.nn.Linear(2, 2))
-    assert main(["checkpoints", "last", "prune"]) == 0
+    last("prune")
     saving.result()
     checkpointer.save(60, model=torch.nn.Linear(2, 2)).result()
     checkpointer.close()
@@ -330,60 +299,53 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
         (["--all"], "there is no option '--all'"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(words: list[str], said: str, run: RunDir, capsys: Out) -> None:
-    assert main(["checkpoints", "last", "prune", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_meant_is_one_sentence(words: list[str], said: str, run: RunDir) -> None:
+    assert said in refused("prune", *words)
     assert steps(run) == list(LOSSES)
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "checkpoint: 5", "checkpoint: {keep_last: many}", "checkpoint: {keep_last: 1}", "{"]
 )
-def test_a_config_that_says_nothing_removes_nothing(text: str, run: RunDir, capsys: Out) -> None:
+def test_a_config_that_says_nothing_removes_nothing(text: str, run: RunDir) -> None:
     run.config_file.write_text(text)
-    assert main(["checkpoints", "last", "prune"]) == 2
-    assert "slurmtrain: error: " in capsys.readouterr().err
+    assert "slurmtrain: error: " in refused("prune")
     assert steps(run) == list(LOSSES)
 
 
 # export
 
 
-def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir, capsys: Out) -> None:
-    assert main(["checkpoints", "last", "export", "new.pt"]) == 0
-    assert capsys.readouterr().out.startswith("new.pt: 2 tensors of model from checkpoint_0000040, ")
-    assert main(["checkpoints", "last", "export", "old.pt", "--step", "10", "--dtype", "bfloat16"]) == 0
+def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir) -> None:
+    assert last("export", "new.pt").startswith("new.pt: 2 tensors of model from checkpoint_0000040, ")
+    last("export", "old.pt", "--step", "10", "--dtype", "bfloat16")
     new, old = (torch.load(name, weights_only=True) for name in ("new.pt", "old.pt"))
     assert new["weight"].dtype == torch.float32 and old["weight"].dtype == torch.bfloat16
-    assert main(["checkpoints", "last", "export", "new.pt"]) == 2
-    assert "new.pt exists\n  hint: choose another name, or replace it with --force" in capsys.readouterr().err
-    assert main(["checkpoints", "last", "export", "new.pt", "--force"]) == 0
-    assert main(["checkpoints", "last", "export", "x.pt", "--only", "optimizer"]) == 2
-    assert main(["checkpoints", "last", "export", "x.bin"]) == 2
+    assert "new.pt exists\n  hint: choose another name, or replace it with --force" in refused("export", "new.pt")
+    last("export", "new.pt", "--force")
+    refused("export", "x.pt", "--only", "optimizer")
+    refused("export", "x.bin")
     flip(committed(run.checkpoints)[-1])
-    assert main(["checkpoints", "last", "export", "x.pt"]) == 1
+    refused("export", "x.pt", code=1)
     assert not Path("x.pt").exists()
 
 
-def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: RunDir, capsys: Out) -> None:
-    assert main(["checkpoints", "last", "export", "folder", "--format", "dcp"]) == 0
-    assert capsys.readouterr().out.startswith("folder: 2 tensors of model from checkpoint_0000040, ")
-    assert main(["checkpoints", "start", "import", "folder"]) == 0
-    path = Path("start/checkpoint_0000000")
-    assert capsys.readouterr().out.splitlines()[1] == (
-        f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
-    )
-    assert main(["checkpoints", "last", "export", "half.pt", "--dtype", "bfloat16"]) == 0
-    assert main(["checkpoints", "half", "import", "half.pt"]) == 0  # a restore of other types has to be allowed
-    assert capsys.readouterr().out.endswith("checkpoint.restore_only=model 'checkpoint.allow=[dtypes]'\n")
-    assert main(["checkpoints", str(path), "verify"]) == 0
-    assert (
-        main(["checkpoints", str(path), "export", "same.pt"]) == main(["checkpoints", "last", "export", "new.pt"]) == 0
-    )
+def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: RunDir) -> None:
+    exported = last("export", "folder", "--format", "dcp")
+    assert exported.startswith("folder: 2 tensors of model from checkpoint_0000040, ")
+    path = "start/checkpoint_0000000"
+    imported = printed("checkpoints", "start", "import", "folder").splitlines()
+    assert imported[1] == f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
+    last("export", "half.pt", "--dtype", "bfloat16")
+    imported_half = printed("checkpoints", "half", "import", "half.pt")  # a restore of other types has to be allowed
+    assert imported_half.endswith("checkpoint.restore_only=model 'checkpoint.allow=[dtypes]'\n")
+    printed("checkpoints", path, "verify")
+    printed("checkpoints", path, "export", "same.pt")
+    last("export", "new.pt")
     same, new = (torch.load(name, weights_only=True) for name in ("same.pt", "new.pt"))
     assert same.keys() == new.keys() and all(torch.equal(same[name], value) for name, value in new.items())
     for directory, source in ((str(run.path), "folder"), ("start", "nowhere"), ("no/where", "folder")):
-        assert main(["checkpoints", directory, "import", source]) == 2
+        refusal("checkpoints", directory, "import", source)
 
 
 @pytest.mark.parametrize(
@@ -397,48 +359,38 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
         (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )
-def test_an_export_that_cannot_be_is_one_sentence(
-    words: list[str], code: int, message: str, run: RunDir, capsys: Out
-) -> None:
-    assert main(["checkpoints", "last", "export", *words]) == code
-    assert message in capsys.readouterr().err and not list(Path().glob("out*"))
+def test_an_export_that_cannot_be_is_one_sentence(words: list[str], code: int, message: str, run: RunDir) -> None:
+    assert message in refused("export", *words, code=code) and not list(Path().glob("out*"))
 
 
 # What RUN may be.
 
 
-def test_a_directory_of_own_checkpoints_will_do(run: RunDir, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_own_checkpoints_or_one_checkpoint_will_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run.checkpoints.rename(run.path.parent.parent.parent / "own")
-    assert main(["checkpoints", str(directory)]) == 0
-    assert len(rows(capsys)) == 4
+    assert len(rows(printed("checkpoints", str(directory)))) == 4
+    path = directory / "checkpoint_0000020"
+    assert [row[0] for row in rows(printed("checkpoints", str(path)))] == ["20"]
+    assert printed("checkpoints", str(path), "verify").startswith("checkpoint_0000020: sound")
+    assert "from checkpoint_0000020, " in printed("checkpoints", str(path), "export", "out.pt")
+    refusal("checkpoints", str(path), "prune")
+    printed("checkpoints", str(set_aside(path)), "verify")
     monkeypatch.chdir(directory)
-    assert main(["checkpoints", ".", "prune"]) == 0
+    printed("checkpoints", ".", "prune")
     assert [path.name for path in committed(directory)] == ["checkpoint_0000030", "checkpoint_0000040"]
 
 
-def test_one_checkpoint_will_do(run: RunDir, capsys: Out) -> None:
-    path = run.checkpoints / "checkpoint_0000020"
-    assert main(["checkpoints", str(path), "verify"]) == 0
-    assert main(["checkpoints", str(path), "export", "out.pt"]) == 0
-    assert main(["checkpoints", str(path)]) == 0
-    assert capsys.readouterr().out.count("0000020") == 2
-    assert main(["checkpoints", str(path), "prune"]) == 2
-    assert main(["checkpoints", str(set_aside(path)), "verify"]) == 0
-
-
-def test_a_run_without_any_is_one_sentence(tmp_path: Path, capsys: Out) -> None:
+def test_a_run_without_any_is_one_sentence(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path, "train")
     run_dir.info_file.write_text("{}")
     for words in ([], ["verify"], ["export", str(tmp_path / "out.pt")]):
-        assert main(["checkpoints", str(run_dir.path), *words]) == 2
-        assert "has no checkpoint yet" in capsys.readouterr().err
-    assert main(["checkpoints", str(run_dir.path), "prune"]) == 0
+        assert "has no checkpoint yet" in refusal("checkpoints", str(run_dir.path), *words)
+    printed("checkpoints", str(run_dir.path), "prune")
 
 
 @pytest.mark.parametrize("reference", ["{}/nowhere", "{}", "{}/a\0b", "{}/" + "x" * 5000])
-def test_what_is_no_run_is_one_sentence(reference: str, run: RunDir, tmp_path: Path, capsys: Out) -> None:
-    assert main(["checkpoints", reference.format(tmp_path)]) == 2
-    assert "slurmtrain: error: " in capsys.readouterr().err
+def test_what_is_no_run_is_one_sentence(reference: str, run: RunDir, tmp_path: Path) -> None:
+    assert "slurmtrain: error: " in refusal("checkpoints", reference.format(tmp_path))
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]])

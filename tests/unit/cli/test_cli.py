@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,8 @@ from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.overrides import normalise
 from slurmtrain.resources import PACKAGE, shipped
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli, FakeSlurm, refusal
+from tests.support.runs import printed
 
 VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
 
@@ -31,29 +31,8 @@ VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
 # What may be typed.
 
 
-def test_the_verb_may_stand_anywhere() -> None:
-    words = ["+cluster=a100x4", "submit", "train.steps=3", "--dry-run"]
-    for order in itertools.permutations(words):
-        parsed = parse(order)
-        assert parsed.verb == "submit"
-        assert sorted(parsed.overrides) == ["cluster=a100x4", "train.steps=3"]
-        assert parsed.options == {"--dry-run": ""}
-        assert parsed.positionals == []
-
-
-def test_options_may_stand_between_overrides_and_keep_their_values() -> None:
-    parsed = parse(["a=1", "-cn", "mine", "submit", "--config-dir=own", "~b", "-m", "++c=d=e"])
-    assert parsed.overrides == ["a=1", "~b", "++c=d=e"]
-    assert parsed.options == {"--config-name": "mine", "--config-dir": "own", "--multirun": ""}
-
-
-@pytest.mark.parametrize("words", [["-cn", "status", "submit"], ["--config-dir", "status", "submit"]])
-def test_a_value_that_looks_like_a_verb_is_a_value(words: list[str]) -> None:
-    assert parse(words).verb == "submit"
-
-
 def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> None:
-    assert main(["-o", "status", "render", "+cluster=a100x4"]) == 0
+    printed("-o", "status", "render", "+cluster=a100x4")
     assert (project / "status").read_text().startswith("#!/bin/bash")
 
 
@@ -62,32 +41,27 @@ def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> N
     [
         ["submit", "--dry-run", "+cluster=a100x4", "cluster.nodes=2"],
         ["+cluster=a100x4", "--dry-run", "submit", "cluster.nodes=2"],
+        ["--dry-run", "cluster.nodes=2", "+cluster=a100x4", "submit"],
         ["cluster=a100x4", "cluster.nodes=2", "submit", "--dry-run"],
         ["render", "cluster.nodes=2", "cluster=a100x4"],
     ],
 )
-def test_any_order_and_cluster_with_or_without_plus_mean_the_same(
-    words: list[str], project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert main(["cluster=a100x4", "submit", "cluster.nodes=2", "--dry-run"]) == 0
-    assert printed == capsys.readouterr().out
-    assert "#SBATCH --nodes=2\n" in printed and "#SBATCH --gpus-per-node=a100:4\n" in printed
+def test_any_order_and_cluster_with_or_without_plus_mean_the_same(words: list[str], project: Path) -> None:
+    script = printed(*words)
+    assert script == printed("cluster=a100x4", "submit", "cluster.nodes=2", "--dry-run")
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=a100:4\n" in script
 
 
-def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path) -> None:
     words = ["+cluster.env.A=1", "++cluster.env.B=2", "++cluster.nodes=4", "~data.max_bytes"]
-    assert main(["submit", "--dry-run", "cluster=a100x4", *words]) == 0
-    script = capsys.readouterr().out
+    script = printed("submit", "--dry-run", "cluster=a100x4", *words)
     assert "export A=1\n" in script and "export B=2\n" in script and "#SBATCH --nodes=4\n" in script
 
 
-def test_several_partitions_reach_sbatch_which_starts_the_job_in_one(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["submit", "--dry-run", "cluster=a100x4", "cluster.partition='gpu,gpu-long'"]) == 0
-    assert "#SBATCH --partition=gpu,gpu-long\n" in capsys.readouterr().out
+def test_several_partitions_reach_sbatch_which_starts_the_job_in_one(project: Path) -> None:
+    assert "#SBATCH --partition=gpu,gpu-long\n" in printed(
+        "submit", "--dry-run", "cluster=a100x4", "cluster.partition='gpu,gpu-long'"
+    )
 
 
 def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) -> None:
@@ -99,22 +73,22 @@ def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) ->
 
 
 def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, project: Path) -> None:
-    own = project / "own"
+    own = project / "resume"  # a value that looks like a verb is a value
     for name, text in {
         "cluster/mine.yaml": "partition: my-gpus\nnodes: 2\ntasks_per_node: 4\ngpus_per_node: 4\n",
         "model/net.yaml": "_target_: my_models.Net\nwidth: 5\n",
-        "mine.yaml": "defaults: [config, _self_]\ntrain: {steps: 31}\n",
+        "status.yaml": "defaults: [config, _self_]\ntrain: {steps: 31}\n",
     }.items():
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_text(text)
-    shown = cli("submit", "--dry-run", "+cluster=mine", "model=net", "--config-dir", "own")
-    assert shown.returncode == 0, shown.stderr
-    assert "#SBATCH --partition=my-gpus\n" in shown.stdout
-    config = cli("--config-dir", "own", "-cn", "mine", "--cfg", "job", "model=net", "cluster=mine")
+    answer = cli("submit", "--dry-run", "+cluster=mine", "model=net", "--config-dir", "resume")
+    assert answer.returncode == 0, answer.stderr
+    assert "#SBATCH --partition=my-gpus\n" in answer.stdout
+    config = cli("--config-dir", "resume", "-cn", "status", "--cfg", "job", "model=net", "cluster=mine")
     assert config.returncode == 0, config.stderr
     assert "_target_: my_models.Net" in config.stdout and "steps: 31" in config.stdout
-    assert cli("submit", "--dry-run", "cluster=mine", "-cn", "mine", "-cd", "own").returncode == 0
-    refused = cli("--config-dir", "own", "--cfg", "job", "optim.lrr=1")
+    assert cli("submit", "--dry-run", "cluster=mine", "-cn", "status", "-cd", "resume").returncode == 0
+    refused = cli("--config-dir", "resume", "--cfg", "job", "optim.lrr=1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
         "slurmtrain: error: optim has no field 'lrr' (in 'optim.lrr=1')\n  hint: did you mean lr?\n"
@@ -131,20 +105,22 @@ def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
     groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
     (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
     path = ("--config-path", str(own) if absolute else own.name)
-    shown = cli(*path, "--cfg", "job")
-    assert "_target_: my_models.Shadow" in shown.stdout and "steps: 31" in shown.stdout, shown
-    assert "partition: null" in shown.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
+    answer = cli(*path, "--cfg", "job")
+    assert "_target_: my_models.Shadow" in answer.stdout and "steps: 31" in answer.stdout, answer
+    assert "partition: null" in answer.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
     assert "#SBATCH --gpus-per-node=a100:4\n" in cli("render", *path).stdout
     assert cli("render", *path, "-o", "job.sbatch").returncode == 0
     frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
     assert "_target_: my_models.Shadow" in frozen and "steps: 31" in frozen
 
 
-def test_an_unknown_key_in_a_yaml_file_gets_the_nearest_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_configs_have_the_nearest_names_too(project: Path) -> None:
+    (project / "cluster").mkdir()
+    (project / "cluster/jupiter.yaml").write_text("nodes: 1\n")
     (project / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {stepz: 31}\n")
-    assert main(["submit", "--config-dir", ".", "-cn", "mine"]) == 2
-    said = capsys.readouterr().err
+    said = refusal("submit", "--config-dir", ".", "-cn", "mine")
     assert "train has no field 'stepz'" in said and "did you mean steps" in said
+    assert "did you mean jupiter" in refusal("submit", "cluster=jupitr", "--config-dir", ".")
 
 
 def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_may_be_dropped() -> None:
@@ -156,13 +132,6 @@ def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_ma
         "++model=x",
         "+mine=x",
     ]
-
-
-def test_an_own_cluster_is_among_the_nearest_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "own/cluster").mkdir(parents=True)
-    (project / "own/cluster/jupiter.yaml").write_text("nodes: 1\n")
-    assert main(["submit", "cluster=jupitr", "--config-dir", "own"]) == 2
-    assert "did you mean jupiter" in capsys.readouterr().err
 
 
 # Help, version, completion.
@@ -199,11 +168,11 @@ def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_
 
 
 def test_help_lists_the_topics_of_the_manual_with_a_line_each(cli: Cli) -> None:
-    shown = cli("help").stdout
+    answer = cli("help").stdout
     pages = {page.stem for page in (PACKAGE / "docs").glob("*.md")}
     assert set(topics()) == pages
     for name, subject in topics().items():
-        assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", shown)
+        assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", answer)
 
 
 def test_a_page_that_is_piped_is_the_markdown_itself(cli: Cli) -> None:
@@ -411,14 +380,11 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
     ],
 )
 def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(
-    words: list[str], sentence: str, hint: str, project: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, hint: str, project: Path
 ) -> None:
-    assert main(words) == 2
-    said = capsys.readouterr()
-    first, *rest = said.err.splitlines()
+    first, *rest = refusal(*words).splitlines()
     assert first.startswith("slurmtrain: error: ") and sentence in first
     assert len(rest) <= 1 and hint in "".join(rest)
-    assert said.out == ""
     assert list(project.iterdir()) == []
 
 
@@ -466,7 +432,7 @@ print("\\nHEAVY", code, ",".join(heavy))
 def test_a_verb_imports_only_what_it_needs(
     words: list[str], not_imported: str, cli: Cli, project: Path, fake_slurm: FakeSlurm
 ) -> None:
-    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+    printed("render", "+cluster=a100x4", "-o", "job.sbatch")
     run_dir = next(project.glob("runs/train/*"))
     (run_dir / "attempts" / "0001").mkdir()
     words = [str(run_dir) if word == "RUN" else word for word in words]
@@ -478,12 +444,11 @@ def test_a_verb_imports_only_what_it_needs(
 # Runs are found by id, beginning, path and `last`.
 
 
-def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path) -> None:
     for _ in range(2):
-        assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+        printed("render", "+cluster=a100x4", "-o", "job.sbatch")
     older, newer = sorted(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
     # Two runs of one second are told apart by their random ends, not by their order.
-    capsys.readouterr()
     last = max(older.name, newer.name)
     for reference, run_id in [
         (newer.name, newer.name),
@@ -494,38 +459,35 @@ def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path, capsys: pyte
     ]:
         if reference == older.name[:-1] and newer.name.startswith(reference):
             continue
-        assert main(["status", reference]) == 0
-        assert f"run {run_id} (train): prepared" in capsys.readouterr().out
+        assert f"run {run_id} (train): prepared" in printed("status", reference)
 
 
 def test_runs_elsewhere_are_found_through_slurmtrain_runs(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere"]) == 0
-    assert main(["status", "last"]) == 2
+    printed("render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere")
+    refusal("status", "last")
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
-    assert main(["status", "last"]) == 0
-    assert "prepared" in capsys.readouterr().out
+    assert "prepared" in printed("status", "last")
 
 
 def test_submit_puts_runs_where_the_verbs_look(
     project: Path, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
-    assert main(["+cluster=a100x4", "submit"]) == 0
+    printed("+cluster=a100x4", "submit")
     assert len(list(tmp_path.glob("elsewhere/train/*/run.json"))) == 1
     assert list(project.iterdir()) == []
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_next_steps_that_submit_prints_work_as_they_are(
-    elsewhere: bool, project: Path, tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    elsewhere: bool, project: Path, tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
     words = [f"job.runs_dir={tmp_path}/elsewhere"] if elsewhere else []
-    assert main(["+cluster=a100x4", "submit", *words]) == 0
-    step = capsys.readouterr().out.splitlines()[-1].split()
+    step = printed("+cluster=a100x4", "submit", *words).splitlines()[-1].split()
     assert step[0] == "status" and Path(step[1]).is_absolute() is elsewhere
-    assert main(step[:2]) == 0
+    printed(*step[:2])
 
 
 def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
@@ -535,24 +497,19 @@ def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path:
         (["+cluster=sandbox", "cluster.sandbox=surely-not-there"], None),
         (["+cluster=a100x4"], None),
     ]:
-        assert main(["render", "-o", "job.sbatch", *words]) == 0
+        printed("render", "-o", "job.sbatch", *words)
         newest = max(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
         assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
 
 
-def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["+cluster=a100x4", "submit"]) == 0
-    assert "as job 4711" in capsys.readouterr().out
+def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(project: Path, fake_slurm: FakeSlurm) -> None:
+    assert "as job 4711" in printed("+cluster=a100x4", "submit")
     run_dir = next(project.glob("runs/train/*"))
     assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["4711"]
     assert os.stat(run_dir).st_mode & 0o777 == 0o700
 
 
-def test_an_unknown_kind_of_config_to_show_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--cfg", "jb"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "slurmtrain: error: --cfg jb: there is no such config\n  hint: one of: job, hydra, all\n"
+def test_an_unknown_kind_of_config_to_show_is_one_sentence() -> None:
+    assert refusal("--cfg", "jb") == (
+        "slurmtrain: error: --cfg jb: there is no such config\n  hint: one of: job, hydra, all\n"
     )

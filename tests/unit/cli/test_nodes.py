@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 
-from slurmtrain.cli import main
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord, append_to_ledger, ledger_file, read_ledger
-from tests.support.commands import FakeSlurm
+from tests.support.commands import FakeSlurm, refusal
+from tests.support.runs import printed, shown
 
 pytestmark = pytest.mark.usefixtures("project", "fake_slurm")
 
@@ -23,65 +22,56 @@ def crash(node: str, attempt: int, run: str = "run") -> NodeRecord:
     return NodeRecord(time.time() - 60, node, NodeEvent.CRASH, run, attempt, said, lasted_s=1.4, proven=True)
 
 
-def test_the_list_says_what_is_left_out_for_how_long_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes", "list"]) == 0
-    assert capsys.readouterr().out == "no incidents are recorded for any node\n"
+def test_the_list_says_what_is_left_out_for_how_long_and_why() -> None:
+    assert printed("nodes", "list") == "no incidents are recorded for any node\n"
     on_record(crash("n3", 1), crash("n3", 2), crash("n4", 1, "other"))
     on_record(NodeRecord(time.time() - 30 * 3600, "n1", NodeEvent.HARDWARE, "old", 1), cluster="small")
-    assert main(["nodes", "list"]) == 0
-    rows = [line.split("   ") for line in capsys.readouterr().out.splitlines()[2:]]
+    rows = [line.split("   ") for line in printed("nodes", "list").splitlines()[2:]]
     assert [[cell.strip() for cell in row if cell.strip()][:4] for row in rows] == [
         ["big", "n3", "for 23 h 59 min", "crashed 2 attempts in 1 s"],
         ["big", "n4", "no", "crashed 1 attempt in 1 s"],
     ]
-    assert main(["nodes", "list", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = shown("nodes", "list")
     assert (first["node"], first["records"][1]["attempt"], second["until"]) == ("n3", 2, None)
 
 
-def test_a_person_blames_a_node_and_forgives_it(fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_person_blames_a_node_and_forgives_it(fake_slurm: FakeSlurm) -> None:
     fake_slurm.command("scontrol", 'echo "ClusterName = big"')
     fake_slurm.command("sinfo", 'echo "n3"')
-    assert main(["nodes", "blame", "n3", "--reason", "its disk is full"]) == 0
-    assert "n3 is left out of the next starts of your runs on big until" in capsys.readouterr().out
-    assert main(["nodes", "forgive", "n3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"cluster": "big", "node": "n3", "said": "n3 is forgiven on big"}
-    assert main(["nodes", "forgive", "--all"]) == 0
+    assert "n3 is left out of the next starts of your runs on big until" in printed(
+        "nodes", "blame", "n3", "--reason", "its disk is full"
+    )
+    assert shown("nodes", "forgive", "n3") == {"cluster": "big", "node": "n3", "said": "n3 is forgiven on big"}
+    printed("nodes", "forgive", "--all")
     found = [(each.event, each.node, each.said) for each in read_ledger(ledger_file("big"))]
     assert found == [("by hand", "n3", "its disk is full"), ("forgiven", "n3", ""), ("forgiven", "*", "")]
 
 
-def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too() -> None:
     ahead = NodeRecord(time.time() + 120, "n3", NodeEvent.HANG, "run", 1, proven=True)
     on_record(ahead, crash("n3", 2))
-    assert main(["nodes", "forgive", "n3", "--cluster", "big"]) == 0
-    assert main(["nodes", "list", "--json"]) == 0
-    assert [node["until"] for node in json.loads(capsys.readouterr().out.partition("\n")[2])] == [None]
-    assert main(["nodes", "forgive", "n77", "--cluster", "big"]) == 0
-    assert capsys.readouterr().out == "nothing is on record against n77 on big\n"
+    printed("nodes", "forgive", "n3", "--cluster", "big")
+    assert [node["until"] for node in shown("nodes", "list")] == [None]
+    assert printed("nodes", "forgive", "n77", "--cluster", "big") == "nothing is on record against n77 on big\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "said"),
     [
-        (["blame", "n9"], 2, "cluster big has no node 'n9'"),
-        (["blame", "n[1-3]"], 2, "'n[1-3]' is not a node name"),
-        (["forgive"], 2, "nodes forgive NODE, or nodes forgive --all"),
-        (["forgive", "n3", "--all"], 2, "name the nodes to forgive"),
-        (["forgive", "n3", "--cluster", "../x"], 2, "there is no ledger of cluster '../x'"),
+        (["blame", "n9"], "cluster big has no node 'n9'"),
+        (["blame", "n[1-3]"], "'n[1-3]' is not a node name"),
+        (["forgive"], "nodes forgive NODE, or nodes forgive --all"),
+        (["forgive", "n3", "--all"], "name the nodes to forgive"),
+        (["forgive", "n3", "--cluster", "../x"], "there is no ledger of cluster '../x'"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error_with_a_hint(
-    fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
-) -> None:
+def test_what_cannot_be_meant_is_an_error_with_a_hint(fake_slurm: FakeSlurm, words: list[str], said: str) -> None:
     fake_slurm.command("scontrol", 'echo "ClusterName = big"')
     fake_slurm.command("sinfo", "true")
-    assert main(["nodes", *words]) == code
-    assert said in capsys.readouterr().err
+    assert said in refusal("nodes", *words)
     assert read_ledger(ledger_file("big")) == []
 
 
-def test_without_slurm_a_person_names_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes", "blame", "n3"]) == 1
-    assert "--cluster NAME" in capsys.readouterr().err
-    assert main(["nodes", "blame", "n3", "--cluster", "big"]) == 0
+def test_without_slurm_a_person_names_the_cluster() -> None:
+    assert "--cluster NAME" in refusal("nodes", "blame", "n3", code=1)
+    printed("nodes", "blame", "n3", "--cluster", "big")

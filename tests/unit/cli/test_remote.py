@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.cli.remote import Host, split_host, wanted
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.errors import UsageError
 from slurmtrain.resources import PACKAGE
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.commands import FakeSlurm
+from tests.support.commands import FakeSlurm, refusal
 
 LOGIN = ["--host", "me@login", "--host-python", sys.executable]
 
@@ -49,14 +47,14 @@ def runs_of(home: Path) -> list[RunDir]:
 
 
 def test_submit_sends_the_work_tree_and_the_run_is_made_there(login: Path, fake_slurm: FakeSlurm) -> None:
-    program = ["python", "train me.py", "--name", "it's $HOME", '"q"']
-    assert main([*LOGIN, "cluster=a100x4", "submit", "--", *program]) == 0
+    program = ["python", "train me.py", "--name", "it's $HOME", '"q"', "--host", "x"]
+    assert main(["cluster=a100x4", "submit", *LOGIN, "--", *program]) == 0  # the machine may stand anywhere before --
     (run,) = runs_of(login)
     sent = sorted(str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file())
     assert [name for name in sent if not name.startswith("slurmtrain/")] == [".gitignore", "a.py", "below/train me.py"]
     assert run.info()["workdir"] == "code/below" and fake_slurm.submitted == [run.script.read_text()]
     command = load_frozen(run.config_file, with_secrets=False).job.command
-    assert command == "python 'train me.py' --name 'it'\"'\"'s $HOME' '\"q\"'"
+    assert command == "python 'train me.py' --name 'it'\"'\"'s $HOME' '\"q\"' --host x"
     assert not Path("runs").exists() and (fake_slurm.directory / "hosts").read_text() == "me@login\n"
     Path("../a.py").write_text("edited after submit")
     assert (run.code / "a.py").read_text() == "a"
@@ -147,13 +145,6 @@ def test_probe_does_not_write_a_file_where_submit_would_not_find_it(
     assert (login / "slurmtrain-work" / "laptop").is_dir()
 
 
-def test_the_machine_is_taken_out_of_the_line_wherever_it_stands() -> None:
-    words = ["+cluster=a", "submit", "--host=hpc:/work/me", "--", "prog", "--host", "x"]
-    assert wanted(words) and not wanted(["submit", "--", "prog", "--host", "x"])
-    assert split_host(words, "f") == (Host("hpc", "/work/me"), ["+cluster=a", "submit", "--", "prog", "--host", "x"])
-    assert split_host(["--host", "me@l", "--host-python=/v/python", "status"], "f")[0] == Host("me@l", "f", "/v/python")
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -164,11 +155,12 @@ def test_the_machine_is_taken_out_of_the_line_wherever_it_stands() -> None:
         ["--host-python", "p", "status"],
     ],
 )
-def test_what_is_no_machine_is_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError):
-        split_host(words, "f")
+def test_what_is_no_machine_is_refused(words: list[str], login: Path, fake_slurm: FakeSlurm) -> None:
+    refusal(*words)
+    assert not (fake_slurm.directory / "hosts").exists()
 
 
 @pytest.mark.parametrize("words", [["train"], ["render"], ["sandbox", "up"], []])
 def test_what_is_for_this_machine_is_not_sent(words: list[str], login: Path, fake_slurm: FakeSlurm) -> None:
-    assert main([*LOGIN, *words]) == 2 and not (fake_slurm.directory / "hosts").exists()
+    refusal(*LOGIN, *words)
+    assert not (fake_slurm.directory / "hosts").exists()

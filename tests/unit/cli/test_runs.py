@@ -18,20 +18,17 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.cli import main
-from slurmtrain.cli.runs.compare import told_apart
 from slurmtrain.observe import MetricsLog
-from slurmtrain.report import compare, prune
-from slurmtrain.report.compare import MISSING, Divergence, config_differences, divergences
+from slurmtrain.report import prune
+from slurmtrain.report.compare import divergences
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs, find
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage, write_json
-from tests.support.commands import FakeSlurm
-from tests.support.runs import add_attempt, submitted_run
+from tests.support.commands import FakeSlurm, refusal
+from tests.support.runs import add_attempt, printed, shown, submitted_run
 
-Out = pytest.CaptureFixture[str]
 Make = Callable[..., RunDir]
 DAY = 86400.0
 NAN = math.nan
@@ -82,19 +79,6 @@ def add_checkpoint(run: RunDir, step: int = 10) -> Path:
     return path
 
 
-def printed(capsys: Out, *words: str, code: int = 0) -> str:
-    capsys.readouterr()
-    assert main(list(words)) == code
-    return capsys.readouterr().out
-
-
-def read(capsys: Out, *words: str) -> Any:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
-
-    return json.loads(printed(capsys, *words), parse_constant=refuse)
-
-
 # status and list, for programs.
 
 PROGRESS_KEYS = "steps loss valid_loss logged tokens_per_s step_time_s eta_s reason expected_start"
@@ -102,29 +86,29 @@ RUN_KEYS = f"id name path state sentence alive step job_id job_ids created doubt
 ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
 
 
-def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_characters(make: Make, capsys: Out) -> None:
+def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_characters(make: Make) -> None:
     run = make("finished")
     usual = {"step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward", "ratio": 1.6}
     run.event(Event.STRAGGLER, attempt=1, excess_s=0.2, step_s=0.5, sporadic=False, **usual)
     run.event(Event.STRAGGLER, attempt=1, **{**usual, "node": "n\x1b[2Jx", "step": 300})
-    shown = printed(capsys, "status", run.id)
+    text = printed("status", run.id)
     assert (
         "\n  slow ranks: rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 since step 120); rank"
-        in shown
+        in text
     )
-    assert "\x1b" not in shown
-    first, _ = read(capsys, "status", run.id, "--json")["slow_ranks"]
+    assert "\x1b" not in text
+    first, _ = shown("status", run.id)["slow_ranks"]
     assert (first["node"], first["ranks"], first["share"], first["until"]) == ("n2", [3], 0.4, None)
 
 
-def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys: Out) -> None:
+def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None:
     done, waits = make("finished", losses={10: 2.0, 20: 1.0}), make("waiting")
-    listed = read(capsys, "status", "--json")
+    listed = shown("status")
     assert [run["id"] for run in listed] == [run.id for run in all_runs(Path("runs"))]
     by_id = {run["id"]: run for run in listed}
     assert all(list(run) == RUN_KEYS.split() for run in listed)
     finished, waiting = by_id[done.id], by_id[waits.id]
-    one = read(capsys, "status", done.id, "--json")
+    one = shown("status", done.id)
     assert sum(one["goodput"]["seconds"].values()) == pytest.approx(one["goodput"]["wall_s"])
     assert {key: value for key, value in one.items() if key != "goodput"} == {
         **finished,
@@ -143,53 +127,83 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys:
     assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
 
 
-def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
+def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, fake_slurm: FakeSlurm) -> None:
     make("waiting")
     fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
-    (run,) = read(capsys, "status", "--json")
+    (run,) = shown("status")
     assert run["state"] == "unknown" and "no controller" in run["doubt"]
 
 
-def test_the_list_has_a_row_for_every_run(make: Make, capsys: Out) -> None:
+def test_the_list_has_a_row_for_every_run(make: Make) -> None:
     done, waits = make("finished", losses={20: 1.0}), make("waiting")
-    text = printed(capsys, "runs", "list")
+    text = printed("runs", "list")
     rows = {line.split()[0]: line.split() for line in text.splitlines()[2:]}
     assert rows[done.id][1:5] == ["train", "finished", "20", "1"]
     assert rows[waits.id][1:5] == ["train", "waiting", "?", "0"]
     assert rows[done.id][5] == time.strftime("%Y-%m-%d", time.localtime(done.info()["created"]))
-    sized = printed(capsys, "runs", "list", "--size").splitlines()
+    sized = printed("runs", "list", "--size").splitlines()
     assert sized[0].split()[-1] == "size" and sized[2].split()[-1] == "MB"
-    (first, _) = read(capsys, "runs", "list", "--size", "--json")
+    (first, _) = shown("runs", "list", "--size")
     assert first["size_bytes"] == disk_usage(RunDir(Path(first["path"])).path) > 1000
-    assert [each["id"] for each in read(capsys, "runs", "list", "--json")] == [run.id for run in all_runs(Path("runs"))]
+    assert [each["id"] for each in shown("runs", "list")] == [run.id for run in all_runs(Path("runs"))]
 
 
-def test_what_was_done_to_a_run_is_an_object_too(make: Make, capsys: Out) -> None:
+def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
     done = make("finished")
-    answer = read(capsys, "cancel", done.id, "--json")
+    answer = shown("cancel", done.id)
     assert answer["run"] == done.id and "is not running" in answer["said"] and answer["job_ids"] == []
-    assert main(["resume", done.id, "--json"]) == 2  # of cluster=local: in the foreground, with its output
+    refusal("resume", done.id, "--json")  # of cluster=local: in the foreground, with its output
 
 
 @pytest.mark.parametrize("words", [("runs", "list"), ("runs", "list", "--json"), ("status", "--json")])
-def test_without_runs_one_sentence_says_where_was_looked(words: tuple[str, ...], project: Path, capsys: Out) -> None:
-    assert main(list(words)) == 2
-    assert f"there are no runs under {project}/runs" in capsys.readouterr().err
+def test_without_runs_one_sentence_says_where_was_looked(words: tuple[str, ...], project: Path) -> None:
+    assert f"there are no runs under {project}/runs" in refusal(*words)
 
 
 # compare
 
 
-def test_what_differs_in_the_configs_stands_side_by_side() -> None:
-    a = {"x": {"y": 1, "z": [1, 2]}, "only_a": {"k": None}, "same": 3, "f": 1, "nan": NAN}
-    b = {"x": {"y": 2, "z": [1]}, "same": 3, "only_b": {}, "f": 1.0, "nan": NAN}
-    assert config_differences(a, b) == [
-        ("x.y", 1, 2),
-        ("x.z", [1, 2], [1]),
-        ("only_a.k", None, MISSING),
-        ("f", 1, 1.0),
-        ("only_b", MISSING, {}),
+def compared(a: RunDir, b: RunDir, *words: str) -> Any:
+    return shown("runs", "compare", a.id, str(b.path), *words)
+
+
+def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: Path) -> None:
+    (project / "mine.py").write_text("x = 1\n")
+    words = ("job.snapshot=cwd",)
+    a = make("finished", *words, losses={10: 2.0, 20: 1.5, 30: 1.0})
+    (project / "mine.py").write_text("x = 2\n")
+    b = make("finished", *words, "optim.lr=0.5", losses={10: 2.0, 20: 1.25, 40: NAN})
+    (b.code / "other.py").touch()
+    text = printed("runs", "compare", a.id, b.id)
+    assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
+    assert "2 files of the snapshots differ: mine.py, other.py" in text
+    assert "they diverge at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
+    assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
+
+    found = compared(a, b)
+    assert (found["a"]["id"], found["b"]["path"]) == (a.id, str(b.path))
+    assert found["config"] == [{"key": "optim.lr", "a": 0.003, "b": 0.5}]
+    assert found["files"] == ["mine.py", "other.py"]
+    assert (found["steps"], found["parted_at"]) == (2, 20)
+    assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
+    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they diverge
+    assert compared(a, b, "--tolerance", "0.2")["parted_at"] is None
+
+
+def test_what_differs_in_the_configs_stands_side_by_side_and_does_not_steer_the_terminal(make: Make) -> None:
+    a, b = make(), make()
+    usual = a.config_file.read_text()
+    a.config_file.write_text(f"{usual}x: {{y: 1, z: [1, 2]}}\nonly_a: {{k: null}}\nsame: 3\nf: 1\nnan: .nan\n")
+    b.config_file.write_text(f'{usual}x: {{y: 2, z: [1]}}\nsame: 3\nonly_b: "v\\e[31m"\nf: 1.0\nnan: .nan\n')
+    assert compared(a, b)["config"] == [
+        {"key": "x.y", "a": 1, "b": 2},
+        {"key": "x.z", "a": [1, 2], "b": [1]},
+        {"key": "only_a.k", "a": None},
+        {"key": "f", "a": 1, "b": 1.0},
+        {"key": "only_b", "b": "v\x1b[31m"},
     ]
+    rows = [line.split() for line in printed("runs", "compare", a.id, b.id).splitlines()]
+    assert ["only_b", "-", "v?[31m"] in rows and ["only_a.k", "null", "-"] in rows and ["f", "1", "1.0"] in rows
 
 
 @pytest.mark.parametrize(
@@ -213,135 +227,101 @@ def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
     assert list(found) == (["x"] if parts else [])
 
 
-def test_only_steps_and_metrics_that_both_have_are_compared_and_the_first_counts() -> None:
-    a = {1: {"x": 1.0, "y": 1.0}, 2: {"x": 1.0, "y": 1.0}, 5: {"x": 1.0, "y": 2.0}, 6: {"x": 0.0, "y": 3.0}}
-    b = {2: {"x": 1.0}, 3: {"x": 9.0}, 5: {"x": 4.0, "y": 2.0}, 6: {"x": 9.0, "y": 4.0}}
-    assert divergences(a, b) == {"x": Divergence(5, 1.0, 4.0), "y": Divergence(6, 3.0, 4.0)}
+def test_only_steps_and_metrics_that_both_have_are_compared_and_the_latest_record_of_a_step_counts(make: Make) -> None:
+    a, b = make(), make()
+    a.metrics_file.write_text(
+        '{"step": 1, "x": 1, "y": 1}\n{"step": 2, "x": 1, "y": 1}\n{"step": 5, "x": 1, "y": 2}\n{"step": 6, "x": 0, "y": 3}\n'
+    )
+    b.metrics_file.write_text(
+        '{"step": 2, "x": 1}\n{"step": 3, "x": 9}\n{"step": 5, "x": 4, "y": 7}\n{"step": 5, "x": 4, "y": 2}\n'
+        '{"step": 6, "x": 9, "y": 4}\n'
+    )
+    found = compared(a, b)
+    assert {name: each["parts"] for name, each in found["metrics"].items()} == {
+        "x": {"step": 5, "a": 1.0, "b": 4.0},
+        "y": {"step": 6, "a": 3.0, "b": 4.0},
+    }
+    assert (found["steps"], found["parted_at"]) == (3, 5)
 
 
-def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: Path, capsys: Out) -> None:
-    (project / "mine.py").write_text("x = 1\n")
-    words = ("job.snapshot=cwd",)
-    a = make("finished", *words, losses={10: 2.0, 20: 1.5, 30: 1.0})
-    (project / "mine.py").write_text("x = 2\n")
-    b = make("finished", *words, "optim.lr=0.5", losses={10: 2.0, 20: 1.25, 40: NAN})
-    (b.code / "other.py").touch()
-    text = printed(capsys, "runs", "compare", a.id, b.id)
-    assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
-    assert "2 files of the snapshots differ: mine.py, other.py" in text
-    assert "they diverge at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
-    assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
-
-    found = read(capsys, "runs", "compare", a.id, str(b.path), "--json")
-    assert (found["a"]["id"], found["b"]["path"]) == (a.id, str(b.path))
-    assert found["config"] == [{"key": "optim.lr", "a": 0.003, "b": 0.5}]
-    assert found["files"] == ["mine.py", "other.py"]
-    assert (found["steps"], found["parted_at"]) == (2, 20)
-    assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
-    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they diverge
-    assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
-
-
-def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make, capsys: Out) -> None:
+def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make) -> None:
     a, b = make("finished", "job.snapshot=cwd"), make("finished", "job.snapshot=cwd")
     (b.code / "\x1b[31mred.py").touch()
     for revision in (5, "\x1b]0;title\x07"):
         b.update_info(code={"revision": revision, "dirty": "yes"})
-        text = printed(capsys, "runs", "compare", a.id, b.id)
+        text = printed("runs", "compare", a.id, b.id)
         assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
     b.update_info(code={"revision": "0" * 40, "dirty": None})
-    assert "revision 000000000000 (whether with changes is not known) in b" in printed(
-        capsys, "runs", "compare", a.id, b.id
-    )
+    assert "revision 000000000000 (whether with changes is not known) in b" in printed("runs", "compare", a.id, b.id)
 
 
-def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(tmp_path: Path) -> None:
-    for sweep, text in (("one", "a"), ("two", "b")):
-        (tmp_path / sweep / "code").mkdir(parents=True)
-        (tmp_path / sweep / "code" / "train.py").write_text(text)
-        (tmp_path / sweep / "point").mkdir()
-        (tmp_path / sweep / "point" / "code").symlink_to("../code")
-    one, two = (compare.snapshot_of(RunDir(tmp_path / sweep / "point")) for sweep in ("one", "two"))
-    assert compare.code_differences(one, two) == ["train.py"] and compare.code_differences(one, one) == []
+def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
+    one, two = (make("finished", "job.snapshot=cwd", f"job.name={name}") for name in ("one", "two"))
+    for run in (one, two):
+        run.code.rename(run.path.parent / "code")
+        run.code.symlink_to("../code")
+        (run.code / "train.py").write_text(run.path.parent.name)
+    assert compared(one, two)["files"] == ["train.py"] and compared(one, one)["files"] == []
 
 
-def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make, capsys: Out) -> None:
+def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make) -> None:
     a, b = make("finished"), make("finished")
     torch.manual_seed(0)
     models = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     models[1].load_state_dict(models[0].state_dict())
-    for run, model, hashes in zip((a, b), models, (("x", "y", "z"), ("x", "y", "w")), strict=True):
-        with run.metrics_file.open("a") as file:
-            file.writelines(
-                json.dumps({"step": 10 * (number + 1), "loss": 1.0, "data_hash": value}) + "\n"
-                for number, value in enumerate(hashes)
-            )
+    for run, model, hashes in zip((a, b), models, ("xyz", "xyw"), strict=True):
+        records = [
+            {"step": step, "loss": 1.0, "data_hash": hash_} for step, hash_ in zip((10, 20, 30), hashes, strict=True)
+        ]
+        run.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in records))
         checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False)
         checkpointer.save(10, model=model)
         with torch.no_grad():
             model.bias.add_(run is b)
         checkpointer.save(20, model=model)
         checkpointer.close()
-    text = printed(capsys, "runs", "compare", a.id, b.id)
+    text = printed("runs", "compare", a.id, b.id)
     assert "they have seen other samples, or another order, from step 30 on" in text
     assert "they are equal to the last bit at all 3 steps" in text
     assert "their weights part at the checkpoint of step 20 (1 tensor: model.bias)" in text
-    found = read(capsys, "runs", "compare", a.id, b.id, "--json")
+    found = compared(a, b)
     assert found["data"] == {"steps": 3, "parted_at": 30}
     assert found["weights"] == {"steps": [10, 20], "parted_at": 20, "tensors": ["model.bias"], "left": None}
-    text = printed(capsys, "runs", "compare", a.id, a.id)
+    text = printed("runs", "compare", a.id, a.id)
     assert f"b: {a.path} (the same run)" in text
     assert "the same samples in the same order up to step 30" in text
     assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
 
 
-def test_what_a_config_says_does_not_steer_the_terminal(make: Make, capsys: Out) -> None:
-    a, b = make("finished"), make("finished")
-    b.config_file.write_text(b.config_file.read_text() + '"k\\e[31m": "v\\e[31m"\n')
-    text = printed(capsys, "runs", "compare", a.id, b.id)
-    assert ["k?[31m", "-", "v?[31m"] in [line.split() for line in text.splitlines()]
-
-
-def test_runs_that_are_the_same_are_said_to_be(make: Make, capsys: Out) -> None:
+def test_runs_that_are_the_same_are_said_to_be(make: Make) -> None:
     a, b = (make("finished", losses={10: 2.0, 20: 1.5}) for _ in range(2))
-    text = printed(capsys, "runs", "compare", a.id, b.id)
+    text = printed("runs", "compare", a.id, b.id)
     assert "the configs are the same" in text
     assert "its files are not compared" in text  # they ran in place, outside of git
     assert "they are equal to the last bit at all 2 steps" in text
-    assert compare.compare(a, b).first_divergence is None
+    assert compared(a, b)["parted_at"] is None
 
 
-def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(
-    make: Make, capsys: Out
-) -> None:
+def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(make: Make) -> None:
     b_loss = math.nextafter(13.0962001, 14.0)
     a, b = make("finished", losses={10: 13.0962001}), make("finished", losses={10: b_loss})
-    text = printed(capsys, "runs", "compare", a.id, b.id)
+    text = printed("runs", "compare", a.id, b.id)
     assert "they diverge at step 10 (loss), the only one that both have logged" in text
     (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
     left, _, right = row.split()[-3:]
     assert (float(left), float(right)) == (13.0962001, b_loss)
-    assert told_apart(1.5, 1.25) == ("1.5", "1.25") and told_apart(1.0, NAN) == ("1", "nan")
-    same = printed(capsys, "runs", "compare", a.id, a.id)
+    same = printed("runs", "compare", a.id, a.id)
     assert "they are equal to the last bit at step 10, the only one that both have logged" in same
 
 
-def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Make, capsys: Out) -> None:
+def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Make) -> None:
     a, b = make("finished"), make("finished")
-    for diff, sentence, known in (("-x\n+y\n", "are equal", True), ("-x\n+z\n", "differ", False)):
-        for run, changes in ((a, "-x\n+y\n"), (b, diff)):
-            write_code_record(run.code, CodeRecord(revision="0" * 40, dirty=True, diff=changes))
-        assert f"git's diffs of tracked files {sentence}" in printed(capsys, "runs", "compare", a.id, b.id)
-        assert read(capsys, "runs", "compare", a.id, b.id, "--json")["same_changes"] is known
-    write_code_record(b.code, CodeRecord(revision="1" * 40, dirty=True, diff="-x\n+y\n"))
-    assert read(capsys, "runs", "compare", a.id, b.id, "--json")["same_changes"] is None
-
-
-def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> None:
-    a, b = make("finished", losses={10: 2.0, 20: 1.5}), make("finished", losses={10: 2.0, 20: 9.0})
-    with b.metrics_file.open("a") as file:
-        file.write('{"step": 20, "loss": 1.5}\n')
-    assert compare.compare(a, b).first_divergence is None
+    write_code_record(a.code, CodeRecord(revision="0" * 40, dirty=True, diff="-x\n+y\n"))
+    for revision, diff, same in (("0", "-x\n+y\n", True), ("0", "-x\n+z\n", False), ("1", "-x\n+y\n", None)):
+        write_code_record(b.code, CodeRecord(revision=revision * 40, dirty=True, diff=diff))
+        assert compared(a, b)["same_changes"] is same
+        text = printed("runs", "compare", a.id, b.id)
+        assert same is None or f"git's diffs of tracked files {'are equal' if same else 'differ'}" in text
 
 
 @pytest.mark.parametrize(
@@ -353,43 +333,54 @@ def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> 
         (("last",), "required: B"),
     ],
 )
-def test_what_cannot_be_compared_is_one_sentence(
-    words: tuple[str, ...], sentence: str, make: Make, capsys: Out
-) -> None:
-    make()
-    assert main(["runs", "compare", *words]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_run_without_its_config_is_one_sentence(make: Make, capsys: Out) -> None:
-    make().config_file.unlink()
-    assert main(["runs", "compare", "last", "last"]) == 78
-    assert "config.yaml cannot be read" in capsys.readouterr().err
+def test_what_cannot_be_compared_is_one_sentence(words: tuple[str, ...], sentence: str, make: Make) -> None:
+    run = make()
+    assert sentence in refusal("runs", "compare", *words)
+    run.config_file.unlink()
+    assert "config.yaml cannot be read" in refusal("runs", "compare", "last", "last", code=78)
 
 
 # prune
 
 
-def test_only_runs_that_have_ended_are_removed(make: Make, capsys: Out) -> None:
+def test_what_has_ended_is_removed_as_a_dry_run_says_and_what_stays_is_told_with_the_reason(make: Make) -> None:
     gone = [make(word, days_old=2) for word in ("finished", "failed", "stopped", "lost")]
-    stay = [make(word, days_old=2) for word in ("running", "waiting", "prepared")]
-    fresh = make("finished", days_old=0.5)
-    shown = printed(capsys, "runs", "prune", "--older-than", "1", "--dry-run")
-    assert len(all_runs(Path("runs"))) == 8
-    size = sum(disk_usage(run.path) for run in gone)
-    done = printed(capsys, "runs", "prune", "--older-than", "1")
-    assert done == shown.replace("would remove", "removed").replace("would be", "were")
+    silent = [make(word, days_old=2) for word in ("running", "prepared")]
+    read, source, starting, elsewhere = make(), make(), make("lost"), make("lost")
+    waits = make("waiting", f"checkpoint.restore_from={add_checkpoint(source)}")
+    elsewhere.update_info(host="login-of-another-cluster")
+    age(elsewhere, 1)
+    words = ("runs", "prune", "--state", "finished", "failed", "stopped", "lost")
+    with retention.reading(add_checkpoint(read)):
+        would = printed(*words, "--dry-run")
+        assert len(all_runs(Path("runs"))) == 11
+        size = sum(disk_usage(run.path) for run in gone)
+        done = printed(*words)
+    removed = [line for line in done.splitlines() if " stays: " not in line]
+    planned = would.replace("would remove", "removed").replace("would be", "were")
+    assert removed == [line for line in planned.splitlines() if " stays: " not in line]
     assert f"({size} bytes)" in done and all(run.id in done for run in gone)
-    assert {run.id for run in all_runs(Path("runs"))} == {run.id for run in (*stay, fresh)}
-    assert sorted(path.name for path in Path("runs/train").iterdir()) == sorted(run.id for run in (*stay, fresh))
-    assert printed(capsys, "runs", "prune", "--older-than", "1") == "nothing to remove\n"
+    for run, why in (
+        (read, "somebody is reading"),
+        (source, f"run {waits.id}, which has not ended, begins from its checkpoints"),
+        (starting, "it looks lost, but something happened to it"),
+        (elsewhere, "it looks lost from here, but was submitted on login-of-another-cluster"),
+    ):
+        assert f"{run.id} stays: {why}" in done
+    left = {run.id for run in (*silent, read, source, starting, elsewhere, waits)}
+    assert {run.id for run in all_runs(Path("runs"))} == {path.name for path in Path("runs/train").iterdir()} == left
+    assert f"removed {read.id}" in printed(*words)  # it is read no more
 
 
-def test_only_runs_of_the_states_that_were_named_are_removed(make: Make, capsys: Out) -> None:
-    finished, failed, stopped = (make(word) for word in ("finished", "failed", "stopped"))
-    printed(capsys, "runs", "prune", "--state", "failed", "stopped")
-    assert [run.id for run in all_runs(Path("runs"))] == [finished.id]
-    assert not failed.path.exists() and not stopped.path.exists()
+def test_only_runs_of_the_age_and_the_states_that_were_named_are_removed(make: Make) -> None:
+    old, fresh = make("failed", days_old=2), make("failed", days_old=0.5)
+    finished = make("finished", days_old=2)
+    assert f"would remove {fresh.id} (failed" in printed("runs", "prune", "--dry-run")  # without a word, all are shown
+    printed("runs", "prune", "--older-than", "1", "--state", "failed", "stopped")
+    assert not old.path.exists() and fresh.exists() and finished.exists()
+    printed("runs", "prune", "--older-than", "1")
+    assert fresh.exists() and not finished.path.exists()
+    assert printed("runs", "prune", "--older-than", "1") == "nothing to remove\n"
 
 
 @pytest.mark.parametrize(
@@ -403,61 +394,26 @@ def test_only_runs_of_the_states_that_were_named_are_removed(make: Make, capsys:
         (("--keep-checkpoints",), "this would remove every run that has ended"),
     ],
 )
-def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: str, make: Make, capsys: Out) -> None:
+def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: str, make: Make) -> None:
     run = make()
-    assert main(["runs", "prune", *words]) == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refusal("runs", "prune", *words)
     assert run.exists()
 
 
-def test_without_saying_which_everything_that_has_ended_is_only_shown(make: Make, capsys: Out) -> None:
-    run = make()
-    assert f"would remove {run.id} (finished" in printed(capsys, "runs", "prune", "--dry-run")
-    assert run.exists()
-
-
-def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
+def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, fake_slurm: FakeSlurm) -> None:
     waits, done = make("waiting", days_old=9), make("finished", days_old=9)
     fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
-    assert "SLURM cannot be asked" in printed(capsys, "runs", "prune", "--older-than", "1")
+    assert "SLURM cannot be asked" in printed("runs", "prune", "--older-than", "1")
     assert waits.exists() and not done.path.exists()
 
 
-def test_a_run_that_is_read_stays(make: Make, capsys: Out) -> None:
-    run = make()
-    with retention.reading(add_checkpoint(run)):
-        assert f"{run.id} stays: somebody is reading" in printed(capsys, "runs", "prune", "--state", "finished")
-        assert run.exists()
-    printed(capsys, "runs", "prune", "--state", "finished")
-    assert not run.path.exists()
-
-
-def test_what_a_waiting_run_begins_from_stays(make: Make, capsys: Out) -> None:
-    source, other = make(), make()
-    checkpoint = add_checkpoint(source)
-    waits = make("waiting", f"checkpoint.restore_from={checkpoint}")
-    said = printed(capsys, "runs", "prune", "--state", "finished")
-    assert f"{source.id} stays: run {waits.id}, which has not ended, begins from its checkpoints" in said
-    assert source.exists() and not other.path.exists()
-
-
-def test_what_looks_lost_may_be_starting_or_be_known_elsewhere(make: Make, capsys: Out) -> None:
-    starting, elsewhere, lost = make("lost"), make("lost"), make("lost", days_old=1)
-    elsewhere.update_info(host="login-of-another-cluster")
-    age(elsewhere, 1)
-    said = printed(capsys, "runs", "prune", "--state", "lost")
-    assert f"{starting.id} stays: it looks lost, but something happened to it" in said
-    assert f"{elsewhere.id} stays: it looks lost from here, but was submitted on login-of-another-cluster" in said
-    assert starting.exists() and elsewhere.exists() and not lost.path.exists()
-
-
-def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: Path, capsys: Out) -> None:
+def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: Path) -> None:
     run = make()
     outside = project / "kept" / "x" / run.id
     outside.parent.mkdir(parents=True)
     run.path.rename(outside)
     run.path.symlink_to(outside)
-    assert f"{run.id} stays: it is a link" in printed(capsys, "runs", "prune", "--state", "finished")
+    assert f"{run.id} stays: it is a link" in printed("runs", "prune", "--state", "finished")
     assert RunDir(outside).exists()
 
     run.path.unlink()
@@ -468,7 +424,7 @@ def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: P
             (copied / file).write_bytes((outside / file).read_bytes())
         (copied / "attempts" / "0001").mkdir(parents=True)
         write_json(copied / "attempts" / "0001" / "attempt.json", {"number": 1, "started": 1.0, "verdict": "done"})
-    said = printed(capsys, "runs", "prune", "--state", "finished")
+    said = printed("runs", "prune", "--state", "finished")
     assert said.count("there are two runs of this id") == 1 and len(all_runs(Path("runs"))) == 2
 
 
@@ -491,7 +447,7 @@ def test_what_happens_between_the_decision_and_the_removal_saves_a_run(what: str
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
-    keep: bool, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    keep: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
     checkpoint = add_checkpoint(run)
@@ -502,45 +458,41 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
     words = ["runs", "prune", "--state", "finished", *(["--keep-checkpoints"] if keep else [])]
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
-        assert main(words) == 130
+        refusal(*words, code=130)
     assert all_runs(Path("runs")) == [] and not run.exists()
     left = [path for path in run.path.parent.iterdir() if path != run.path]
     assert [path.name.startswith(prune.REMOVED) for path in left] == [True]
     assert not (left[0] / "run.json").exists()
     assert (checkpoint / COMPLETE).exists() == keep
-    assert "left by a removal that was cut short" in printed(capsys, *words)
+    assert "left by a removal that was cut short" in printed(*words)
     assert not left[0].exists() and (checkpoint / COMPLETE).exists() == keep
 
 
-def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make, capsys: Out) -> None:
+def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make) -> None:
     run, without = make(), make()
     checkpoint = add_checkpoint(run)
     kept = disk_usage(run.checkpoints) + disk_usage(run.config_file)
     rest = disk_usage(run.path) - kept
-    said = printed(capsys, "runs", "prune", "--state", "finished", "--keep-checkpoints")
+    said = printed("runs", "prune", "--state", "finished", "--keep-checkpoints")
     assert f"removed {run.id} (finished, {rest / 1e6:.1f} MB, all but its checkpoints)" in said
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
     assert disk_usage(checkpoint) > 3_000_000 and all_runs(Path("runs")) == []
     assert not without.path.exists()  # it has none to keep
-    assert checkpoint.name.partition("_")[2].lstrip("0") in printed(capsys, "checkpoints", str(run.checkpoints))
+    assert checkpoint.name.partition("_")[2].lstrip("0") in printed("checkpoints", str(run.checkpoints))
 
 
-def test_what_a_program_of_ones_own_has_saved_somewhere_in_its_run_stays_with_keep_checkpoints(
-    make: Make, capsys: Out
-) -> None:
+def test_what_a_program_of_ones_own_has_saved_somewhere_in_its_run_stays_with_keep_checkpoints(make: Make) -> None:
     run = make("finished", "job=command", "job.command=true")
     (run.path / "code/outputs").mkdir(parents=True)
     (run.path / "code/outputs/ck.json").touch()
-    said = printed(capsys, "runs", "prune", "--state", "finished", "--keep-checkpoints")
+    said = printed("runs", "prune", "--state", "finished", "--keep-checkpoints")
     assert f"{run.id}" in said and "its program may have saved anywhere in it" in said
     assert (run.path / "code/outputs/ck.json").exists()
-    printed(capsys, "runs", "prune", "--state", "finished")
+    printed("runs", "prune", "--state", "finished")
     assert not run.path.exists()
 
 
-def test_what_cannot_be_removed_is_said_and_the_others_go(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_what_cannot_be_removed_is_said_and_the_others_go(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, other = make(), make()
     rename = Path.rename
 
@@ -550,8 +502,8 @@ def test_what_cannot_be_removed_is_said_and_the_others_go(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    assert main(["runs", "prune", "--state", "finished"]) == 1
-    assert f"{stuck.id} cannot be removed: Permission denied" in capsys.readouterr().err
+    said = refusal("runs", "prune", "--state", "finished", code=1)
+    assert f"{stuck.id} cannot be removed: Permission denied" in said
     assert stuck.exists() and not other.path.exists()
 
 

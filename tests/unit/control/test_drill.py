@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 
@@ -30,15 +29,13 @@ from slurmtrain.control.drill.own import (
     own_config,
 )
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
-from slurmtrain.control.drill.scratch import Leftovers, Watched, all_leave, drilling, end_all
-from slurmtrain.control.drill.site import interrupt, most_memory_mb
+from slurmtrain.control.drill.scratch import Leftovers, Watched, drilling
+from slurmtrain.control.drill.site import most_memory_mb
 from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
-from slurmtrain.errors import NoAnswerError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
-from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
     QOS_COLUMNS,
@@ -46,7 +43,6 @@ from slurmtrain.slurm.parse_facts import (
     parse_partitions,
     parse_qos,
 )
-from tests.support.runs import add_attempt
 
 SAME = RunComparison(steps=(1, 2), names=("loss",), checkpoint=2)
 TOLD = Attempt(
@@ -469,48 +465,6 @@ def test_a_program_is_stopped_at_its_step_or_by_the_clock_if_it_shows_none() -> 
     assert not is_due(0, PLAN, dataclasses.replace(begun, stepping=160.0), silent, 170.0)  # it took a minute to load
 
 
-class Controller:
-    """A client whose controller does not answer requests, and says that jobs are in the queue for some seconds.
-
-    Args:
-        leaves_s: after which no job is left.
-    """
-
-    def __init__(self, leaves_s: float = math.inf):
-        self.now, self.leaves_s, self.asked = 0.0, leaves_s, 0
-
-    def requeue(self, job_id: str, *, ended: bool) -> None:
-        raise NoAnswerError("the controller did not answer")
-
-    def queue(self, jobs: Sequence[str]) -> dict[str, QueuedJob]:
-        self.asked += 1
-        return {"7": QueuedJob("COMPLETING")} if self.now < self.leaves_s else {}
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_a_request_without_an_answer_is_followed_and_not_given_up(tmp_path: Path) -> None:
-    run = Watched("requeue", RunDir(tmp_path), compose(["cluster=a100x4"]))
-    run.run_dir.interrupted_file.write_text('{"step": 7, "time": 1.0}')
-    add_attempt(run.run_dir, job_id="7")
-    interrupt(run, Way.REQUEUE, cast(SlurmClient, Controller()))
-    assert (run.refused, run.given_up, run.unanswered) == (None, False, "the controller did not answer")
-    assert run.told_at is not None  # once: it may have been done
-
-
-def test_at_the_end_a_controller_is_asked_a_few_times_whether_jobs_are_left() -> None:
-    for leaves_s, left in ((0.0, True), (6.0, True), (math.inf, False)):
-        controller = Controller(leaves_s)
-        client = cast(SlurmClient, controller)
-        assert all_leave([], client, clock=controller.clock, sleep=controller.sleep) is left
-        assert controller.asked <= 9
-        assert leaves_s == math.inf or controller.now <= leaves_s + 4
-
-
 @pytest.mark.parametrize(
     ("keep", "error", "kept"), [(True, None, True), (False, None, False), (False, KeyboardInterrupt, True)]
 )
@@ -526,24 +480,6 @@ def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
     assert drill.folder.exists() == kept
     assert drill.leftovers == Leftovers(drill.folder if kept else None)
     assert (str(drill.folder) in caplog.text) == (error is not None)
-
-
-def test_the_jobs_of_a_drill_are_cancelled_although_somebody_has_removed_the_folder_of_a_run(tmp_path: Path) -> None:
-    class Queue:
-        cancelled: ClassVar[list[str]] = []
-
-        def queue(self, jobs: Sequence[str]) -> dict[str, QueuedJob]:
-            return {job: QueuedJob("RUNNING") for job in jobs if job not in self.cancelled}
-
-        def cancel(self, *jobs: str) -> None:
-            self.cancelled.extend(jobs)
-
-    here, gone = (Watched(name, RunDir(tmp_path / name), compose([]), over=True) for name in ("here", "gone"))
-    here.run_dir.path.mkdir()
-    here.run_dir.info_file.write_text(json.dumps({"job_ids": ["7"]}))
-    gone.own_jobs = ["8"]
-    assert end_all([gone, here], cast(SlurmClient, Queue()))
-    assert Queue.cancelled == ["8", "7"]
 
 
 def test_words_of_the_cluster_alone_drill_the_site() -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.data.sources.config_check import check_prepared, with_absolute_paths
 from slurmtrain.errors import ConfigError
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.prepared import write_prepared
 
 PREPARED = {"_target_": "slurmtrain.data.PreparedText"}
@@ -48,14 +50,17 @@ def test_a_wrong_data_path_is_told_before_the_queue(
     assert re.search(told, str(caught.value))
 
 
-def test_data_that_another_job_prepares_or_that_only_the_nodes_see_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_prepared(tmp_path / "tokens", {"train": [[[1, 2, 3]]]}, vocab_size=256)
-    check_prepared(compose(["data=prepared", "data.path=tokens"]))
-    check_prepared(compose(["data=prepared", "data.path=not/here/tokens"]))
-    check_prepared(compose(["data=prepared", "data.path=soon"]), later=True)
-    check_prepared(compose(["data=prepared", "data.path=/tmp/staged-by-the-job"]))
-    container = ["cluster=a100x4", "cluster.container.kind=pyxis", "cluster.container.image=ubuntu"]
-    check_prepared(compose([*container, "data=prepared", f"data.path={tmp_path}/inside"]))
+def test_data_that_another_job_prepares_or_that_only_the_nodes_see_is_no_error(project: Path, slurm: FakeSlurm) -> None:
+    write_prepared(project / "tokens", {"train": [[[1, 2, 3]]]}, vocab_size=256)
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    container = ["cluster.container.kind=pyxis", "cluster.container.image=ubuntu"]
+    for path, words, options in (
+        ("tokens", [], []),
+        ("not/here/tokens", [], []),
+        ("/tmp/staged-by-the-job", [], []),
+        (f"{project}/inside", container, []),
+        ("soon", [], ["--after", "last"]),
+    ):
+        line = ["+cluster=a100x4", "data=prepared", f"data.path={path}", *words, "submit", "--dry-run", *options]
+        assert main(line) == 0, path
+    assert main(["+cluster=a100x4", "data=prepared", "data.path=soon", "submit", "--dry-run"]) == 78

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmtrain.data.loading import workers
 from slurmtrain.data.loading.batches import collate
 from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.data.loading.workers import Workers
@@ -83,32 +81,6 @@ def test_results_stay_as_they_came_while_the_shared_memory_is_used_again(count: 
     kept = list(results)
     results.close()
     assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
-
-
-def test_short_jobs_come_several_at_a_time_and_long_and_large_ones_one_by_one() -> None:
-    def together(work: Callable[[Any], Any], most: int, results_at_most: int) -> int:
-        """The most jobs in a message; not asked for more results when there are `most`."""
-        sizes = [0]
-
-        def take(number: int) -> list[float]:
-            sizes.append(number)
-            return [0.0] * number
-
-        results: Workers[list[float], Any] = Workers(
-            lambda some: map(work, some), take, count=1, ahead=2, seed=0, pin_memory=False
-        )
-        for _ in range(results_at_most):
-            next(results)
-            if max(sizes) >= most:
-                break
-        results.close()
-        return max(sizes)
-
-    # A worker that is held up seems to need long for its jobs: it takes as many as it takes.
-    assert together(time.sleep, workers.MAX_JOBS, 100_000) == workers.MAX_JOBS
-    assert together(lambda job: time.sleep(2 * workers.MESSAGE_S), 2, 60) == 1
-    large = torch.zeros(workers.MESSAGE_BYTES, dtype=torch.uint8)
-    assert together(lambda job: large, 2, 60) == 1
 
 
 def test_what_fails_among_several_is_raised_in_its_turn() -> None:

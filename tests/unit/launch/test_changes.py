@@ -113,7 +113,9 @@ def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_re
 
 
 def test_a_person_who_says_so_goes_on_all_the_same() -> None:
-    check_meaning(OURS, after(OURS, "train.seed=1", "checkpoint.allow=[config,data]"), 100)
+    changes = after(OURS, "train.seed=1", "checkpoint.allow=[config,data]")
+    check_meaning(OURS, changes, 100)
+    assert {"train.seed", "checkpoint.allow"} <= set(differences(OURS, changes))
 
 
 @pytest.mark.parametrize("model", ["huggingface", "hf"])
@@ -144,7 +146,9 @@ def test_fewer_steps_than_there_are_is_refused() -> None:
 
 def test_a_program_of_ones_own_may_be_changed_in_everything() -> None:
     config = compose(["job=command", "job.command=true"])
-    check_meaning(config, after(config, "job.command=false", "train.seed=7"), 100)
+    changes = after(config, "job.command=false", "train.seed=7")
+    check_meaning(config, changes, 100)
+    assert {"job.command", "train.seed"} <= set(differences(config, changes))
 
 
 def test_more_steps_are_counted_from_those_of_the_config() -> None:

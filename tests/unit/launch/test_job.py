@@ -132,10 +132,16 @@ class Job:
         return (self.folder / name).read_text()
 
 
-def lose_node_2(slurm: FakeSlurm) -> None:
-    """The job keeps two of its three nodes."""
-    slurm.answer("sinfo --noheader --all --Node --nodes=n[1-3] --format=%N %T", "n1 mixed\nn2 down*\nn3 mixed\n")
-    slurm.answer("squeue --noheader --jobs=101 --format=%D", "2\n")
+def waits_for_it(job: Job) -> None:
+    """Another job waits for the success of this one."""
+    job.slurm.add("55", dependency="afterok:101(unfulfilled)")
+
+
+def lose_node_2(job: Job) -> None:
+    """The job keeps two of its three nodes, and a copy of a checkpoint."""
+    job.copies.mkdir(parents=True)
+    job.slurm.answer("sinfo --noheader --all --Node --nodes=n[1-3] --format=%N %T", "n1 mixed\nn2 down*\nn3 mixed\n")
+    job.slurm.answer("squeue --noheader --jobs=101 --format=%D", "2\n")
 
 
 def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
@@ -168,12 +174,28 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         "requeue",
         "code 3; it is requeued",
     ),
-    "resubmitted": (Job("exit 75", ("requeue=resubmit",)), 75, "FAILED", "resubmit", "it is submitted again"),
+    "resubmitted": (
+        Job("exit 75", ("requeue=resubmit",), prepare=waits_for_it),
+        75,
+        "FAILED",
+        "resubmit",
+        "it is submitted again",
+    ),
     "chain": (Job("exit 75", ("requeue=chain",)), 75, "FAILED", "next", "the next job of the chain continues"),
     "never again": (Job("exit 75", (OFF,)), 75, "FAILED", "end", "it is not requeued"),
     "crash loop": (
         Job("exit 3", ("requeue.max_attempts_without_progress=2", "requeue.blame_threshold=0")),
         *(3, "FAILED", "in-place end", "2 attempts in a row without progress .*giving up"),
+    ),
+    "bad node": (
+        Job("exit 3", ("requeue.max_attempts_without_progress=9",)),
+        *(75, "PENDING", "in-place requeue", "it is requeued"),
+    ),
+    "bad node, no other": (
+        Job(
+            "exit 3", ("requeue.max_attempts_without_progress=9",), prepare=fails("sbatch --test-only", "not available")
+        ),
+        *(75, "PENDING", "in-place requeue", "it is requeued"),
     ),
     "srun refused": (Job("", (OFF,), prepare=fails("srun", NO_STEP)), 1, "FAILED", "end", "exit code 1; it is"),
     "ranks lost": (
@@ -237,10 +259,9 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     # Nothing of ours can read this run any more. A stop is a stop all the same, and a cancel a cancel.
     "unreadable": (Job(BREAK + "exit 75", variables={"SQUEUE_STATES": "PENDING"}), 75, "PENDING", "None", "None"),
     "unreadable, scancelled": (Job(BREAK + "scancel 101; exit 75"), 75, "CANCELLED", "None", "None"),
-    "unreadable, crashed": (Job(BREAK + "exit 3"), 3, "FAILED", "None", "None"),
 }
 # The same as processes of this machine, where what is to start again does so at once.
-LOCAL = ("finished", "stopped", "wrong config", "crashed", "killed", "crashed once", "never again", "crash loop")
+LOCAL = ("finished", "stopped", "wrong config", "killed", "crashed once")
 FURTHER = {
     "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(
@@ -249,7 +270,9 @@ FURTHER = {
     "environment": Job(
         "env -0 >$folder/environment; pwd >$folder/cwd; exit 75",
         (
-            *("requeue=resubmit", "cluster.modules=[cuda/12]", "cluster.venv=FOLDER/venv", "cluster.cpus_per_task=3"),
+            *("requeue=resubmit", "job.singleton=true", "+cluster.sbatch.comment=mine"),
+            "+cluster.sbatch.dependency='afterok:7'",
+            *("cluster.modules=[cuda/12]", "cluster.venv=FOLDER/venv", "cluster.cpus_per_task=3"),
             *("cluster.setup=['set -e','export MADE=\"x y\" MINE=changed','sleep 600 &']",),
             *("+secrets.HF='file:FOLDER/token'", "+cluster.env.LOGIN='as ${oc.env:HF}'", "+cluster.env.B=$MADE"),
             *(f"+cluster.env.V{n}={json.dumps(v, ensure_ascii=False)}" for n, v in enumerate(NASTY)),
@@ -290,7 +313,7 @@ FURTHER = {
         "ls $folder/shm/slurmtrain-* >>$folder/copies; " + ONCE + "exit 1; exit 78",
         (*RANK, "cluster.nodes=2", "cluster.spare_nodes=1", "checkpoint.local=FOLDER/shm"),
         job=TRAIN,
-        prepare=lambda job: (job.copies.mkdir(parents=True), lose_node_2(job.slurm)),
+        prepare=lose_node_2,
         variables={"SLURM_GPUS_PER_NODE": "a100:4"},
     ),
     "copies of a stopped run": Job(
@@ -417,16 +440,22 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     assert job.codes == [75]
     first, following = job.slurm.jobs
     options = following["options"]
-    assert (options["comment"], options["dependency"]) == (f"slurmtrain:{job.run.name}:1", "afterany:101")
-    assert following["script"] == first["script"]
+    assert first["dependency"] == "afterok:7,singleton"  # what it has waited for does not count again
+    token = f"mine slurmtrain:{job.run.name}:1"
+    assert (options["comment"], options["dependency"]) == (token, "afterany:101,singleton")
+    assert re.sub("#SBATCH --dependency=.*", "", following["script"]) == re.sub(
+        "#SBATCH --dependency=.*", "", first["script"]
+    )
+    assert "#SBATCH --dependency=singleton\n" in following["script"]
     assert json.loads((job.run / "run.json").read_text())["job_ids"] == ["101", "102"]
     environment = following["environment"]
     assert environment["MINE"] == job.variables["MINE"]
     assert environment.keys().isdisjoint({"MADE", "LOGIN", "OMP_NUM_THREADS", "SLURMTRAIN_ATTEMPT", "SLURM_JOB_ID"})
     assert len(ended["chain"].slurm.jobs) == 4  # its next job has been there from the start
-    for name in ("set-up", "no start in place", "unreadable, crashed"):
+    for name in ("set-up", "no start in place", "unreadable"):
         assert len(ended[name].slurm.jobs) == 1
     assert "submitted again as job 102" in ended["requeue refused"].logs[0]
+    assert ended["resubmitted"].slurm.job("55")["dependency"] == "afterok:102"  # who waits for the run waits for it
     for name in ("cancelled before the next job", "scancelled before the next job"):
         assert [job["state"] for job in ended[name].slurm.jobs] == ["CANCELLED", "CANCELLED"]
     assert len(ended["sbatch says nothing"].slurm.jobs) == 2  # one of them for the first start
@@ -455,6 +484,33 @@ def test_signals_reach_the_ranks_and_the_job_waits_for_the_last_one(ended: dict[
         job = ended[name]
         assert (job.codes, job.slurm.job("101")["state"]) == ([75], "PENDING"), job.logs
         assert job.attempts()[-1]["sentence"] == "told to stop by SIGTERM; it is requeued"
+
+
+def test_a_node_on_which_every_start_crashes_is_left_out_unless_no_other_is_left(ended: dict[str, Job]) -> None:
+    bad, only = ended["bad node"], ended["bad node, no other"]
+    assert (bad.slurm.job("101")["excluded"], only.slurm.job("101")["excluded"]) == ("n1", "")
+    assert "job 101 is requeued, without n1" in bad.logs[0]
+    assert "n1 cannot be excluded, since the job might then never start: " in only.logs[0]
+
+
+def test_a_job_that_was_to_go_on_does_nothing_where_the_one_before_has_been_scancelled_since(
+    ended: dict[str, Job],
+) -> None:
+    running = []
+    for name, state, code in (
+        ("resubmitted", "CANCELLED", 1),
+        ("chain", "CANCELLED", 1),
+        ("environment", "PREEMPTED", 75),
+    ):
+        job = ended[name]
+        job.slurm.change("101", state=state)
+        running.append((job, code, job.slurm.start("102", task=None, **job.variables)))
+    for job, code, process in running:
+        done = job.slurm.finish(process, "102")
+        assert done.returncode == code, done.stdout
+        assert len(job.attempts()) == (2 if code == 75 else 1)
+        cancelled = str(job.attempts()[0]["sentence"]).endswith("; cancelled by scancel before its next job began")
+        assert cancelled == (code == 1)
 
 
 @pytest.mark.parametrize("name", ["it's $(touch x) 50%j", "50%j of a newer SLURM"])
@@ -507,6 +563,13 @@ def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_
 # A node without the run directory.
 
 OTHERS = {7: "n[2-8]", 8: "n[2-9]"}
+
+
+def never_left_out(slurm: FakeSlurm) -> None:
+    slurm.fail("scontrol update", DISABLED)
+    slurm.command("sleep", "exit 0")
+
+
 NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] = {
     # the config names a folder that no node has, as far as anybody knows
     "at the first start": (78, {"restarts": 0}, lambda slurm: None),
@@ -523,7 +586,7 @@ NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] 
     "not to be left out": (
         75,
         {"excluded": "", "reason": "JobHeldUser"},
-        lambda slurm: (slurm.fail("scontrol update", DISABLED), slurm.command("sleep", "exit 0")),
+        never_left_out,
     ),
 }
 

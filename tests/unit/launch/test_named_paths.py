@@ -115,10 +115,12 @@ def test_a_folder_of_checkpoints_is_refused_before_the_queue_and_its_newest_one_
 def test_what_only_the_nodes_see_or_another_job_makes_is_not_missed(tmp_path: Path) -> None:
     unseen = ["data=files", "data.paths=[/only/on/nodes/a.txt,/tmp/staged.txt]", "cluster.venv=/only/on/nodes/venv"]
     setup = ["cluster.setup=['source $HOME/env.sh','source /only/on/nodes/env.sh','. spack']"]
-    check_named_paths(compose(["cluster=a100x4", *unseen, *setup]), tmp_path)
-    check_named_paths(compose(["cluster=a100x4", "checkpoint.restore_from=later"]), tmp_path, later=True)
+    (warning,) = check_named_paths(compose(["cluster=a100x4", *unseen, *setup]), tmp_path)
+    assert warning.startswith("only the nodes can know whether cluster.venv (/only/on/nodes/venv), cluster.setup has ")
+    later = compose(["cluster=a100x4", "checkpoint.restore_from=later"])
+    assert check_named_paths(later, tmp_path, later=True) == []
     inside = ["cluster.container.kind=pyxis", "cluster.container.image=ubuntu", "checkpoint.restore_from=inside"]
-    check_named_paths(compose(["cluster=a100x4", *inside]), tmp_path)
+    assert check_named_paths(compose(["cluster=a100x4", *inside]), tmp_path) == []
 
 
 def test_submit_refuses_a_missing_file_with_78_and_makes_nothing(

@@ -12,12 +12,12 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.time_limit_check import Measured, check, look_ahead, measured_before
+from slurmtrain.launch.time_limit_check import Measured, check, measured_before
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.preemption import PreemptionTimes
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
 SLOW = Measured(step_s=12.0, save_s=41.0, start_s=60.0, run_id="RUN")
@@ -129,36 +129,26 @@ def test_a_long_record_is_read_from_its_end(project: Path) -> None:
 
 
 def test_submit_refuses_a_plan_that_cannot_work_and_leaves_nothing(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(project, step_s=12.0, save_s=41.0)
     words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=30", "submit"]
     assert main(words) == 78
     assert "set at least cluster.signal_lead_s=70" in capsys.readouterr().err
-    assert fake_slurm.submitted == [] and len(list(project.glob("runs/train/*"))) == 1
+    assert slurm.jobs == [] and len(list(project.glob("runs/train/*"))) == 1
 
 
-def test_a_warning_is_printed_once_and_the_run_is_submitted(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_grace_time_of_the_cluster_that_is_too_short_is_a_warning_once_a_save_has_been_measured(
+    measured: bool, project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(project, step_s=12.0, save_s=41.0)
-    fake_slurm.command(
-        "scontrol",
-        'case "$*" in *config) echo "ClusterName = c"; echo "SLURM_VERSION = 24.11.7"; echo "KillWait = 30 sec"\n'
-        'echo "PreemptType = preempt/partition_prio";;\n'
-        '*partition) echo "PartitionName=low Default=YES GraceTime=5 PreemptMode=REQUEUE";; esac',
-    )
+    monkeypatch.setitem(SlurmClient.glance.__kwdefaults__ or {}, "within_s", 60)  # what is not known warns of nothing
+    if measured:
+        trained(project, step_s=12.0, save_s=41.0)
+    slurm.configure(SLURM_VERSION="24.11.7", KillWait="30 sec", PreemptType="preempt/partition_prio")
+    low = "PartitionName=low Default=YES GraceTime=5 PreemptMode=REQUEUE\n"
+    slurm.answer("scontrol --all --oneliner show partition", low)
     assert main(["+cluster=a100x4", "cluster.nodes=2", "submit"]) == 0
-    assert capsys.readouterr().err.count("slurmtrain: warning: a preempted job lives on for 5 s") == 1
-    assert len(fake_slurm.submitted) == 1
-
-
-def test_what_runs_have_measured_is_compared_with_what_the_cluster_says(project: Path) -> None:
-    config = compose(WORDS)
-    low = Partition("low", default=True, preempt_mode="REQUEUE", grace_s=5.0)
-    facts = ClusterFacts(config={"PreemptType": "preempt/partition_prio", "KillWait": "30 sec"}, partitions=(low,))
-    assert look_ahead(config, project / "runs", facts) == []  # nothing is measured
-    trained(project, step_s=12.0, save_s=41.0)
-    assert look_ahead(config, project / "runs", ClusterFacts()) == []  # SLURM has said nothing
-    (warning,) = look_ahead(config, project / "runs", facts)
-    assert warning.startswith("a preempted job lives on for 5 s (GraceTime of partition low) and 30 s (KillWait)")
+    warning = "slurmtrain: warning: a preempted job lives on for 5 s (GraceTime of partition low) and 30 s (KillWait)"
+    assert capsys.readouterr().err.count(warning) == measured
+    assert len(slurm.jobs) == 1

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import process
 from tests.support.fake_slurm import FakeSlurm
 
@@ -159,11 +160,12 @@ def end_of(program: Program, folder: Path) -> End:
     folder.mkdir()
     kind, python = ("py", sys.executable) if program.text.startswith("import") else ("sh", "bash")
     (folder / f"program.{kind}").write_text(program.text)
+    ours = {name: value for name, value in os.environ.items() if not belongs_to_a_job(name)}
     words = ["+cluster=local", "job=command", f"job.command='{python} program.{kind}'", "job.snapshot=none"]
     submitted = subprocess.Popen(
         [sys.executable, "-m", "slurmtrain", *words, "requeue.restart_delay_s=0", *program.words, "submit"],
         cwd=folder,
-        env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **program.env},
+        env={**ours, "XDG_STATE_HOME": str(folder / "state"), **program.env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -355,6 +357,7 @@ LAUNCHED = """
 import os, pathlib, signal, sys, time
 
 def told(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as many do, so that a second one ends them at once
     time.sleep(1)
     pathlib.Path("saved").touch()
     sys.exit(0)
@@ -378,7 +381,7 @@ OF_MPI = (
 )
 OF_THE_TASK = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"),
-    *("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE", "RANK", "LOCAL_RANK", *OF_MPI),
+    *("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE", *OF_MPI),
 )
 OF_PEOPLE = {
     "OMPI_MCA_btl_tcp_if_include": "lo",
@@ -432,7 +435,7 @@ def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(pr
     goes_on = Launched.submit(folder["goes-on"], "accelerate", f"{accelerate} train.py goes-on", slurm)
     saves = Launched.submit(folder["saves"], "deepspeed", f"{deepspeed} train.py saves", slurm)
     starts = Launched.submit(folder["starts"], "torchrun", f"{folder['starts']}/torchrun --slow train.py", slurm)
-    leaked = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
+    leaked: dict[str, Any] = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
     with ThreadPoolExecutor(4) as pool:
         jobs = {
             each: pool.submit(slurm.run, each.job, timeout_s=240, **leaked)

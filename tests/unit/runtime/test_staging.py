@@ -16,6 +16,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
 
 
@@ -89,6 +90,41 @@ def test_ranks_use_the_copies_of_their_node(
     assert (environment / "bin" / "tool").read_text() == f"#!{environment}/bin/python\nprint()\n"
     assert (environment / "bin" / "python3").readlink() == Path("python")
     assert (environment / "lib" / "outside").readlink() == prefix.parent / "shared"
+
+
+PROGRAM = """
+echo "$SLURMTRAIN_ATTEMPT $SLURMD_NODENAME ${SLURMTRAIN_CODE#FOLDER/} $(cat "$SLURMTRAIN_DATA/tokens")" >>FOLDER/seen
+[ "$SLURMTRAIN_ATTEMPT" = 2 ]
+"""
+
+
+def test_a_job_copies_once_for_all_starts_of_its_ranks_and_a_node_that_cannot_uses_the_shared_folders(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm.install(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{slurm.directory}:{os.environ['PATH']}")
+    (project / "p.sh").write_text(PROGRAM.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "tokens").write_text("some words")
+    job = tmp_path / "local" / f"slurmtrain-stage-{os.getuid()}" / "fake-101-0"
+    job.mkdir(mode=0o755, parents=True)
+    (job / "n2").touch()  # no folder can be made there
+    words = [
+        *("+cluster=a100x4", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
+        *("cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
+        *("job=command", "job.command='bash p.sh'", "job.snapshot=cwd", "cluster.stage.code=true"),
+        *(f"cluster.stage.dir={tmp_path}/local", f"cluster.stage.data=['{tmp_path}/tokens']"),
+    ]
+    assert main([*words, "submit"]) == 0
+    done = slurm.run("101", timeout_s=240)
+    assert done.returncode == 0, done.stdout
+    (run,) = (path.parent for path in project.glob("runs/*/*/run.json"))
+    codes = {"n1": (job / "n1" / "code").relative_to(tmp_path), "n2": (run / "code").relative_to(tmp_path)}
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert sorted(seen) == [f"{attempt} {node} {codes[node]} some words" for attempt in (1, 2) for node in codes]
+    assert sum(" --copy " in call for call in slurm.calls("srun")) == 1
+    assert "n2 uses the shared folders instead of copies (cluster.stage): " in done.stdout
+    assert "n1 uses the shared folders" not in done.stdout
+    assert not job.exists()  # the copies end with the job
 
 
 def damage(archive: Path) -> None:
@@ -219,3 +255,25 @@ def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], mes
 def test_relative_data_is_that_of_the_folder_of_the_command() -> None:
     config = with_absolute_paths(compose(["cluster=a100x4", "cluster.stage.data=[tokens/]"]), Path("/home/me"))
     assert config.cluster.stage.data == ["/home/me/tokens"]
+
+
+def test_the_ranks_of_a_job_run_in_the_copy_of_their_node_which_goes_with_the_job(
+    project: Path, slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    (project / "p.sh").write_text('[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 1\necho $PYTHONPATH >here')
+    words = [
+        "cluster.tasks_per_node=1",
+        "cluster.gpus_per_node=0",
+        "cluster.gpu_type=null",
+        "cluster.gpu_memory_gb=null",
+    ]
+    words += ["cluster.network_interface=lo", "job=command", "job.command='bash p.sh'", "job.snapshot=cwd"]
+    words += ["cluster.stage.code=true", "requeue.in_place=true"]
+    assert main(["+cluster=a100x4", *words, "submit"]) == 0
+    local = tmp_path / "node's own"
+    local.mkdir()
+    done = slurm.run("101", TMPDIR=str(local))
+    assert (done.returncode, slurm.job("101")["state"]) == (0, "COMPLETED"), done.stdout
+    (found,) = project.glob("runs/*/*/code/here")
+    assert found.read_text().startswith(f"{local}/slurmtrain-stage-{os.getuid()}/fake-101-0/")
+    assert [path for path in local.rglob("*") if path.is_file()] == []

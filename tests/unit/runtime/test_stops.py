@@ -20,8 +20,10 @@ from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopFlag
 from tests.support.fake_slurm import FakeSlurm
 
-SIZES = ("+cluster=a100x4", "cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null")
-SIZES += ("cluster.tasks_per_node=1", "cluster.network_interface=lo", "cluster.signal_lead_s=300")
+SIZES = (
+    *("+cluster=a100x4", "cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"),
+    *("cluster.tasks_per_node=1", "cluster.network_interface=lo", "cluster.signal_lead_s=300"),
+)
 STOPS = "trap 'exit 75' TERM; touch ready; while sleep 0.05; do :; done"
 DEAF = "trap '' TERM; touch ready; while sleep 0.05; do :; done"
 

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmtrain.choices import Backend, Pruner
+from slurmtrain.choices import Pruner
 from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
@@ -23,8 +22,7 @@ from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep import local, optuna_search, search_runs
+from slurmtrain.sweep import optuna_search
 from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
 from slurmtrain.sweep.jobs import Submission
 from slurmtrain.sweep.local import LocalRuns, alone
@@ -32,9 +30,8 @@ from slurmtrain.sweep.optuna_search import OptunaSearch
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import composing, values_of
 from slurmtrain.sweep.search import result_of
-from slurmtrain.sweep.search_runs import ClusterRuns, ProcessRuns
+from slurmtrain.sweep.search_runs import ProcessRuns
 from slurmtrain.sweep.trials import LogEvent, TrialLog, TrialState
-from tests.support.commands import FakeSlurm
 
 PRIMARY = Primary("config", search_folders("config", None, None))
 TRIALS = 8
@@ -233,41 +230,6 @@ def test_a_trial_that_finished_without_a_result_was_not_tried_again(
     check_all_told_once(opened, search)
 
 
-def test_trials_of_one_run_that_was_tried_again_are_told_its_result_once_each(
-    opened: OpenSweep, base: Config, begin: BEGIN, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two have failed; the sampler has chosen the same values again, and `sweep retry` has begun before that was noted."""
-    monkeypatch.setattr(optuna_search, "ProcessRuns", ProcessRuns)
-    line = ["optim.lr=choice(0.3)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
-    same = dataclasses.replace(base, optim=dataclasses.replace(base.optim, lr=0.3))
-    (run_dir,) = opened.add([Wanted({"optim.lr": "0.3"}, same)])
-    log = TrialLog(opened.sweep.trials_file)
-    for number in range(3):
-        log.add(LogEvent.ASKED, number, overrides=["optim.lr=0.3"], params={"optim.lr": 0.3})
-        log.add(LogEvent.STARTED, number, run=run_dir.id)
-        if number < 2:
-            log.add(LogEvent.TOLD, number, state="fail", run=run_dir.id)
-    run_dir.metrics_file.write_text('{"step": 1, "valid_loss": 0.5}\n{"step": 2, "valid_loss": 0.25}\n')
-    write_attempt(run_dir, Attempt(run_dir.new_attempt(), started=1.0, ended=2.0, verdict=Verdict.DONE))
-    begin(opened, line).run()
-    again = TrialLog(opened.sweep.trials_file)
-    assert again.ignored == {} and sum("its result counts" in said for said in caplog.messages) == 2
-    assert [(trial.state, trial.value) for trial in again.trials] == [(TrialState.COMPLETE, 0.25)] * 3
-    told = Counter((line["event"], line["trial"]) for line in again.lines)
-    assert told == {
-        **{("asked", number): 1 for number in range(3)},
-        **{("started", number): 1 for number in range(3)},
-        ("told", 0): 2,
-        ("told", 1): 2,
-        ("told", 2): 1,
-        ("value", 2): 2,
-    }
-    lines = opened.sweep.trials_file.read_text()
-    caplog.clear()
-    begin(opened, line).run()  # and once more, with nothing left to do
-    assert opened.sweep.trials_file.read_text() == lines and "tried again" not in caplog.text
-
-
 def test_a_run_whose_directory_was_removed_is_a_failed_trial(
     opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,26 +257,6 @@ def test_a_run_whose_directory_was_removed_is_a_failed_trial(
     assert [trial.state for trial in again.trials] == states
 
 
-def test_a_removed_run_of_a_cluster_holds_nothing_up(
-    base: Config, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_slurm.command("squeue", "exit 0")
-    cluster = dataclasses.replace(base.cluster, backend=Backend.SLURM)
-    plan = SweepPlan(dataclasses.replace(base, cluster=cluster), search="the same")
-    opened = open_sweep(plan, [], SlurmClient(None))
-    points = [
-        Wanted({"lr": str(lr)}, dataclasses.replace(plan.first, optim=dataclasses.replace(plan.first.optim, lr=lr)))
-        for lr in (1, 2)
-    ]
-    gone, left = opened.add(points)
-    with ClusterRuns(opened) as runs:
-        shutil.rmtree(gone.path)
-        assert runs.start([gone, left]).submitted == ["4711"] and left.info()["job_ids"] == ["4711"]
-        ((run_dir, now),) = runs.ended(False)
-        assert run_dir == gone and now.status == RunStatus.REMOVED
-        assert runs._watch.waiting == [left]
-
-
 def test_a_run_whose_files_cannot_be_read_ends_the_search_and_fails_no_trial(
     opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,33 +281,6 @@ def test_two_searches_in_one_folder_do_not_both_go_on(opened: OpenSweep, begin: 
     with pytest.raises(ClusterError, match="another process has written"):  # it was suspended, and taken for dead
         second.add(LogEvent.ASKED, 0, overrides=["optim.lr=0.6"])
     assert len(opened.sweep.trials_file.read_text().splitlines()) == 1
-
-
-def test_a_local_run_goes_on_when_the_processes_of_a_killed_search_have_left(
-    opened: OpenSweep, base: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run_dir,) = opened.add([Wanted({"optim.lr": "1"}, base)])
-    words = [RunStatus.RUNNING, RunStatus.RUNNING, RunStatus.STOPPED, RunStatus.STOPPED]
-    begun: list[int] = []
-
-    def states(run_dirs: Sequence[RunDir]) -> dict[str, RunState]:
-        word = words.pop(0) if len(words) > 1 else words[0]
-        return {run_dir.id: RunState(word, "", word == RunStatus.RUNNING, [], None) for run_dir in run_dirs}
-
-    def start(run_dir: RunDir, events: local.Events, *, show: bool) -> object:
-        begun.append(len(words))
-        events.put(run_dir.id)
-        return object()
-
-    monkeypatch.setattr(local, "states", states)
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(local, "_start", start)
-    monkeypatch.setattr(search_runs, "states", states)
-    with ProcessRuns(opened, show=False) as runs:
-        runs.start([run_dir])
-        assert begun == []
-        ((ended, now),) = runs.ended(False)
-    assert ended == run_dir and now.status == RunStatus.STOPPED and begun == [1]
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,6 @@ def test_a_process_of_another_host_or_container_is_neither_alive_nor_dead() -> N
     assert not replace(me, namespace="pid:[1]").can_be_seen
 
 
-def test_the_mark_of_an_earlier_version_counts_by_what_it_has() -> None:
-    me = ProcessMark.own()
-    assert ProcessMark.from_json({"host": me.host, "pid": me.pid, "born": me.born}).lives()  # type: ignore[union-attr]
-    assert ProcessMark(me.host, me.pid).lives() and ProcessMark(me.host, 2**22 + 1).lives() is False
-
-
 def test_a_process_that_the_machine_hides_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is somebody else's, on a machine with hidepid."""
 

@@ -1,11 +1,13 @@
-"""Disks that are full, broken, read-only or out of inodes, and writes that are cut short."""
+"""A save meets a disk that is full, broken, read-only or without inodes, writes that are cut short, and a frozen rank."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.errors import CheckpointError
+from slurmtrain.system.process import stat
 from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer
-from tests.faults.outcome import Outcome, Trial
-from tests.faults.processes import LIBC, Lane
-from tests.faults.rows import SkippedError, row
+from tests.faults.processes import HANG_S, LIBC, Child, Lane, UnexplainedError
+from tests.faults.rows import Outcome, SkippedError, Trial, row
 from tests.faults.training import Training, checkpointer, classify, reference, restore
 
 MS_RDONLY, MS_REMOUNT = 1, 32
@@ -83,7 +86,7 @@ def attempt(writer: Checkpointer, training: Training) -> str | None:
 
 
 def facts(lane: Lane) -> Any:
-    return lane.remember("three facts", lambda: reference([OLDER, NEWEST, LATER]))
+    return lane.remember("three facts", lambda: lane.fork(reference, [OLDER, NEWEST, LATER]).result())
 
 
 def look(lane: Lane, directory: Path, *, newest: int, detail: str, order: int | None = 2) -> Trial:
@@ -115,30 +118,26 @@ def after(lane: Lane, directory: Path, results: list[dict[str, Any]], detail: st
 
 
 def calls_of_a_save(lane: Lane) -> list[int]:
-    def measure() -> list[int]:
+    def make() -> list[int]:
         ranks = lane.ranks(RANKS, save_three, lane.directory / "measured", Fault())
         return [len(child.result()["calls"]) for child in ranks]
 
-    if "calls" not in lane.memory:
-        lane.memory["calls"] = measure()
-        assert min(lane.memory["calls"]) > 0, "the layer sees nothing"
-    calls: list[int] = lane.memory["calls"]
+    calls: list[int] = lane.remember("calls", make)
+    assert min(calls) > 0, "the layer sees nothing"
     return calls
 
 
 def enter_errno(name: str, number: int) -> None:
     @row(f"{name} in any call of any thread", Outcome.NEWEST, Outcome.OLDER, full=100, short=8)
-    def work(lane: Lane, count: int) -> Iterator[Trial]:
-        for _ in range(count):
-            with lane.trial():
-                calls = calls_of_a_save(lane)
-                rank = lane.random.randrange(RANKS)
-                call = lane.random.randint(1, calls[rank])
-                fault = Fault(rank, call, number, once=lane.random.random() < 0.5)
-                directory = lane.directory / "checkpoints"
-                results = [child.result() for child in lane.ranks(RANKS, save_three, directory, fault)]
-                where = results[rank]["calls"][call - 1 :][:1]
-                yield after(lane, directory, results, f"{name} at call {call} of rank {rank} {where}")
+    def work(lane: Lane) -> Trial:
+        calls = calls_of_a_save(lane)
+        rank = lane.random.randrange(RANKS)
+        call = lane.random.randint(1, calls[rank])
+        fault = Fault(rank, call, number, once=lane.random.random() < 0.5)
+        directory = lane.directory / "checkpoints"
+        results = [child.result() for child in lane.ranks(RANKS, save_three, directory, fault)]
+        where = results[rank]["calls"][call - 1 :][:1]
+        return after(lane, directory, results, f"{name} at call {call} of rank {rank} {where}")
 
 
 for _name, _number in {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT (quota)": errno.EDQUOT}.items():
@@ -146,12 +145,10 @@ for _name, _number in {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT (quota)
 
 
 @row("writes cut short", Outcome.NEWEST, full=10, short=2)
-def short_writes(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            directory = lane.directory / "checkpoints"
-            results = [child.result() for child in lane.ranks(RANKS, save_three, directory, Fault(short=True))]
-            yield after(lane, directory, results, "every write takes half")
+def short_writes(lane: Lane) -> Trial:
+    directory = lane.directory / "checkpoints"
+    results = [child.result() for child in lane.ranks(RANKS, save_three, directory, Fault(short=True))]
+    return after(lane, directory, results, "every write takes half")
 
 
 @contextlib.contextmanager
@@ -226,18 +223,14 @@ def on_a_mount(lane: Lane, options: str, harm: Callable[[Path], object], heal: C
         return trial
 
 
-@row("a full disk", Outcome.NEWEST, Outcome.OLDER, full=50, short=4)
-def full_disk(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield on_a_mount(lane, "size=4m", fill, free)
+row("a full disk", Outcome.NEWEST, Outcome.OLDER, full=50, short=4)(
+    lambda lane: on_a_mount(lane, "size=4m", fill, free)
+)
 
 
-@row("no inodes left", Outcome.NEWEST, Outcome.OLDER, full=20, short=2)
-def no_inodes(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield on_a_mount(lane, "size=16m,nr_inodes=100", take_inodes, free)
+row("no inodes left", Outcome.NEWEST, Outcome.OLDER, full=20, short=2)(
+    lambda lane: on_a_mount(lane, "size=16m,nr_inodes=100", take_inodes, free)
+)
 
 
 def remount(disk: Path, flags: int) -> None:
@@ -246,7 +239,76 @@ def remount(disk: Path, flags: int) -> None:
 
 
 @row("a read-only directory", Outcome.NEWEST, Outcome.OLDER, full=20, short=2)
-def read_only(lane: Lane, count: int) -> Iterator[Trial]:
-    for _ in range(count):
-        with lane.trial():
-            yield on_a_mount(lane, "size=4m", lambda disk: remount(disk, MS_RDONLY), lambda disk: remount(disk, 0))
+def read_only(lane: Lane) -> Trial:
+    return on_a_mount(lane, "size=4m", lambda disk: remount(disk, MS_RDONLY), lambda disk: remount(disk, 0))
+
+
+TIMEOUT_S = 10.0  # of the gloo group: so long the others wait for the frozen one, and for one that the machine holds up
+
+
+def save_and_freeze(rank: int, group: dist.ProcessGroup, directory: Path, frozen: int, call: int) -> str | None:
+    """Save OLDER and NEWEST; in the latter, this rank stops itself at a call. The error of NEWEST, if there was one."""
+    training = Training(rank=rank)
+    writer = checkpointer(directory, group)
+    training.steps(OLDER)
+    writer.save(OLDER, per_rank=training.per_rank, **training.objects).result()
+
+    def before(number: int, name: str, path: str) -> None:
+        if rank == frozen and number == call:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    FileLayer(directory, before).install()
+    training.steps(NEWEST - OLDER)
+    error = attempt(writer, training)
+    with contextlib.suppress(CheckpointError):
+        writer.close()
+    return error
+
+
+def restart(rank: int, group: dist.ProcessGroup, directory: Path) -> None:
+    """The next life: restore, and save LATER."""
+    training = Training(rank=rank)
+    writer = checkpointer(directory, group, order=3)
+    restored = writer.restore(per_rank=training.per_rank, **training.objects)
+    training.done = restored.step if restored else 0
+    training.steps(LATER - training.done)
+    writer.save(LATER, per_rank=training.per_rank, **training.objects).result()
+    writer.close()
+
+
+def wait_until_frozen(child: Child) -> None:
+    deadline = time.monotonic() + HANG_S
+    while (known := stat(child.pid)) is None or known.state != "T":
+        if time.monotonic() > deadline:
+            raise UnexplainedError(f"{child.log.stem} has not stopped itself")
+        time.sleep(0.005)
+
+
+@row("a writer frozen, thawed after the restart", Outcome.NEWEST, Outcome.OLDER, full=60, short=8, lanes=8)
+def freeze(lane: Lane) -> Trial:
+    """The others have a clear error, the job starts again, and the thawed rank commits nothing."""
+    directory = lane.directory / "checkpoints"
+    calls = calls_of_a_save(lane)
+    frozen = lane.random.randrange(RANKS)
+    call = lane.random.randint(1, calls[frozen])
+    ranks = lane.ranks(RANKS, save_and_freeze, directory, frozen, call, timeout_s=TIMEOUT_S)
+    detail = f"rank {frozen} at call {call} of {calls[frozen]}"
+    wait_until_frozen(ranks[frozen])
+    errors = [child.result() for child in ranks if child is not ranks[frozen]]
+    detail += f": {errors[0] or 'no error'}"
+    before = look(lane, directory, newest=NEWEST, detail=detail, order=2)
+    if before.outcome == Outcome.OLDER and errors[0] is None:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: step {NEWEST} was reported as done and is not there")
+    for child in lane.ranks(RANKS, restart, directory):
+        child.result()
+    there = committed(directory)
+    ranks[frozen].send(signal.SIGCONT)
+    thawed = ranks[frozen].result()
+    if committed(directory) != there:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: thawed, it changed the checkpoints: {thawed}")
+    if thawed is None and before.outcome != Outcome.NEWEST:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: thawed, it says that it has committed")
+    after = look(lane, directory, newest=LATER, detail=f"{detail}: after the thaw", order=4)
+    if after.outcome != Outcome.NEWEST:
+        return after if after.outcome == Outcome.WRONG else Trial(Outcome.LOST, after.detail)
+    return Trial(Outcome.LOST, before.detail) if before.outcome == Outcome.ERROR else before

@@ -1,4 +1,4 @@
-"""`plan` on the command line: what a person and a program are told, and what is refused."""
+"""`plan` and `scale` on the command line: what a person and a program are told, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.sweep import folder
+from tests.support.commands import FakeSlurm, refusal
+from tests.support.runs import add_attempt, printed, shown
 
 EIGHT_B = [
     *("+cluster=h100x8", "cluster.nodes=16", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"),
@@ -28,23 +32,21 @@ HYBRID = [
 ]
 
 
-def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main([*words, "plan"]) == 0
-    return capsys.readouterr().out
+def said(words: list[str]) -> str:
+    return printed(*words, "plan")
 
 
-def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said([*words, "--json"], capsys))
+def answer(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = shown(*words, "plan")
     return found
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
-    assert main([*words, "plan"]) == code
-    return capsys.readouterr().err
+def refused(words: list[str], code: int) -> str:
+    return refusal(*words, "plan", code=code)
 
 
-def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said([*EIGHT_B, "--tokens", "15T"], capsys)
+def test_a_plan_says_what_a_person_asks_before_submitting() -> None:
+    text = said([*EIGHT_B, "--tokens", "15T"])
     for words in (
         "16 nodes x 8 H100: 128 ranks = 128 data-parallel groups (128 shards)",
         "8.03 billion parameters, computed in bfloat16",
@@ -61,19 +63,17 @@ def test_a_plan_says_what_a_person_asks_before_submitting(capsys: pytest.Capture
         assert words in text, words
 
 
-def test_a_plan_fits_into_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = said(HYBRID, capsys)
+def test_a_plan_fits_into_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = said(HYBRID)
     monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
-    narrow = said(HYBRID, capsys)
+    narrow = said(HYBRID)
     assert max(map(len, whole.splitlines())) > 120
     assert max(map(len, narrow.splitlines())) <= 80
     assert sorted(narrow.replace("-", "").split()) == sorted(whole.replace("-", "").split())
 
 
-def test_a_small_plan_on_cpus_is_told_in_small_units(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(["+experiment=smoke", "cluster.tasks_per_node=2", "cluster.peak_tflops=0.1"], capsys)
+def test_a_small_plan_on_cpus_is_told_in_small_units() -> None:
+    text = said(["+experiment=smoke", "cluster.tasks_per_node=2", "cluster.peak_tflops=0.1"])
     for words in (
         "1 node x 2 CPU ranks: 2 ranks",
         "\ncheckpoint     395 kB (12 bytes",
@@ -84,9 +84,7 @@ def test_a_small_plan_on_cpus_is_told_in_small_units(capsys: pytest.CaptureFixtu
     assert "GPU hours" not in text
 
 
-def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand() -> None:
     """8 ranks with a shard each, one sequence of 8,192 tokens on a rank. GB of 2^30 bytes."""
     words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
     words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
@@ -102,16 +100,15 @@ def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_ha
     by_part = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in zip(names, parts, strict=True))
     assert by_part == "parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9"
     total = f"{sum(parts) / 2**30:.1f}"
-    assert f"memory         {total} GB of 79.0 on a rank ({by_part})\n" in said(words, capsys)
-    assert main([*words, "layout"]) == 0
-    assert f"a rank needs about {total} GB ({by_part})\n" in capsys.readouterr().out
-    (stage,) = answer(words, capsys)["memory"]["stages"]
+    assert f"memory         {total} GB of 79.0 on a rank ({by_part})\n" in said(words)
+    assert f"a rank needs about {total} GB ({by_part})\n" in printed(*words, "layout")
+    (stage,) = answer(words)["memory"]["stages"]
     sizes = [stage[name] for name in ("parameters", "gradients", "optimizer", "gathered", "activations")]
     assert (sizes, stage["total"]) == (parts, sum(parts))
 
 
-def test_a_program_gets_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer([*EIGHT_B, "--tokens", "1.5e13"], capsys)
+def test_a_program_gets_the_same_numbers() -> None:
+    found = answer([*EIGHT_B, "--tokens", "1.5e13"])
     assert found["axes"]["dp_shard"] == found["ranks"] == 128
     assert found["tokens_per_step"] == 1024 * 8192
     step = found["step"]
@@ -127,34 +124,34 @@ def test_a_program_gets_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> 
     assert found["run"] is None
 
 
-def test_a_search_lists_what_fits_as_overrides_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_lists_what_fits_as_overrides_to_type() -> None:
     words = ["+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel.param_dtype=bfloat16"]
     words += ["data.seq_len=4096", "train.global_batch_size=512", "--search"]
-    text = said(words, capsys)
+    text = said(words)
     assert "layouts of 128 ranks fit; the fastest by arithmetic first" in text
-    best = answer(words, capsys)["search"][0]
+    best = answer(words)["search"][0]
     assert " ".join(best["overrides"]) in text
-    assert said([*words[:-1], *best["overrides"]], capsys)
+    assert said([*words[:-1], *best["overrides"]])
 
 
-def test_a_model_that_fits_nowhere_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_nowhere_is_said_to() -> None:
     words = ["+cluster=h100x8", "model=llama3_405b", "train.global_batch_size=64"]
-    assert "it does not fit: plan --search shows what does" in said(words, capsys)
-    assert "no layout of 8 ranks fits into 79.0 GB" in refusal([*words, "--search"], capsys, 78)
-    assert "no layout of 8 ranks fits into 79.0 GB" in refusal([*words, "--search", "--json"], capsys, 78)
+    assert "it does not fit: plan --search shows what does" in said(words)
+    assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search"], 78)
+    assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search", "--json"], 78)
 
 
-def test_a_slow_network_is_named_as_the_reason_against_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"], capsys)
+def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
+    text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"])
     assert "nodes is not worth it with train.global_batch_size=1024" in text
     assert "below 80%, since adding up gradients takes longer than the backward pass that hides it" in text
 
 
-def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(["+experiment=smoke"], capsys)
+def test_without_a_peak_memory_and_saves_are_planned_all_the_same() -> None:
+    text = said(["+experiment=smoke"])
     assert "note: no peak is known for CPUs" in text
     assert "memory" in text and "goodput" in text and "step " not in text
-    assert answer(["+experiment=smoke"], capsys)["step"] is None
+    assert answer(["+experiment=smoke"])["step"] is None
 
 
 @pytest.mark.parametrize(
@@ -173,9 +170,9 @@ def test_without_a_peak_memory_and_saves_are_planned_all_the_same(capsys: pytest
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(
-    words: list[str], code: int, sentence: str, project: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, sentence: str, project: Path
 ) -> None:
-    found = refusal(words, capsys, code)
+    found = refused(words, code)
     assert sentence in found
     assert "Traceback" not in found
     assert len(found.splitlines()) <= 2
@@ -202,23 +199,23 @@ def logged(step: int, **parts: float) -> dict[str, Any]:
     return {"step": step, "loss": 1.0, "step_time_s": 9.0, **{f"time_{name}_s": each for name, each in parts.items()}}
 
 
-def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path) -> None:
     slow = logged(1, data=9.0, forward_backward=90.0, optimizer=9.0, other=1.0)
     steps = [logged(step, data=0.1, forward_backward=1.5, optimizer=0.3, other=0.1) for step in range(2, 12)]
     run_dir = a_run(project, [slow, *steps])
     run_dir.event(Event.CHECKPOINT, step=5, seconds=4.0, stall_s=0.5, size=395_136)
-    found = answer(["+experiment=smoke", "--from", "last"], capsys)
+    found = answer(["+experiment=smoke", "--from", "last"])
     assert found["step"]["expected_s"] == pytest.approx(2.0)
     assert found["checkpoint"]["write_s"] == pytest.approx(4.0, rel=0.01)
     assert found["checkpoint"]["stall_s"] == pytest.approx(0.5, rel=0.01)
     assert found["run"] == run_dir.id
-    twice = answer(["+experiment=smoke", "train.global_batch_size=16", "--from", "last"], capsys)
+    twice = answer(["+experiment=smoke", "train.global_batch_size=16", "--from", "last"])
     assert twice["step"]["seconds"]["computation"] == pytest.approx(3.0)
-    text = said(["+experiment=smoke", "train.global_batch_size=32", "--from", "last"], capsys)
+    text = said(["+experiment=smoke", "train.global_batch_size=32", "--from", "last"])
     tokens = 8 * found_length(run_dir)
     assert f"0.003 with batches of {tokens:,} tokens in {run_dir.id} is about 0.006 with {4 * tokens:,}" in text
     longer = ["train.global_batch_size=4", f"data.seq_len={2 * tokens // 8}", f"model.max_seq_len={2 * tokens // 8}"]
-    text = said(["+experiment=smoke", *longer, "--from", "last"], capsys)  # other sequences, the same tokens
+    text = said(["+experiment=smoke", *longer, "--from", "last"])  # other sequences, the same tokens
     assert f"0.003 with batches of {tokens:,} tokens is about" in text
     assert f"rates of run {run_dir.id}" in text
     assert "it has not measured communication, which count as computation" in text
@@ -233,27 +230,23 @@ def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path, capsys:
         [{"step": 3, "step_time_s": math.inf}, {"step": 4, "step_time_s": [1]}],
     ],
 )
-def test_a_run_that_has_measured_nothing_is_no_help(
-    records: list[dict[str, Any]], project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_measured_nothing_is_no_help(records: list[dict[str, Any]], project: Path) -> None:
     a_run(project, records)
-    assert "has logged no steps" in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    assert "has logged no steps" in refused(["+experiment=smoke", "--from", "last"], 2)
 
 
-def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(project: Path) -> None:
     run_dir = a_run(project, [logged(1, forward_backward=1.0)], ["job=command", "job.command=true"])
-    assert "plan works with the built-in trainer" in refusal(["+experiment=smoke", "--from", "last"], capsys, 78)
+    assert "plan works with the built-in trainer" in refused(["+experiment=smoke", "--from", "last"], 78)
     run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
-    assert "Traceback" not in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    assert "Traceback" not in refused(["+experiment=smoke", "--from", "last"], 2)
     run_dir.config_file.write_text("# Frozen by slurmtrain, schema version 4.\nmodel: 3\n")
-    found = refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    found = refused(["+experiment=smoke", "--from", "last"], 2)
     assert "is not a config of this version" in found
     run_dir.metrics_file.unlink()
     run_dir.metrics_file.symlink_to("/etc/passwd")
     run_dir.config_file.write_text(freeze(compose(["experiment=smoke"])))
-    assert "links in a run are not followed" in refusal(["+experiment=smoke", "--from", "last"], capsys, 2)
+    assert "links in a run are not followed" in refused(["+experiment=smoke", "--from", "last"], 2)
 
 
 def test_a_plan_loads_no_torch() -> None:
@@ -266,10 +259,106 @@ def test_a_plan_loads_no_torch() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:
     words = ["+cluster=h100x8", "model=llama3_70b", "parallel=fsdp", "train.global_batch_size=512"]
-    text = " ".join(said([*words, "cluster.nodes=2-16"], capsys).split())
+    text = " ".join(said([*words, "cluster.nodes=2-16"]).split())
     assert "77.8 GB of 79.0 on a rank" in text
     note = "the plan is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
     assert note in text
-    assert "the fewest" not in said([*words, "cluster.nodes=16"], capsys)
+    assert "the fewest" not in said([*words, "cluster.nodes=16"])
+
+
+# scale, with a SLURM that only accepts.
+
+WORDS = [
+    *("+cluster=h100x8", "cluster.nodes=4", "model=llama3_1b", "parallel=fsdp", "parallel.param_dtype=bfloat16"),
+    *("data.seq_len=4096", "train.global_batch_size=64", "parallel.activation_checkpointing=full"),
+]
+
+
+def scale(*words: str, code: int = 0) -> str:
+    return printed(*WORDS, "scale", *words, code=code)
+
+
+def finish(run_dir: RunDir, *, communication: float) -> None:
+    """Let a run have finished, with this communication beside a second of computation in each of its steps."""
+    parts = {"data": 0.01, "forward_backward": 1.0, "communication": communication, "optimizer": 0.02, "other": 0.0}
+    record = {"step_time_s": sum(parts.values()), **{f"time_{name}_s": each for name, each in parts.items()}}
+    run_dir.metrics_file.write_text("".join(json.dumps({"step": step, **record}) + "\n" for step in range(1, 11)))
+    now = time.time()
+    add_attempt(run_dir, started=now - 60, ended=now, reason="finished", verdict="done", exit_code=0, last_step=50)
+
+
+def the_sweep(project: Path) -> Sweep:
+    (found,) = folder.all_sweeps(project / "runs")
+    return found
+
+
+def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path, fake_slurm: FakeSlurm) -> None:
+    said = scale("--no-wait")
+    sweep = the_sweep(project)
+    assert f"sweep {sweep.id} of 3 sizes" in said
+    assert sweep.id.startswith("train-scale.sweep-")
+    assert sorted(line for text in fake_slurm.submitted for line in text.splitlines() if "--nodes=" in line) == [
+        "#SBATCH --nodes=1",
+        "#SBATCH --nodes=2",
+        "#SBATCH --nodes=4",
+    ]
+    varied = {"cluster.nodes": "4", "train.global_batch_size": "64"}
+    assert [point.varied for point in sweep.points()][-1] == varied
+
+    for point, communication in zip(sweep.points(), (0.0, 0.05, 0.9), strict=True):
+        finish(sweep.run_dir(point.run_id), communication=communication)
+    text = scale("--plot", "-")
+    assert len(fake_slurm.submitted) == 3  # nothing again
+    assert "using more than 2 nodes is not worth it: 4 reach 56% of what they could" in text
+    assert (
+        "The first bottleneck: communication of dp_shard (parallel.dp_shard=32) that nothing hides takes longer" in text
+    )
+    assert "efficiency at each size against the one before; | is 80%" in text
+
+    found: dict[str, Any] = json.loads(scale("--json", "--plot", "scaling.png"))
+    assert (project / "scaling.png").exists()
+    assert [each["nodes"] for each in found["sizes"]] == [1, 2, 4]
+    assert [each["global_batch_size"] for each in found["sizes"]] == [16, 32, 64]
+    assert found["doublings"][1]["bottleneck"]["axis"] == "dp_shard"
+    assert found["doublings"][1]["planned"]["efficiency"] > 0.95
+    assert found["sizes"][0]["planned_s"] == pytest.approx(found["sizes"][0]["step_s"], rel=0.002)
+
+
+def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, fake_slurm: FakeSlurm) -> None:
+    scale("--no-wait", "--nodes", "1,2,4", "--strong")
+    sweep = the_sweep(project)
+    first, second, third = (sweep.run_dir(point.run_id) for point in sweep.points())
+    finish(first, communication=0.0)
+    finish(third, communication=0.1)
+    third.metrics_file.write_text('{"step": 1, "step_time_s": "a lot"}\n{"step"')
+    add_attempt(second, started=1.0, ended=2.0, reason="crash", verdict="end", exit_code=1)
+    text = scale("--nodes", "1,2,4", "--strong", code=75)
+    assert f"not measured: run {second.id}, 2 nodes: failed" in text
+    assert f"not measured: run {third.id}, 4 nodes" in text
+    assert "one size alone says nothing of how it scales" in text
+    assert f"sweep retry {sweep.id}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--steps", "3"], 2, "--steps 3: expected at least 10"),
+        (["--nodes", "1"], 2, "expected at least two sizes"),
+        (["train.global_batch_size=7", "--nodes", "1,x"], 2, "--nodes 1,x: expected numbers of nodes"),
+        (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
+        (["--strong", "--weak"], 2, "exclude each other"),
+        (["--at-once", "0"], 2, "--at-once 0: expected a number of sizes"),
+        (["cluster=local", "cluster.nodes=1", "--nodes", "1,2"], 78, "cluster.backend=local has"),
+        (["model=llama3_405b"], 78, "needs"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_made(
+    words: list[str], code: int, sentence: str, project: Path, fake_slurm: FakeSlurm
+) -> None:
+    error = refusal(*WORDS, "scale", *words, code=code)
+    assert sentence in error
+    assert "Traceback" not in error
+    assert fake_slurm.submitted == []
+    assert not list((project / "runs").glob("*.sweep-*"))
