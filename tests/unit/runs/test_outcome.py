@@ -46,323 +46,222 @@ EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
 SAVED_AND_SAID_0 = {"exit_code": 75, "said": "stopped", "program_code": 0}
 KILLED = {"exit_code": 137, "killed": "n1: task 3: Killed"}
 
-ROWS = [
-    # how it ended, evidence, reason, verdict, a part of the sentence
-    ("finished", {"exit_code": 0, "said": "finished", "facts": RUNNING}, "finished", "done", "finished"),
-    ("srun says 0, and no rank has said anything", {"exit_code": 0}, "crash", "requeue", "ended without a word"),
-    (
-        "srun says 0, and no rank has said anything, cancelled",
-        {"exit_code": 0, "facts": CANCELLED},
-        "cancelled",
-        "end",
-        "scancel",
-    ),
-    (
-        "finished while being preempted",
-        {"exit_code": 0, "said": "finished", "facts": PREEMPTED},
-        "finished",
-        "done",
-        "",
-    ),
-    ("finished after a pruning", {"exit_code": 0, "said": "finished", "request": "prune"}, "finished", "done", ""),
-    ("pruned by its search", {**STOPPED, "request": "prune", "cause": "SIGUSR2"}, "pruned", "end", "by its search"),
-    (
-        "pruned while it was preempted",
-        {**SLURM_TERM, "request": "prune", "facts": PREEMPTED},
-        "pruned",
-        "end",
-        "pruned",
-    ),
-    ("pruned, and crashed as it left", {"exit_code": 1, "request": "prune"}, "pruned", "end", "pruned by its search"),
-    ("finished after a cancel", {"exit_code": 0, "said": "finished", "request": "cancel"}, "finished", "done", ""),
-    ("preempted, saved and left in time", {**SLURM_TERM, "facts": PREEMPTED}, "preempted", "requeue", "requeued"),
-    (
-        "preempted with the job's own signal",
-        {**STOPPED, "cause": "SIGUSR2", "facts": PREEMPTED},
-        "preempted",
-        "requeue",
-        "preempted",
-    ),
-    (
-        "preempted, grace time over",
-        {**KILLED, "cause": "SIGTERM", "facts": PREEMPTED_BY_SLURM},
-        "preempted",
-        "restarting",
-        "SLURM starts it again",
-    ),
-    (
-        "preempted, and put back into the queue by the time that SLURM is asked",
-        {**SLURM_TERM, "facts": REQUEUED, "preempted_when_told": True},
-        "preempted",
-        "restarting",
-        "SLURM starts it again",
-    ),
-    (
-        "preempted, and SLURM does not answer afterwards",
-        {**SLURM_TERM, "preempted_when_told": True},
-        "preempted",
-        "requeue",
-        "preempted",
-    ),
-    ("preempted before the first step", {"exit_code": 75, "facts": PREEMPTED}, "preempted", "requeue", "preempted"),
-    ("early warning of the time limit", {**EARLY, "facts": RUNNING}, "time limit", "requeue", "time limit is near"),
-    (
-        "the warning reached another rank",
-        {**EARLY, "cause": "another rank", "facts": RUNNING},
-        "time limit",
-        "requeue",
-        "near",
-    ),
-    ("the clock gave the warning", {**STOPPED, "cause": "deadline"}, "time limit", "requeue", "near"),
-    (
-        "time limit hit while saving",
-        {**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT},
-        "time limit",
-        "requeue",
-        "before",
-    ),
-    ("scancel, saved in time", {**SLURM_TERM, "facts": CANCELLED}, "cancelled", "end", "scancel"),
-    ("scancel, killed", {**KILLED, "facts": CANCELLED}, "cancelled", "end", "scancel"),
-    (
-        "scancel in the grace time of a preemption",
-        {**SLURM_TERM, "facts": CANCELLED_IN_GRACE, "told": IN_GRACE, "preempted_when_told": True},
-        "cancelled",
-        "end",
-        "scancel",
-    ),
-    (
-        "preempted, grace time over, where SLURM cancels",
-        {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
-        "preempted",
-        "requeue",
-        "preempted",
-    ),
-    ("`cancel RUN`", {**SLURM_TERM, "facts": CANCELLED, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
-    ("`cancel RUN` of a local run", {**SLURM_TERM, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
-    (
-        "`preempt RUN`",
-        {**SLURM_TERM, "facts": RUNNING, "request": "preempt"},
-        "asked",
-        "requeue",
-        "asked to stop by `preempt RUN`",
-    ),
-    (
-        "`requeue RUN`",
-        {**STOPPED, "cause": "SIGUSR2", "facts": RUNNING, "request": "requeue"},
-        "asked",
-        "requeue",
-        "`requeue RUN`",
-    ),
-    ("somebody's signal", {**SLURM_TERM, "facts": RUNNING}, "asked", "requeue", "told to stop by SIGTERM"),
-    (
-        "somebody's USR2 long before the limit",
-        {**EARLY, "seconds_left": 5000.0, "facts": RUNNING},
-        "asked",
-        "requeue",
-        "SIGUSR2",
-    ),
-    ("scontrol requeue", {**SLURM_TERM, "facts": REQUEUED}, "requeued", "restarting", "scontrol requeue"),
-    ("a node died", {"exit_code": 143, "facts": REQUEUED}, "node failure", "restarting", "a node failed"),
-    ("a node died, srun saw it", {**KILLED, "facts": REQUEUED}, "node failure", "restarting", "a node failed"),
-    (
-        "one rank killed",
-        {**KILLED, "facts": RUNNING},
-        "crash",
-        "requeue",
-        "crashed: n1: task 3: Killed; it is requeued",
-    ),
-    ("one rank killed after a signal", {**KILLED, "cause": "SIGTERM"}, "crash", "requeue", "task 3: Killed"),
-    (
-        "user code raised",
-        {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
-        "crash",
-        "requeue",
-        "crashed: rank 2: ValueError: no",
-    ),
-    (
-        "user code raised while stopping",
-        {"exit_code": 1, "cause": "SIGTERM", "failure": (1, "rank 0: OSError: full"), "facts": RUNNING},
-        "crash",
-        "requeue",
-        "OSError: full",
-    ),
-    (
-        "srun lost its ranks and says 0",
-        {"exit_code": 0, "killed": "io error and missing step on node 0", "facts": RUNNING},
-        "crash",
-        "requeue",
-        "missing step on node 0",
-    ),
-    ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "crash", "requeue", "exit code 139"),
-    ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "config", "end", "no GPU"),
-    (
-        "a node on which it cannot start, though it has trained elsewhere",
-        {
-            "exit_code": 78,
-            "failure": (78, "rank 0: no GPU"),
-            "failed_on": "n2",
-            "trained_before": True,
-            "facts": RUNNING,
-        },
-        "bad node",
-        "requeue",
-        "the fault of n2",
-    ),
-    (
-        "a set-up that fails, though it has worked elsewhere",
-        {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
-        "bad node",
-        "requeue",
-        "set-up failed with code 1: module (the fault of n2",
-    ),
-    ("a set-up that fails", {"exit_code": 78, "set_up": "set-up failed with code 1: x"}, "config", "end", "code 1: x"),
-    (
-        "config error after it has trained",
-        {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
-        "config",
-        "end",
-        "no such set",
-    ),
-    (
-        "numbers that broke",
-        {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "diverged": True, "facts": RUNNING},
-        "diverged",
-        "end",
-        "diverged: rank 0: step 7 has loss nan",
-    ),
-    (
-        "numbers that broke before it had trained again: no node's fault",
-        {
-            "exit_code": 78,
-            "failure": (78, "rank 0: step 7 has loss nan"),
-            "failed_on": "n2",
-            "trained_before": True,
-            "diverged": True,
-        },
-        "diverged",
-        "end",
-        "diverged: rank 0: step 7 has loss nan",
-    ),
-    (
-        "a set-up that a preemption interrupted",
-        {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED},
-        "preempted",
-        "requeue",
-        "preempted",
-    ),
-    (
-        "a newer job is at work for the run",
-        {
-            "exit_code": 1,
-            "failure": (1, "rank 0: may not commit"),
-            "superseded": "attempt 3 in job 12 goes on with this run",
-            "facts": RUNNING,
-        },
-        "superseded",
-        "end",
-        "superseded: attempt 3 in job 12 goes on",
-    ),
-    ("exit code 78 alone", {"exit_code": 78}, "config", "end", "exit code 78"),
-    (
-        "config error of one rank, the others killed",
-        {**KILLED, "failure": (78, "rank 1: no GPU")},
-        "config",
-        "end",
-        "rank 1: no GPU",
-    ),
-    ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "cancelled", "end", "Ctrl-C"),
-    ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "asked", "requeue", "SIGTERM"),
-    (
-        "a program saved and exited with 0 when preempted",
-        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
-        "preempted",
-        "requeue",
-        "exit code 0 after it was told to stop is not taken for finished",
-    ),
-    (
-        "a program saved and exited with 0 before the time limit",
-        {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
-        "time limit",
-        "requeue",
-        "job.finished_when says when",
-    ),
-    (
-        "a program saved and exited with 0, cancelled",
-        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
-        "cancelled",
-        "end",
-        "scancel",
-    ),
-    (
-        "told to stop, and nobody said that it has finished",
-        {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
-        "preempted",
-        "requeue",
-        "",
-    ),
-    (
-        "finished by the file that says so, after a signal",
-        {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
-        "finished",
-        "done",
-        "done is there (job.finished_when)",
-    ),
-    (
-        "finished by the exit code that says so",
-        {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
-        "finished",
-        "done",
-        "exit code 9 (job.finished_when)",
-    ),
-    (
-        "exit code 0 without the file that says finished",
-        {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
-        "asked",
-        "requeue",
-        "wants to be started again (its program ended with exit code 0, but done is not there",
-    ),
-    (
-        "an old preemption is not this one's",
-        {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
-        "asked",
-        "requeue",
-        "SIGTERM",
-    ),
-    ("SLURM cannot be asked", {**SLURM_TERM, "facts": None}, "asked", "requeue", "SIGTERM"),
-    (
-        "scancel in its second life",
-        {**SLURM_TERM, "facts": REQUEUED, "restart_count": 1},
-        "cancelled",
-        "end",
-        "scancel",
-    ),
-    ("scancel, over by the time that SLURM is asked", {**KILLED, "facts": OVER}, "cancelled", "end", "scancel"),
-    ("a rank hangs", {**KILLED, "hang": HUNG, "failed_on": "n2"}, "hang", "requeue", f"hung: {HUNG}; it is requeued"),
-    (
-        "a rank hangs in a preemption",
-        {"exit_code": 1, "hang": HUNG, "preempted_when_told": True},
-        "preempted",
-        "requeue",
-        "",
-    ),
-    (
-        "a rank hangs, and a person cancels it",
-        {"exit_code": 1, "hang": HUNG, "request": "cancel"},
-        "cancelled",
-        "end",
-        "",
-    ),
-]
+# What an attempt ends with: how it ended, evidence, a part of the sentence.
+ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
+    ("finished", "done"): [
+        ("finished", {"exit_code": 0, "said": "finished", "facts": RUNNING}, "finished"),
+        ("finished while being preempted", {"exit_code": 0, "said": "finished", "facts": PREEMPTED}, ""),
+        ("finished after a pruning", {"exit_code": 0, "said": "finished", "request": "prune"}, ""),
+        ("finished after a cancel", {"exit_code": 0, "said": "finished", "request": "cancel"}, ""),
+        (
+            "finished by the file that says so, after a signal",
+            {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
+            "done is there (job.finished_when)",
+        ),
+        (
+            "finished by the exit code that says so",
+            {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
+            "exit code 9 (job.finished_when)",
+        ),
+    ],
+    ("crash", "requeue"): [
+        ("srun says 0, and no rank has said anything", {"exit_code": 0}, "ended without a word"),
+        ("one rank killed", {**KILLED, "facts": RUNNING}, "crashed: n1: task 3: Killed; it is requeued"),
+        ("one rank killed after a signal", {**KILLED, "cause": "SIGTERM"}, "task 3: Killed"),
+        (
+            "user code raised",
+            {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
+            "crashed: rank 2: ValueError: no",
+        ),
+        (
+            "user code raised while stopping",
+            {"exit_code": 1, "cause": "SIGTERM", "failure": (1, "rank 0: OSError: full"), "facts": RUNNING},
+            "OSError: full",
+        ),
+        (
+            "srun lost its ranks and says 0",
+            {"exit_code": 0, "killed": "io error and missing step on node 0", "facts": RUNNING},
+            "missing step on node 0",
+        ),
+        ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "exit code 139"),
+    ],
+    ("cancelled", "end"): [
+        ("srun says 0, and no rank has said anything, cancelled", {"exit_code": 0, "facts": CANCELLED}, "scancel"),
+        ("scancel, saved in time", {**SLURM_TERM, "facts": CANCELLED}, "scancel"),
+        ("scancel, killed", {**KILLED, "facts": CANCELLED}, "scancel"),
+        (
+            "scancel in the grace time of a preemption",
+            {**SLURM_TERM, "facts": CANCELLED_IN_GRACE, "told": IN_GRACE, "preempted_when_told": True},
+            "scancel",
+        ),
+        ("`cancel RUN`", {**SLURM_TERM, "facts": CANCELLED, "request": "cancel"}, "`cancel RUN`"),
+        ("`cancel RUN` of a local run", {**SLURM_TERM, "request": "cancel"}, "`cancel RUN`"),
+        ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "Ctrl-C"),
+        (
+            "a program saved and exited with 0, cancelled",
+            {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
+            "scancel",
+        ),
+        ("scancel in its second life", {**SLURM_TERM, "facts": REQUEUED, "restart_count": 1}, "scancel"),
+        ("scancel, over by the time that SLURM is asked", {**KILLED, "facts": OVER}, "scancel"),
+        ("a rank hangs, and a person cancels it", {"exit_code": 1, "hang": HUNG, "request": "cancel"}, ""),
+    ],
+    ("pruned", "end"): [
+        ("pruned by its search", {**STOPPED, "request": "prune", "cause": "SIGUSR2"}, "by its search"),
+        ("pruned while it was preempted", {**SLURM_TERM, "request": "prune", "facts": PREEMPTED}, "pruned"),
+        ("pruned, and crashed as it left", {"exit_code": 1, "request": "prune"}, "pruned by its search"),
+    ],
+    ("preempted", "requeue"): [
+        ("preempted, saved and left in time", {**SLURM_TERM, "facts": PREEMPTED}, "requeued"),
+        ("preempted with the job's own signal", {**STOPPED, "cause": "SIGUSR2", "facts": PREEMPTED}, "preempted"),
+        ("preempted, and SLURM does not answer afterwards", {**SLURM_TERM, "preempted_when_told": True}, "preempted"),
+        ("preempted before the first step", {"exit_code": 75, "facts": PREEMPTED}, "preempted"),
+        (
+            "preempted, grace time over, where SLURM cancels",
+            {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
+            "preempted",
+        ),
+        (
+            "a set-up that a preemption interrupted",
+            {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED},
+            "preempted",
+        ),
+        (
+            "a program saved and exited with 0 when preempted",
+            {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
+            "exit code 0 after it was told to stop is not taken for finished",
+        ),
+        (
+            "told to stop, and nobody said that it has finished",
+            {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
+            "",
+        ),
+        ("a rank hangs in a preemption", {"exit_code": 1, "hang": HUNG, "preempted_when_told": True}, ""),
+    ],
+    ("preempted", "restarting"): [
+        (
+            "preempted, grace time over",
+            {**KILLED, "cause": "SIGTERM", "facts": PREEMPTED_BY_SLURM},
+            "SLURM starts it again",
+        ),
+        (
+            "preempted, and put back into the queue by the time that SLURM is asked",
+            {**SLURM_TERM, "facts": REQUEUED, "preempted_when_told": True},
+            "SLURM starts it again",
+        ),
+    ],
+    ("time limit", "requeue"): [
+        ("early warning of the time limit", {**EARLY, "facts": RUNNING}, "time limit is near"),
+        ("the warning reached another rank", {**EARLY, "cause": "another rank", "facts": RUNNING}, "near"),
+        ("the clock gave the warning", {**STOPPED, "cause": "deadline"}, "near"),
+        ("time limit hit while saving", {**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT}, "before"),
+        (
+            "a program saved and exited with 0 before the time limit",
+            {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
+            "job.finished_when says when",
+        ),
+    ],
+    ("asked", "requeue"): [
+        ("`preempt RUN`", {**SLURM_TERM, "facts": RUNNING, "request": "preempt"}, "asked to stop by `preempt RUN`"),
+        ("`requeue RUN`", {**STOPPED, "cause": "SIGUSR2", "facts": RUNNING, "request": "requeue"}, "`requeue RUN`"),
+        ("somebody's signal", {**SLURM_TERM, "facts": RUNNING}, "told to stop by SIGTERM"),
+        ("somebody's USR2 long before the limit", {**EARLY, "seconds_left": 5000.0, "facts": RUNNING}, "SIGUSR2"),
+        ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "SIGTERM"),
+        (
+            "exit code 0 without the file that says finished",
+            {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
+            "wants to be started again (its program ended with exit code 0, but done is not there",
+        ),
+        (
+            "an old preemption is not this one's",
+            {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
+            "SIGTERM",
+        ),
+        ("SLURM cannot be asked", {**SLURM_TERM, "facts": None}, "SIGTERM"),
+    ],
+    ("requeued", "restarting"): [("scontrol requeue", {**SLURM_TERM, "facts": REQUEUED}, "scontrol requeue")],
+    ("node failure", "restarting"): [
+        ("a node died", {"exit_code": 143, "facts": REQUEUED}, "a node failed"),
+        ("a node died, srun saw it", {**KILLED, "facts": REQUEUED}, "a node failed"),
+    ],
+    ("config", "end"): [
+        ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "no GPU"),
+        ("a set-up that fails", {"exit_code": 78, "set_up": "set-up failed with code 1: x"}, "code 1: x"),
+        (
+            "config error after it has trained",
+            {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
+            "no such set",
+        ),
+        ("exit code 78 alone", {"exit_code": 78}, "exit code 78"),
+        (
+            "config error of one rank, the others killed",
+            {**KILLED, "failure": (78, "rank 1: no GPU")},
+            "rank 1: no GPU",
+        ),
+    ],
+    ("bad node", "requeue"): [
+        (
+            "a node on which it cannot start, though it has trained elsewhere",
+            {
+                "exit_code": 78,
+                "failure": (78, "rank 0: no GPU"),
+                "failed_on": "n2",
+                "trained_before": True,
+                "facts": RUNNING,
+            },
+            "the fault of n2",
+        ),
+        (
+            "a set-up that fails, though it has worked elsewhere",
+            {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
+            "set-up failed with code 1: module (the fault of n2",
+        ),
+    ],
+    ("diverged", "end"): [
+        (
+            "numbers that broke",
+            {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "diverged": True, "facts": RUNNING},
+            "diverged: rank 0: step 7 has loss nan",
+        ),
+        (
+            "numbers that broke before it had trained again: no node's fault",
+            {
+                "exit_code": 78,
+                "failure": (78, "rank 0: step 7 has loss nan"),
+                "failed_on": "n2",
+                "trained_before": True,
+                "diverged": True,
+            },
+            "diverged: rank 0: step 7 has loss nan",
+        ),
+    ],
+    ("superseded", "end"): [
+        (
+            "a newer job is at work for the run",
+            {
+                "exit_code": 1,
+                "failure": (1, "rank 0: may not commit"),
+                "superseded": "attempt 3 in job 12 goes on with this run",
+                "facts": RUNNING,
+            },
+            "superseded: attempt 3 in job 12 goes on",
+        )
+    ],
+    ("hang", "requeue"): [
+        ("a rank hangs", {**KILLED, "hang": HUNG, "failed_on": "n2"}, f"hung: {HUNG}; it is requeued")
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("evidence", "reason", "verdict", "sentence"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
+    ("end", "evidence", "sentence"),
+    [pytest.param(end, *row[1:], id=row[0]) for end, rows in ENDINGS.items() for row in rows],
 )
 def test_every_end_has_its_reason_and_its_consequence(
-    evidence: dict[str, Any], reason: str, verdict: str, sentence: str
+    end: tuple[str, str], evidence: dict[str, Any], sentence: str
 ) -> None:
     outcome = decide_outcome(Evidence(**evidence), Policy())
-    assert (outcome.reason, outcome.verdict) == (reason, verdict)
+    assert (outcome.reason, outcome.verdict) == end
     assert sentence in outcome.sentence
 
 
