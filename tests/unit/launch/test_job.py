@@ -144,6 +144,11 @@ def lose_node_2(job: Job) -> None:
     job.slurm.answer("squeue --noheader --jobs=101 --format=%D", "2\n")
 
 
+def break_gpu_3(job: Job) -> None:
+    job.slurm.configure(ClusterName="another")  # which blames its n1, and leaves that of the other jobs alone
+    job.slurm.command("nvidia-smi", "echo '3, 2, Yes, No'")
+
+
 def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
     return lambda job: job.slurm.fail(command, words, **how)
 
@@ -165,6 +170,10 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     "crashed": (Job("exit 3", (OFF,)), 3, "FAILED", "end", "bash ended with exit code 3; it is not requeued"),
     "killed": (Job("kill -9 $$", (OFF,)), 137, "FAILED", "end", "bash ended with signal 9 .SIGKILL.; it is not"),
+    "crashed beside a broken GPU": (
+        Job("exit 3", (OFF,), prepare=break_gpu_3),
+        *(3, "FAILED", "end", "exit code 3 .GPU 3 has 2 uncorrectable ECC errors.; it is not requeued"),
+    ),
     "crashed once": (Job(ONCE + "exit 3", HOOKS), 0, "COMPLETED", "in-place done", "finished"),
     "crashed, then stopped": (Job(ONCE + "exit 3; exit 75"), 75, "PENDING", "in-place requeue", "it is requeued"),
     "no start in place": (
