@@ -195,15 +195,15 @@ class RaggedText:
     """Data in which sample i has 1 + i * i % 64 targets that count; if `packed`, of up to five documents."""
 
     def __init__(self, packed: bool = False, **ignored: Any):
-        self.train = self.valid = _Ragged(packed)
+        self.train, self.valid = _Ragged(packed, 64), _Ragged(packed, 12)
 
 
 class _Ragged:
-    def __init__(self, packed: bool):
-        self._packed = packed
+    def __init__(self, packed: bool, samples: int):
+        self._packed, self._samples = packed, samples
 
     def __len__(self) -> int:
-        return 64
+        return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
