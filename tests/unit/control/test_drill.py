@@ -340,7 +340,7 @@ def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[
     }
 
 
-SPEEDS = {"tokens_per_s": [100.0, 7.0], "time_data_s": [0.1, 0.2]}
+SPEEDS: dict[str, Any] = {"tokens_per_s": [100.0, 7.0], "time_data_s": [0.1, 0.2]}
 
 
 @pytest.mark.parametrize(
