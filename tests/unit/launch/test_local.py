@@ -75,8 +75,9 @@ def test_a_rank_that_a_signal_has_ended_is_named_and_not_the_one_that_has_lost_i
     last_words = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
     python = rank(
         project,
-        f'#!/bin/bash\nif [ $RANK = 1 ]; then echo "{last_words}"; {ends}; fi\n'
-        f"echo '{lost}' >$SLURMTRAIN_RUN_DIR/attempts/0001/failed-0.json; sleep 60\n",
+        f"#!/bin/bash\nlost=$SLURMTRAIN_RUN_DIR/attempts/0001/failed-0.json\n"
+        f'if [ $RANK = 1 ]; then until [ -s $lost ]; do sleep 0.05; done; echo "{last_words}"; {ends}; fi\n'
+        f"echo '{lost}' >$lost; sleep 60\n",
     )
     words = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=1", "requeue=off", python)
     done = cli("+cluster=local", *words, "submit")
