@@ -65,12 +65,14 @@ def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_no
     ("ends", "said"),
     [
         ("kill -6 $$", "crashed: {host}: task 1: Aborted (std::bad_alloc)"),
+        ("exit 1", "crashed: rank 0: RuntimeError: Connection reset by peer"),
     ],
 )
 def test_a_rank_that_a_signal_has_ended_is_named_and_not_the_one_that_has_lost_it(
     cli: Cli, project: Path, ends: str, said: str
 ) -> None:
-    lost = '{"rank": 0, "exit_code": 1, "sentence": "RuntimeError: Connection reset by peer", "because_of_peer": true, "node": null, "time": 9e9}'
+    lost = '{"rank": 0, "exit_code": 1, "sentence": "RuntimeError: Connection reset by peer", '
+    lost += '"because_of_peer": true, "node": null, "time": 9e9}'
     last_words = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
     python = rank(
         project,
