@@ -173,9 +173,9 @@ def test_runs_of_an_array_cannot_be_chains(project: Path, slurm: FakeSlurm, caps
 @pytest.mark.parametrize(
     ("states", "words"),
     [
-        (("PENDING", "PENDING", "PENDING"), "waiting: job 101, 1 of 3 of its chain, is pending"),
-        (("RUNNING", "PENDING", "PENDING"), "starting: attempt 1 is about to begin, job 101"),
-        (("CANCELLED", "PENDING"), "waiting: job 102, 2 of 3"),
+        (("PENDING", "PENDING", "PENDING"), "(train): waiting job 101, 1 of 3 of its chain, is pending"),
+        (("RUNNING", "PENDING", "PENDING"), "(train): starting attempt 1 is about to begin, job 101"),
+        (("CANCELLED", "PENDING"), "(train): waiting job 102, 2 of 3"),
         (("CANCELLED", "CANCELLED", "CANCELLED"), "cancelled while it waited"),
         ((), "left no attempt"),
     ],

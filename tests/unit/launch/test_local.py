@@ -71,12 +71,14 @@ def test_what_a_killed_rank_leaves_behind_is_ended_with_the_attempt_and_holds_no
 def test_a_rank_that_a_signal_has_ended_is_named_and_not_the_one_that_has_lost_it(
     cli: Cli, project: Path, ends: str, said: str
 ) -> None:
-    lost = '{"rank": 0, "exit_code": 1, "sentence": "RuntimeError: Connection reset by peer", "because_of_peer": true}'
+    lost = '{"rank": 0, "exit_code": 1, "sentence": "RuntimeError: Connection reset by peer", '
+    lost += '"because_of_peer": true, "node": null, "time": 9e9}'
     last_words = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
     python = rank(
         project,
-        f'#!/bin/bash\nif [ $RANK = 1 ]; then echo "{last_words}"; {ends}; fi\n'
-        f"echo '{lost}' >$SLURMTRAIN_RUN_DIR/attempts/0001/failed-0.json; sleep 60\n",
+        f"#!/bin/bash\nlost=$SLURMTRAIN_RUN_DIR/attempts/0001/failed-0.json\n"
+        f'if [ $RANK = 1 ]; then until [ -s $lost ]; do sleep 0.05; done; echo "{last_words}"; {ends}; fi\n'
+        f"echo '{lost}' >$lost; sleep 60\n",
     )
     words = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=1", "requeue=off", python)
     done = cli("+cluster=local", *words, "submit")
