@@ -217,7 +217,7 @@ class FakeSlurm:
         script.write_text(job["script"])
         script.chmod(0o700)
         return subprocess.Popen(
-            [str(script)],
+            ["/bin/bash", str(script)],  # not the file itself: another thread may just fork while it is written
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -71,7 +71,7 @@ def test_a_job_stops_when_the_clock_or_slurm_says_so_and_its_program_ends_before
         for name in ("extended", "silent", "preempted"):
             wait_until(name, (project / name / "ready").exists)
         slurm.change(jobs["extended"], end=at(3600))  # by the administrator
-        slurm.fail(asks["silent"])
+        slurm.fail(asks["silent"], times=1)
         asked = slurm.calls().count(asks["extended"])
         slurm.change(jobs["preempted"], preempted=at(0), end=at(13))
         slurm.signal(jobs["preempted"], signal.SIGTERM)
