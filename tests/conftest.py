@@ -35,16 +35,23 @@ LONG = ("slurm", "distributed", "faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist hand out groups in their order here: its own begins those with few tests last, among them the longest."""
-    config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one process of xdist")
+    """Let xdist hand out files in their order here: its own begins those with few tests last, among them the longest."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """All tests that use the sandbox of tests/slurm run in one process and share it; of the others, those of a file."""
-    shared = "sandbox" in getattr(item, "fixturenames", ())
-    item.add_marker(pytest.mark.xdist_group("slurm" if shared else str(item.path.relative_to(Path(__file__).parent))))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All tests of a real SLURM run in one process of xdist and share its sandbox; elsewhere, those of a file do.
+
+    Marks of groups (--dist loadgroup) would say so, but xdist 3.8 does not find them with pytest 9.2.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling = LoadFileScheduling(config, log)
+    by_file = scheduling._split_scope
+    scheduling._split_scope = lambda nodeid: "slurm" if nodeid.startswith("tests/slurm/") else by_file(nodeid)
+    return scheduling
 
 
 @pytest.hookimpl(trylast=True)
@@ -52,10 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no process is left alone with one of them at the end."""
     sizes = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
+    def place(item: pytest.Item) -> tuple[int, int]:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        in_slurm = "sandbox" in getattr(item, "fixturenames", ())
-        return not in_slurm, LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
+        return LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
 
     items.sort(key=place)
 
