@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.export import Entry, export, runs
+from slurmtrain.checkpoint.export import Entry, export
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import INDEX, committed
@@ -81,27 +76,6 @@ def by_ranks(
     tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in schema.items()}
     manifest = Manifest(FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
-
-
-def test_two_exports_that_replace_the_same_folder_at_once_leave_one_of_them_whole(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    mine, theirs = tmp_path / ".model.1.tmp", tmp_path / ".model.2.tmp"
-    for folder in (out, mine, theirs):
-        folder.mkdir()
-        (folder / "weights").write_text(folder.name)
-    rename, tries = Path.rename, iter(range(3))
-
-    def beside(self: Path, target: Path) -> Path:
-        """The other export puts its folder there as soon as the former one was moved aside, and once more."""
-        moved = rename(self, target)
-        if self == out and next(tries) < 2:
-            shutil.copytree(theirs, out)
-        return moved
-
-    with mock.patch.object(Path, "rename", beside):
-        publish_folder(mine, out, force=True)
-    assert (out / "weights").read_text() == mine.name
-    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "model"]
 
 
 def test_a_folder_that_cannot_be_replaced_stays_what_it_was(tmp_path: Path) -> None:
@@ -211,23 +185,6 @@ def test_a_tensor_may_span_many_blocks(dimension: int, tmp_path: Path) -> None:
     export(path, tmp_path / "out.safetensors", progress=told.append)
     same(read(tmp_path / "out.safetensors")[0], {"w": big})
     assert big.nbytes <= sum(told) <= sum(record.size for record in read_manifest(path).files.values())
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_stretches_of_any_part_of_any_box_lie_where_they_belong(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
-    start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
-    size = tuple(data.draw(st.integers(1, extent - first)) for extent, first in zip(shape, start, strict=True))
-    box = Box(start, size)
-    first = data.draw(st.integers(0, box.numel - 1))
-    last = data.draw(st.integers(first + 1, box.numel))
-    whole = np.arange(Box.whole(shape).numel).reshape(shape)
-    inside = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)[first:last]
-    found = np.full(last - first, -1)
-    for at, begin, end in runs(box, shape, first, last):
-        found[begin:end] = np.arange(at, at + end - begin)
-    assert (found == inside).all()
 
 
 def test_floating_point_is_converted_and_the_rest_is_not(tmp_path: Path) -> None:

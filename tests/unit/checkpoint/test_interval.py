@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,62 +32,36 @@ def expected_run_time(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s
 
 
-def test_the_formula_is_that_of_daly() -> None:
-    # C = 50 s, M = 10,000 s: sqrt(2 C M) = 1000, sqrt(C / 2M) = 0.05.
-    assert daly(50, 10_000) == pytest.approx(1000 * (1 + 0.05 / 3 + 0.0025 / 9) - 50)
-    assert daly(20_000, 10_000) == daly(99_999, 10_000) == 10_000
-
-
-def simulated_run_time(interval_s: float, cost_s: float, mtbf_s: float, *, work_s: float, restart_s: float) -> float:
-    """Seconds until `work_s` are done, failure by failure: each one throws back to the last save."""
-    random = np.random.default_rng(0)
-    now, done, next_failure = 0.0, 0.0, random.exponential(mtbf_s)
-    while done < work_s:
-        if now + interval_s + cost_s <= next_failure:
-            now, done = now + interval_s + cost_s, done + interval_s
-        else:
-            now = next_failure + restart_s
-            next_failure = now + random.exponential(mtbf_s)
-    return now / done
-
-
-def test_a_simulated_run_is_quickest_with_the_interval_of_daly() -> None:
-    # Over 20,000 failures the time lost per second of work (0.17) is known to about 1 / sqrt(20,000) = 0.7 % of itself.
-    # By theory 1.7 times longer or shorter lose 12 % of it more; three times longer or shorter, half as much again.
-    cost_s, mtbf_s = 20.0, 4 * 600.0
-    best_s = daly(cost_s, mtbf_s)
-
-    def lost(interval_s: float) -> float:
-        return simulated_run_time(interval_s, cost_s, mtbf_s, work_s=20_000 * mtbf_s, restart_s=60.0) - 1
-
-    least = lost(best_s)
-    assert least < 0.75 * lost(best_s / 3) and least < 0.75 * lost(best_s * 3)
-    assert least < 0.95 * lost(best_s / 1.7) and least < 0.95 * lost(best_s * 1.7)
-    # The exact expression, with the restarts besides, is what the simulation finds.
-    exact = expected_run_time(best_s, cost_s, mtbf_s) - 1
-    restarts = (1 + exact) * 60.0 / mtbf_s  # as many as there are failures, about; they take time of their own
-    assert least == pytest.approx(exact + restarts, rel=0.03)
-
-
 # ----------------------------------------------------------------------------------------------------- the failure rate
 
 
-def test_before_anything_is_observed_the_published_rate_counts() -> None:
-    # 128 nodes x 6.5e-3 failures per node and day: 28.8 h, as reliability studies of 1,024 GPUs say.
-    assert mean_time_between_failures(128, observed_failures=0, observed_s=0) / HOUR == pytest.approx(28.8, abs=0.1)
+def test_the_interval_is_that_of_daly_and_the_run_is_quickest_with_it() -> None:
+    # C = 50 s, M = 10,000 s: sqrt(2 C M) = 1000, sqrt(C / 2M) = 0.05.
+    best_s = daly(50, 10_000)
+    assert best_s == pytest.approx(1000 * (1 + 0.05 / 3 + 0.0025 / 9) - 50)
+    assert (
+        min((best_s * factor for factor in (0.6, 0.9, 1, 1.1, 1.7)), key=lambda s: expected_run_time(s, 50, 10_000))
+        == best_s
+    )
+    assert daly(20_000, 10_000) == daly(99_999, 10_000) == 10_000
 
 
-def test_observations_soon_weigh_more_than_the_published_rate() -> None:
-    # The cluster that was published: 7.9 h where the rate says 28.8 h. After ten failures it is known by a third.
-    after_ten = mean_time_between_failures(128, observed_failures=10, observed_s=10 * 7.9 * HOUR)
-    assert after_ten / HOUR == pytest.approx(7.9, rel=0.3)
-    after_many = mean_time_between_failures(128, observed_failures=1000, observed_s=1000 * 7.9 * HOUR)
-    assert after_many / HOUR == pytest.approx(7.9, rel=0.01)
-
-
-def test_one_failure_right_at_the_start_halves_the_time_and_no_more() -> None:
-    before = mean_time_between_failures(4, observed_failures=0, observed_s=0)
-    assert mean_time_between_failures(4, observed_failures=1, observed_s=0) == pytest.approx(before / 2)
+@pytest.mark.parametrize(
+    ("nodes", "failures", "observed_s", "mean_s", "within"),
+    [
+        # 128 nodes x 6.5e-3 failures per node and day: 28.8 h, as reliability studies of 1,024 GPUs say.
+        pytest.param(128, 0, 0.0, 28.8 * HOUR, 0.005, id="before anything is observed the published rate counts"),
+        # The cluster that was published: 7.9 h where the rate says 28.8 h.
+        pytest.param(128, 10, 79 * HOUR, 7.9 * HOUR, 0.3, id="after ten failures the rate is known by a third"),
+        pytest.param(128, 1000, 7900 * HOUR, 7.9 * HOUR, 0.01, id="after many only what was observed counts"),
+        pytest.param(128, 1, 0.0, 14.4 * HOUR, 0.005, id="one failure right at the start halves it and no more"),
+    ],
+)
+def test_the_time_between_failures_goes_from_the_published_to_the_observed_one(
+    nodes: int, failures: int, observed_s: float, mean_s: float, within: float
+) -> None:
+    found = mean_time_between_failures(nodes, observed_failures=failures, observed_s=observed_s)
+    assert found == pytest.approx(mean_s, rel=within)
 
 
 @given(nodes=st.integers(1, 4096), failures=st.integers(0, 1000), observed_s=st.floats(0, 1e8), more=st.floats(1, 1e6))
@@ -119,9 +91,21 @@ def saves(
     return made
 
 
-def test_by_steps_the_multiples_are_saved() -> None:
-    cadence = SaveSchedule(Interval(steps=50), now=0)
-    assert [step for step, _ in saves(cadence, steps=range(1, 201), step_s=1, start=0)] == [50, 100, 150, 200]
+@pytest.mark.parametrize(
+    ("interval", "step_s", "saved"),
+    [
+        pytest.param(Interval(steps=50), 1, [50, 100, 150, 200], id="by steps the multiples"),
+        # The first step that ends after 10 minutes, each save taking 5 s.
+        pytest.param(
+            Interval(minutes=10), 45, [14, 28, 42, 56, 70, 84, 98, 112, 126, 140, 154, 168, 182, 196], id="by time"
+        ),
+        pytest.param(Interval(steps=100, minutes=1), 1, [60, 100, 160, 200], id="whichever comes first"),
+        pytest.param(Interval(), 1e5, [], id="never"),
+    ],
+)
+def test_what_is_saved_goes_by_steps_and_by_time(interval: Interval, step_s: float, saved: list[int]) -> None:
+    cadence = SaveSchedule(interval, now=1000)
+    assert [step for step, _ in saves(cadence, steps=range(1, 211), step_s=step_s, start=1000, stall_s=5)][:14] == saved
 
 
 def test_a_step_that_was_resumed_from_or_saved_for_another_reason_is_not_saved_again() -> None:
@@ -131,29 +115,11 @@ def test_a_step_that_was_resumed_from_or_saved_for_another_reason_is_not_saved_a
     assert not cadence.due(100, 4)
 
 
-def test_by_minutes_so_much_time_lies_between_two_saves() -> None:
-    cadence = SaveSchedule(Interval(minutes=10), now=1000)
-    made = saves(cadence, steps=range(1, 200), step_s=45, start=1000, stall_s=5)
-    times = [now for _, now in made]
-    assert times[0] == 1000 + 630  # the first step that ends after 10 minutes
-    assert {later - earlier for earlier, later in pairwise(times)} == {635}
-
-
 def test_a_save_for_another_reason_puts_the_next_one_off() -> None:
     cadence = SaveSchedule(Interval(minutes=10), now=0)
     cadence.saved(3, 500, 1)
     assert not cadence.due(4, 601)
     assert cadence.due(5, 1100)
-
-
-def test_whichever_comes_first() -> None:
-    cadence = SaveSchedule(Interval(steps=100, minutes=1), now=0)
-    made = saves(cadence, steps=range(1, 211), step_s=1, start=0)
-    assert [step for step, _ in made] == [60, 100, 160, 200]
-
-
-def test_without_an_interval_nothing_is_ever_due() -> None:
-    assert saves(SaveSchedule(Interval(), now=0), steps=range(1, 100), step_s=1e5, start=0) == []
 
 
 def test_auto_measures_with_a_first_save_after_a_minute() -> None:
@@ -173,26 +139,33 @@ def auto_seconds(*stalls: float | None, mtbf_s: float = 28.8 * HOUR, detection_s
     return cadence.seconds
 
 
-def test_auto_goes_by_the_worst_of_the_last_stalls_and_forgets_older_ones() -> None:
-    assert auto_seconds(9, 1, 2) == auto_seconds(9)
-    assert auto_seconds(9, 1, 1, 2) == auto_seconds(2)
+QUIET_S = 150 * DAY  # one node, by hardware failures alone
 
 
-def test_auto_goes_on_with_what_it_knows_when_a_save_could_not_be_measured() -> None:
-    assert auto_seconds(None) == auto_seconds() == 60
-    assert auto_seconds(4, None, math.nan) == auto_seconds(4)
-
-
-def test_auto_does_not_write_all_the_time_however_small_the_stall() -> None:
-    assert auto_seconds(0.0) == auto_seconds(1e-6) == auto_seconds(-1.0) == 60
-
-
-def test_auto_loses_no_more_than_an_hour_where_hourly_saves_cost_less_than_a_hundredth() -> None:
-    quiet = 150 * DAY  # one node, by hardware failures alone
-    assert auto_seconds(30, mtbf_s=quiet) == 3600
-    assert auto_seconds(30, mtbf_s=math.inf) == 3600
-    expensive = auto_seconds(120, mtbf_s=quiet)
-    assert expensive > 3600 and 120 / (expensive + 120) == pytest.approx(0.01)
+@pytest.mark.parametrize(
+    ("stalls", "options", "same_as"),
+    [
+        pytest.param((9, 1, 2), {}, (9,), id="the worst of the last stalls counts"),
+        pytest.param((9, 1, 1, 2), {}, (2,), id="older ones are forgotten"),
+        pytest.param((4, None, math.nan), {}, (4,), id="a save that could not be measured changes nothing"),
+        pytest.param((1,), {"detection_s": 30}, (1,), id="a failure is noticed soon enough"),
+        pytest.param((None,), {}, 60, id="nothing is known"),
+        pytest.param((), {}, 60, id="nothing was saved"),
+        pytest.param((1e-6,), {}, 60, id="however small the stall, not all the time"),
+        pytest.param((0.0,), {}, 60, id="no stall"),
+        pytest.param((-1.0,), {}, 60, id="a stall below zero"),
+        pytest.param((30,), {"mtbf_s": QUIET_S}, 3600, id="no more than an hour is lost where that is cheap"),
+        pytest.param((30,), {"mtbf_s": math.inf}, 3600, id="an hour where nothing ever fails"),
+        pytest.param((120,), {"mtbf_s": QUIET_S}, 99 * 120, id="hourly saves would cost more than a hundredth"),
+        pytest.param((1,), {"mtbf_s": HOUR, "detection_s": 1800}, 1800, id="not before a failure is noticed"),
+        pytest.param((1,), {"mtbf_s": HOUR}, daly(1, HOUR), id="more often where things fail more often"),
+    ],
+)
+def test_auto_chooses_the_seconds_between_two_saves(
+    stalls: tuple[float | None, ...], options: dict[str, float], same_as: float | tuple[float, ...]
+) -> None:
+    expected = auto_seconds(*same_as) if isinstance(same_as, tuple) else same_as
+    assert auto_seconds(*stalls, **options) == pytest.approx(expected)
 
 
 def test_auto_saves_as_often_as_pays_even_where_that_costs_more_than_a_hundredth() -> None:
@@ -203,33 +176,10 @@ def test_auto_saves_as_often_as_pays_even_where_that_costs_more_than_a_hundredth
     assert at_a_hundredth > 1.49 * expected_run_time(seconds, cost_s, mtbf_s)
 
 
-def test_auto_does_not_save_more_often_than_a_failure_takes_to_be_noticed() -> None:
-    assert auto_seconds(1, mtbf_s=HOUR, detection_s=1800) == 1800
-    assert auto_seconds(1, mtbf_s=28.8 * HOUR, detection_s=30) == auto_seconds(1)
-
-
-def test_auto_saves_more_often_where_things_fail_more_often() -> None:
-    assert 60 < auto_seconds(1, mtbf_s=HOUR) < auto_seconds(1, mtbf_s=10 * HOUR) < auto_seconds(1, mtbf_s=100 * HOUR)
-
-
 def test_auto_with_minutes_is_the_shorter_of_both() -> None:
     cadence = SaveSchedule(Interval(minutes=2, auto=True), now=0, mtbf_s=28.8 * HOUR)
     cadence.saved(1, 0, 10)
     assert cadence.seconds == 120
-
-
-@pytest.mark.parametrize("interval", [Interval(minutes=10), Interval(auto=True)])
-def test_a_clock_that_jumps_back_puts_the_next_save_off_by_one_interval_at_most(interval: Interval) -> None:
-    cadence = SaveSchedule(interval, now=1e9, mtbf_s=28.8 * HOUR)
-    cadence.saved(1, 1e9, 2)
-    seconds = cadence.seconds
-    assert not cadence.due(2, 1e9 + seconds - 1)
-    back = 1e9 - 365 * DAY
-    assert not cadence.due(3, back)
-    assert not cadence.due(4, back + seconds - 1)
-    assert cadence.due(5, back + seconds + 1)
-    cadence.saved(5, back + seconds + 1, 2)
-    assert not cadence.due(6, back + seconds + 2)
 
 
 @given(
@@ -268,21 +218,19 @@ def test_an_interval_that_cannot_be_is_refused_with_its_value_and_a_hint(wrong: 
 # --------------------------------------------------------------------------------------------------------- the last one
 
 
-def test_a_stop_is_asked_for_early_enough_for_one_step_and_one_save() -> None:
-    assert latest_stop(10_000, step_s=20, save_s=60) == 10_000 - 1.5 * 80
-    assert latest_stop(10_000, step_s=20, save_s=60, margin=1) == 10_000 - 80
-
-
-def test_a_stop_is_never_asked_for_in_the_last_moments() -> None:
-    assert latest_stop(10_000, step_s=0.1, save_s=0.5) == 10_000 - 30
-    assert latest_stop(10_000, step_s=0.1, save_s=0.5, floor_s=90) == 10_000 - 90
-
-
-@given(end=st.floats(1.5e9, 2.5e9), step_s=st.floats(0, 1e4), save_s=st.floats(0, 1e4), slower=st.floats(1, 1.5))
-def test_a_stop_in_time_leaves_room_for_a_step_and_a_save_half_as_long_again(
-    end: float, step_s: float, save_s: float, slower: float
+@pytest.mark.parametrize(
+    ("step_s", "save_s", "options", "before_s"),
+    [
+        pytest.param(20, 60, {}, 1.5 * 80, id="one step and one save and half as long again"),
+        pytest.param(20, 60, {"margin": 1}, 80, id="another margin"),
+        pytest.param(0.1, 0.5, {}, 30, id="never in the last moments"),
+        pytest.param(0.1, 0.5, {"floor_s": 90}, 90, id="other last moments"),
+    ],
+)
+def test_a_stop_is_asked_for_early_enough(
+    step_s: float, save_s: float, options: dict[str, float], before_s: float
 ) -> None:
-    assert latest_stop(end, step_s=step_s, save_s=save_s) + slower * (step_s + save_s) <= end + 1e-3
+    assert latest_stop(10_000, step_s=step_s, save_s=save_s, **options) == 10_000 - before_s
 
 
 CHOICES: dict[str, tuple[float | None, float | None, float | None, int, str]] = {
@@ -307,17 +255,3 @@ def test_the_save_in_flight_is_finished_or_discarded_for_the_better(case: str) -
     grace_s, left_s, save_s, behind, choice = CHOICES[case]
     made = choose_last_save(grace_s=grace_s, in_flight_left_s=left_s, save_s=save_s, steps_behind=behind)
     assert made == choice
-
-
-seconds = st.floats(0, 1000)
-
-
-@given(grace_s=seconds, left_s=seconds, save_s=seconds, behind=st.integers(0, 100))
-def test_a_save_in_flight_is_given_up_only_for_one_that_fits(
-    grace_s: float, left_s: float, save_s: float, behind: int
-) -> None:
-    choice = choose_last_save(grace_s=grace_s, in_flight_left_s=left_s, save_s=save_s, steps_behind=behind)
-    if choice == "new":
-        assert behind > 0 and save_s <= grace_s < left_s + save_s
-    if choice == "both":
-        assert left_s + save_s <= grace_s

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.store import commit, mirror
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
-from slurmtrain.checkpoint.store.mirror import Mirror, MissingError, copy_name, share
+from slurmtrain.checkpoint.store.mirror import Mirror, MissingError, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.errors import CheckpointError
@@ -213,25 +210,6 @@ def test_files_of_many_blocks_and_of_none_come_back(
     assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == files
 
 
-def test_ranks_upload_their_own_files_and_download_a_share_each(store: Mirror, directory: Path, tmp_path: Path) -> None:
-    path = checkpoint(directory, 5)
-    with ThreadPoolExecutor(WORLD) as ranks:
-        list(ranks.map(lambda rank: store.upload(path, [f"rank{rank:05d}.safetensors"], 1), range(WORLD)))
-        store.upload(path, ["index.bin"], 1)
-        assert store.committed() == []
-        store.complete(path, 1)
-        (name,) = store.committed()
-        sizes = store.manifest(name).sizes
-        (tmp_path / "back").mkdir()
-        list(
-            ranks.map(
-                lambda rank: store.download(name, tmp_path / "back", share(sizes, rank, WORLD)),
-                range(WORLD),
-            )
-        )
-    assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == FILES
-
-
 def test_the_newest_is_last_by_number_and_not_by_letter(store: Mirror, directory: Path) -> None:
     made = [copy(store, checkpoint(directory, step), order) for step, order in ((200, 9), (200, 10), (99999999, 1))]
     first = copy(store, checkpoint(directory, 100), 11)
@@ -260,30 +238,6 @@ def test_killed_after_any_object_it_is_not_there(faulty: type[FaultyFileSystem],
     assert store.committed() == [name]
 
 
-def test_a_rank_killed_in_the_middle_of_a_file_leaves_no_copy(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, store, moved = checkpoint(directory, 1), store_at(f"file://{tmp_path}/store"), itertools.count(1)
-    monkeypatch.setattr(mirror, "BLOCK_BYTES", 100)
-    child = os.fork()
-    if child == 0:
-
-        def check() -> None:
-            if next(moved) == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            store.upload(path, ["rank00000.safetensors"], 1, check=check)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    assert store.committed() == []
-    with pytest.raises(CheckpointError, match=r"index\.bin is missing"):
-        store.complete(path, 1)
-    assert store.committed() == []
-
-
 def test_an_upload_that_is_told_to_end_ends(store: Mirror, directory: Path) -> None:
     path = checkpoint(directory, 1)
 
@@ -309,12 +263,26 @@ def test_it_is_not_committed_while_a_file_of_any_rank_is_missing_or_short(
     assert f"{copy_name(path, 1)}/manifest.json" not in objects(store)
 
 
-@pytest.mark.parametrize("content", [b"", b"0" * 30, b"0" * 200])
-def test_a_marker_that_is_not_whole_is_none(store: Mirror, directory: Path, content: bytes) -> None:
-    path = checkpoint(directory, 1)
-    name = copy(store, path)
-    put(store, f"{name}/COMPLETE", content)
-    assert store.committed() == []
+@pytest.mark.parametrize(
+    ("file", "damage", "listed"),
+    [
+        ("COMPLETE", lambda data: b"", False),
+        ("COMPLETE", lambda data: b"0" * 30, False),
+        ("COMPLETE", lambda data: b"0" * 200, False),
+        ("COMPLETE", lambda data: bytes([data[0] ^ 1]) + data[1:], True),
+        ("manifest.json", lambda data: bytes([data[0] ^ 1]) + data[1:], True),
+    ],
+)
+def test_a_damaged_copy_is_none_or_is_told(
+    store: Mirror, directory: Path, file: str, damage: Callable[[bytes], bytes], listed: bool
+) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    put(store, f"{name}/{file}", damage(contents(store, f"{name}/{file}")))
+    if not listed:
+        assert store.committed() == []
+        return
+    with pytest.raises(CheckpointError, match=rf"{store.url}.*{name}.*(damaged|another)"):
+        store.manifest(name)
 
 
 def test_what_was_committed_is_never_written_again(faulty: type[FaultyFileSystem], directory: Path) -> None:
@@ -339,14 +307,10 @@ def test_two_incarnations_copy_the_same_step_side_by_side(store: Mirror, directo
     older = copy_name(old, first.order)
     assert store.committed() == [older, newer]
     assert (store.manifest(older).incarnation, store.manifest(newer).incarnation) == (1, 2)
-
-
-def test_a_run_that_moved_and_counts_from_the_beginning_overwrites_nothing(store: Mirror, tmp_path: Path) -> None:
-    here, there = (checkpoint(tmp_path / cluster, 10, Incarnation(1, cluster)) for cluster in ("here", "there"))
-    first, second = copy(store, here, 1), copy(store, there, 1)
-    assert sorted([first, second]) == store.committed()
-    assert store.manifest(first).incarnation_label == "here"
-    assert store.manifest(second).incarnation_label == "there"
+    # A run that has moved counts from the beginning: its copy of the step overwrites nothing either.
+    moved = copy(store, checkpoint(directory.parent / "there", 10, Incarnation(1, "there")), 1)
+    assert sorted([older, newer, moved]) == sorted(store.committed())
+    assert (store.manifest(older).incarnation_label, store.manifest(moved).incarnation_label) == (first.label, "there")
 
 
 def test_only_committed_checkpoints_are_copied(store: Mirror, directory: Path) -> None:
@@ -392,15 +356,6 @@ def test_what_else_lies_there_is_neither_read_nor_removed(store: Mirror, directo
     before = objects(store)
     assert store.prune(Keep()) == []
     assert objects(store) == before
-
-
-@pytest.mark.parametrize("file", ["manifest.json", "COMPLETE"])
-def test_a_damaged_copy_is_told(store: Mirror, directory: Path, file: str) -> None:
-    name = copy(store, checkpoint(directory, 1))
-    data = contents(store, f"{name}/{file}")
-    put(store, f"{name}/{file}", bytes([data[0] ^ 1]) + data[1:])
-    with pytest.raises(CheckpointError, match=rf"{store.url}.*{name}.*(damaged|another)"):
-        store.manifest(name)
 
 
 def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -> None:
@@ -463,29 +418,38 @@ def test_a_store_that_recovers_is_asked_again(
     assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
 
 
-def test_the_pauses_of_two_ranks_differ(faulty: type[FaultyFileSystem], directory: Path) -> None:
-    faulty.fault = Failing("ls")
-    pauses: list[list[float]] = [[], []]
-    for one in pauses:
-        with pytest.raises(CheckpointError):
-            Mirror("faulty://bucket/run", sleep=one.append).committed()
-    assert pauses[0] != pauses[1]
+OF_A_PACKAGE = type("EndpointConnectionError", (Exception,), {"__module__": "botocore.exceptions"})
 
 
-@pytest.mark.parametrize("call", ["write", "info"])
+@pytest.mark.parametrize(
+    ("call", "error", "told", "asked"),
+    [
+        ("write", TimeoutError, CheckpointError, 4),
+        ("info", TimeoutError, CheckpointError, 4),
+        ("write", OF_A_PACKAGE, CheckpointError, 4),
+        ("write", PermissionError, CheckpointError, 1),  # trying again cannot help
+        ("write", FileNotFoundError, CheckpointError, 1),
+        ("write", AttributeError, AttributeError, 1),  # a bug
+    ],
+)
 def test_a_store_that_never_recovers_is_one_sentence(
-    faulty: type[FaultyFileSystem], directory: Path, call: str
+    faulty: type[FaultyFileSystem],
+    directory: Path,
+    call: str,
+    error: type[BaseException],
+    told: type[BaseException],
+    asked: int,
 ) -> None:
     path = checkpoint(directory, 1)
     store = store_at("faulty://bucket/run")
-    faulty.fault = Failing(call, error=TimeoutError)
-    with pytest.raises(CheckpointError) as error:
+    faulty.fault = failing = Failing(call, error=error)
+    with pytest.raises(told) as caught:
         store.upload(path, ["index.bin"], 1)
-    file = "index.bin" if call == "write" else "COMPLETE"
-    assert error.value.message == (
-        f"{store.url}/{copy_name(path, 1)}/{file}: the store has failed 4 times: 503 Slow Down"
-    )
-    assert faulty.fault.seen == 4
+    assert failing.seen == asked
+    if isinstance(caught.value, CheckpointError):
+        place = f"{store.url}/{copy_name(path, 1)}/{'index.bin' if call == 'write' else 'COMPLETE'}"
+        often = "the store has failed 4 times: " if asked == 4 else ""
+        assert caught.value.message.startswith(f"{place}: {often}") and "503 Slow Down" in caught.value.message
     faulty.fault = staticmethod(lambda call, path: None)
     assert store.committed() == []
 
@@ -499,33 +463,6 @@ def test_a_store_that_does_not_answer_is_not_taken_for_an_empty_one(
         faulty.fault = Failing(call)
         with pytest.raises(CheckpointError, match="failed 4 times"):
             store.committed()
-
-
-@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_what_trying_again_cannot_help_is_not_tried_again(
-    faulty: type[FaultyFileSystem], directory: Path, error: type[OSError]
-) -> None:
-    path = checkpoint(directory, 1)
-    faulty.fault = Failing("write", error=error)
-    with pytest.raises(CheckpointError, match=r"faulty:///bucket/run/.*index.bin"):
-        store_at("faulty://bucket/run").upload(path, ["index.bin"], 1)
-    assert faulty.fault.seen == 1
-
-
-def test_an_error_of_a_stores_package_is_tried_again_and_a_bug_is_not(
-    faulty: type[FaultyFileSystem], directory: Path
-) -> None:
-    path = checkpoint(directory, 1)
-    store = store_at("faulty://bucket/run")
-    refused = type("EndpointConnectionError", (Exception,), {"__module__": "botocore.exceptions"})
-    faulty.fault = Failing("write", count=2, error=refused)
-    store.upload(path, ["index.bin"], 1)
-    faulty.fault = Failing("write", error=refused)
-    with pytest.raises(CheckpointError, match="failed 4 times: 503 Slow Down"):
-        store.upload(path, ["index.bin"], 1)
-    faulty.fault = Failing("write", error=AttributeError)
-    with pytest.raises(AttributeError):
-        store.upload(path, ["index.bin"], 1)
 
 
 def test_a_store_that_keeps_less_than_it_was_given_is_found_out(
@@ -570,38 +507,26 @@ def test_a_file_that_cannot_be_read_here_is_not_the_stores_fault(store: Mirror, 
 
 
 @pytest.mark.parametrize(
-    ("url", "sentence"),
+    ("url", "sentence", "hint"),
     [
-        ("scratch/run", "is not a URL"),
-        ("s3:/bucket/run", "is not a URL"),
-        ("nowhere://bucket", "Protocol not known"),
-        ("memory://", "names no folder"),
-        ("file:///", "names no folder"),
+        ("scratch/run", "is not a URL", ""),
+        ("s3:/bucket/run", "is not a URL", ""),
+        ("nowhere://bucket", "Protocol not known", ""),
+        ("memory://", "names no folder", ""),
+        ("file:///", "names no folder", ""),
+        ("s3://bucket/run", "not installed", "pip install 's3fs'"),
+        ("gs://bucket/run", "not installed", "pip install 'gcsfs'"),
     ],
 )
-def test_a_url_that_cannot_work_is_refused(url: str, sentence: str) -> None:
+def test_a_url_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, url: str, sentence: str, hint: str) -> None:
+    for package in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it is an ImportError
     with pytest.raises(CheckpointError, match=sentence) as error:
         Mirror(url)
-    assert error.value.hint
-
-
-@pytest.mark.parametrize(("url", "package"), [("s3://bucket/run", "s3fs"), ("gs://bucket/run", "gcsfs")])
-def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, url: str, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # importing it is an ImportError
-    with pytest.raises(CheckpointError, match="not installed") as error:
-        Mirror(url)
-    assert error.value.hint == f"pip install '{package}'"
+    assert error.value.hint and hint in error.value.hint
 
 
 # ------------------------------------------------------------------------------------------------------------ removing
-
-
-def test_what_need_not_be_kept_is_removed(store: Mirror, directory: Path) -> None:
-    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30, 40)]
-    assert store.prune(Keep(last=2, every=20)) == [names[0]]
-    assert store.committed() == names[1:]
-    assert {name.partition("/")[0] for name in objects(store)} == set(names[1:])
-    assert store.prune(Keep(last=2, every=20)) == []
 
 
 def test_the_best_stay_and_a_damaged_one_is_not_among_them(store: Mirror, directory: Path) -> None:
@@ -612,49 +537,35 @@ def test_the_best_stay_and_a_damaged_one_is_not_among_them(store: Mirror, direct
     assert store.committed() == [names[0], names[3], names[4]]
 
 
-def test_the_best_stays_when_the_store_does_not_say_which_it_is(
+def test_what_need_not_be_kept_is_removed_and_copies_of_one_step_stay_or_go_together(
+    store: Mirror, directory: Path
+) -> None:
+    names = [copy(store, checkpoint(directory, 10, Incarnation(order, f"{order}")), order) for order in (1, 2)]
+    names += [copy(store, checkpoint(directory, step, Incarnation(2, "2")), 2) for step in (20, 30, 40)]
+    assert store.prune(Keep(last=4)) == []
+    assert store.prune(Keep(last=2), spare=[names[2]]) == names[:2]  # spared: the last one saved, after a step back
+    assert store.committed() == names[2:]
+    assert {name.partition("/")[0] for name in objects(store)} == set(names[2:])
+    assert store.prune(Keep(last=2, every=20)) == []
+
+
+def test_a_store_that_fails_while_it_removes_leaves_every_copy_whole_or_out_of_sight(
     faulty: type[FaultyFileSystem], directory: Path
 ) -> None:
     store = store_at("faulty://bucket/run")
     names = [copy(store, checkpoint(directory, step, metrics={"valid_loss": float(step)})) for step in (10, 20, 30, 40)]
-    faulty.fault = Failing("read")
-    with pytest.raises(CheckpointError, match="failed 4 times"):
-        store.prune(Keep(last=2, best=1))
-    faulty.fault = staticmethod(lambda call, path: None)
-    assert store.committed() == names
-
-
-def test_copies_of_one_step_stay_or_go_together(store: Mirror, directory: Path) -> None:
-    first, second = (copy(store, checkpoint(directory, 10, Incarnation(order, f"{order}")), order) for order in (1, 2))
-    others = [copy(store, checkpoint(directory, step, Incarnation(2, "2")), 2) for step in (20, 30)]
-    assert store.prune(Keep(last=3)) == []
-    assert store.prune(Keep(last=2)) == [first, second]
-    assert store.committed() == others
-
-
-def test_one_that_is_half_removed_is_never_seen_and_goes_later(faulty: type[FaultyFileSystem], directory: Path) -> None:
-    store = store_at("faulty://bucket/run")
-    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30)]
-    faulty.fault = Failing("rm", first=2)
-    with pytest.raises(CheckpointError, match=names[0]):
-        store.prune(Keep(last=2))
-    faulty.fault = staticmethod(lambda call, path: None)
-    assert store.committed() == names[1:]
+    # It does not say which is the best; a marker cannot be removed; what lies behind the first marker cannot.
+    for call, first, whole in (("read", 1, names), ("rm", 1, names), ("rm", 2, names[1:])):
+        faulty.fault = Failing(call, first=first)
+        with pytest.raises(CheckpointError, match="failed 4 times"):
+            store.prune(Keep(last=2, best=1) if call == "read" else Keep(last=2))
+        faulty.fault = staticmethod(lambda call, path: None)
+        assert store.committed() == whole
+        assert all(len(objects(store, name)) == len(FILES) + 2 for name in whole)
     assert len(objects(store, names[0])) == len(FILES) + 1
     make_old(store, names[0], 2 * DAY)
-    assert store.prune(Keep(last=2)) == [names[0]]
+    assert store.prune(Keep(last=3)) == [names[0]]
     assert objects(store, names[0]) == []
-
-
-def test_one_whose_marker_cannot_be_removed_stays_whole(faulty: type[FaultyFileSystem], directory: Path) -> None:
-    store = store_at("faulty://bucket/run")
-    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30)]
-    faulty.fault = Failing("rm")
-    with pytest.raises(CheckpointError):
-        store.prune(Keep(last=2))
-    faulty.fault = staticmethod(lambda call, path: None)
-    assert store.committed() == names
-    assert len(objects(store, names[0])) == len(FILES) + 2
 
 
 def test_leftovers_go_after_a_day_and_an_upload_that_goes_on_stays(store: Mirror, directory: Path) -> None:
@@ -693,13 +604,6 @@ def test_damaged_ones_are_kept_out_of_sight_and_do_not_push_out_sound_ones(store
     assert store.prune(Keep(last=2)) == []
     assert store.committed() == [sound, after]
     assert [len(objects(store, name)) for name in bad] == [len(FILES) + 2] * 2
-
-
-def test_the_last_copy_stays_after_a_step_back(store: Mirror, directory: Path) -> None:
-    old = [copy(store, checkpoint(directory, step)) for step in (900, 1000, 1100)]
-    last = copy(store, checkpoint(directory, 950))
-    assert store.prune(Keep(last=2), spare=[last]) == [old[0]]
-    assert store.committed() == [last, *old[1:]]
 
 
 # ----------------------------------------------------------------------------------------------------------- manners

@@ -19,8 +19,7 @@ from slurmtrain.checkpoint.node_copies.lineage import (
     newest_durable,
     read_lineage,
 )
-from slurmtrain.checkpoint.node_copies.restore import copy_holdings
-from slurmtrain.checkpoint.node_copies.transfer import Transfer, in_turns, ring, to_neighbours
+from slurmtrain.checkpoint.node_copies.transfer import Transfer, ring, to_neighbours
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
@@ -50,15 +49,6 @@ def test_all_blocks_of_every_file_are_sent_once() -> None:
     found = to_neighbours("ab", ["x", "y"], {"x": 2 * block + 1, "y": 5})
     assert found == [Transfer(0, 1, "x", 0), Transfer(1, 0, "y", 0), Transfer(0, 1, "x", 1), Transfer(0, 1, "x", 2)]
     assert to_neighbours("aa", ["x", "y"], {"x": 1, "y": 1}) == []
-
-
-def test_ranks_that_lack_blocks_receive_at_the_same_time_from_different_ranks() -> None:
-    to_two = [Transfer(source, 2, "x", source) for source in (0, 1)]
-    to_three = [Transfer(source, 3, "x", source) for source in (0, 1)]
-    turns = in_turns([to_two, [], to_three])
-    assert sorted(turns) == sorted(to_two + to_three)
-    assert {transfer.target for transfer in turns[:2]} == {2, 3}
-    assert {transfer.source for transfer in turns[:2]} == {0, 1}
 
 
 # Which copies count.
@@ -98,17 +88,6 @@ def test_each_attempt_makes_the_copies_of_before_void_and_an_older_one_cannot(tm
     (tmp_path / ".node-copies.json").write_text("{")
     assert read_lineage(tmp_path) is None
     assert newest_durable(tmp_path) is None
-
-
-def test_what_nodes_hold_is_listed_by_copy_the_newest_first() -> None:
-    mark = Mark("now", None)
-    of_nodes: list[list[tuple[int, str, Mark, tuple[str, ...], bool]]] = [
-        [(2, "new", mark, ("x",), False), (1, "old", mark, ("x", "y"), True)],
-        [(2, "new", mark, ("x", "y"), True)],
-    ]
-    new, old = copy_holdings(of_nodes)
-    assert (new.step, new.holders, new.nodes, new.with_index) == (2, {"x": (0, 1), "y": (1,)}, (0, 1), 1)
-    assert (old.step, old.holders, old.nodes, old.with_index) == (1, {"x": (0,), "y": (0,)}, (0,), 0)
 
 
 # The folder of one node.

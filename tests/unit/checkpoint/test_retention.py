@@ -40,8 +40,38 @@ def with_loss(**losses: float) -> list[Kept]:
 # ------------------------------------------------------------------------------------------------------ which ones stay
 
 
-def test_the_newest_stay_in_whatever_order_they_are_listed() -> None:
-    assert surplus(kept(30, 10, 40, 20), Keep(last=2)) == [10, 20]
+NULL: dict[str, float] = {"valid_loss": None}  # type: ignore[dict-item]  # what JSON makes of NaN elsewhere
+LOSSES = with_loss(s10=2.0, s20=1.5, s30=1.0, s40=1.7, s50=1.8, s60=1.9)
+OF_ONE_STEP = [Kept(10, {"valid_loss": 1.0}), Kept(10, {"valid_loss": 1.5}), *with_loss(s20=2.0, s30=9.0, s40=9.0)]
+RULES: dict[str, tuple[list[Kept], Keep, list[int]]] = {
+    "the newest stay in whatever order they are listed": (kept(30, 10, 40, 20), Keep(last=2), [10, 20]),
+    "there are none": ([], Keep(), []),
+    "there is one": (kept(10), Keep(), []),
+    "there are fewer than the last": (kept(10, 20), Keep(last=5), []),
+    "every so many steps one stays for good": (kept(50, 100, 150, 200, 250, 300), Keep(last=2, every=100), [50, 150]),
+    "a preemption save counts among the last": (kept(100, 200, 237), Keep(last=2), [100]),
+    "the best stays": (LOSSES, Keep(last=2, best=1), [10, 20, 40]),
+    "the two best stay": (LOSSES, Keep(last=2, best=2), [10, 40]),
+    "the greatest stays": (LOSSES, Keep(last=2, best=1, mode="max"), [20, 30, 40]),
+    "of equally good ones the newer": (with_loss(s10=1.0, s20=1.0, s30=3.0, s40=3.0), Keep(best=1), [10]),
+    "of equally great ones the newer": (with_loss(s10=9.0, s20=9.0, s30=3.0, s40=3.0), Keep(best=1, mode="max"), [10]),
+    # It may be the best; only what is known to be worse goes.
+    "metrics that cannot be read": (
+        [Kept(10, None), Kept(20, {"valid_loss": 1.0}), *kept(30, 40, 50)],
+        Keep(best=1),
+        [30],
+    ),
+    "another metric alone": ([Kept(10, NULL), Kept(20, {"accuracy": 1.0}), *kept(30, 40)], Keep(best=4), [10, 20]),
+    "those of one step count once": (kept(10, 20, 30, 30, 30), Keep(last=2), [10]),
+    "those of one step go together": (kept(10, 10, 20, 30), Keep(last=2), [10]),
+    "those of one step are one of the best": (OF_ONE_STEP, Keep(best=2), []),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_was_asked_for_stays_and_the_rest_goes(rule: str) -> None:
+    checkpoints, keep, removed = RULES[rule]
+    assert surplus(checkpoints, keep) == removed
 
 
 @pytest.mark.parametrize(
@@ -57,59 +87,11 @@ def test_steps_that_nobody_has_judged_yet_stay() -> None:
     assert surplus(kept(3, 4, 5, 6, 7), Keep(last=2), soundness=Soundness(4, 6)) == [3, 5]
 
 
-def test_nothing_is_removed_while_there_are_no_more_than_the_last() -> None:
-    assert surplus([], Keep()) == []
-    assert surplus(kept(10), Keep()) == []
-    assert surplus(kept(10, 20), Keep(last=5)) == []
-
-
-def test_every_so_many_steps_one_stays_for_good() -> None:
-    assert surplus(kept(50, 100, 150, 200, 250, 300), Keep(last=2, every=100)) == [50, 150]
-
-
-def test_a_preemption_save_counts_among_the_last() -> None:
-    assert surplus(kept(100, 200, 237), Keep(last=2)) == [100]
-
-
-def test_the_best_stay() -> None:
-    checkpoints = with_loss(s10=2.0, s20=1.5, s30=1.0, s40=1.7, s50=1.8, s60=1.9)
-    assert surplus(checkpoints, Keep(last=2, best=1)) == [10, 20, 40]
-    assert surplus(checkpoints, Keep(last=2, best=2)) == [10, 40]
-    assert surplus(checkpoints, Keep(last=2, best=1, mode="max")) == [20, 30, 40]
-
-
-def test_of_equally_good_ones_the_newer_stays() -> None:
-    assert surplus(with_loss(s10=1.0, s20=1.0, s30=3.0, s40=3.0), Keep(best=1)) == [10]
-    assert surplus(with_loss(s10=9.0, s20=9.0, s30=3.0, s40=3.0), Keep(best=1, mode="max")) == [10]
-
-
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_diverged_loss_is_never_the_best(mode: str, bad: float) -> None:
     checkpoints = with_loss(s10=bad, s20=1.0, s30=bad, s40=3.0, s50=3.0)
     assert surplus(checkpoints, Keep(best=3, mode=mode)) == [10, 30]
-
-
-def test_one_whose_metrics_cannot_be_read_stays() -> None:
-    """It may be the best; only what is known to be worse goes."""
-    assert surplus([Kept(10, None), Kept(20, {"valid_loss": 1.0}), *kept(30, 40, 50)], Keep(best=1)) == [30]
-
-
-def test_one_without_the_metric_is_not_among_the_best() -> None:
-    null: dict[str, float] = {"valid_loss": None}  # type: ignore[dict-item]  # what JSON makes of NaN elsewhere
-    checkpoints = [Kept(10, null), Kept(20, {"accuracy": 1.0}), *kept(30, 40)]
-    assert surplus(checkpoints, Keep(best=4)) == [10, 20]
-
-
-def test_what_is_being_read_stays() -> None:
-    assert surplus(kept(10, 20, 30, 40), Keep(), in_use={10}) == [20]
-
-
-def test_checkpoints_of_one_step_stay_or_go_together_and_count_once() -> None:
-    assert surplus(kept(10, 20, 30, 30, 30), Keep(last=2)) == [10]
-    assert surplus(kept(10, 10, 20, 30), Keep(last=2)) == [10]
-    twice = [Kept(10, {"valid_loss": 1.0}), Kept(10, {"valid_loss": 1.5}), *with_loss(s20=2.0, s30=9.0, s40=9.0)]
-    assert surplus(twice, Keep(best=2)) == []
 
 
 metrics = st.dictionaries(st.sampled_from(["valid_loss", "accuracy"]), st.floats())
@@ -187,14 +169,19 @@ def marker_of(checkpoint: Path, host: str, pid: int, content: str = "") -> Path:
     return marker
 
 
-def test_a_checkpoint_is_in_use_while_it_is_read_and_not_after(checkpoint: Path) -> None:
-    directory = checkpoint.parent
+def test_a_checkpoint_is_in_use_until_the_last_of_several_readers_is_done(checkpoint: Path) -> None:
+    directory, link = checkpoint.parent, checkpoint.parent / "newest"
+    link.symlink_to(checkpoint)
     assert in_use(directory, time.time()) == set()
     with reading(checkpoint):
+        with pytest.raises(KeyError) as failed, reading(link):
+            raise KeyError([marker.name for marker in markers(directory)])  # a reader that fails
+        assert len(failed.value.args[0]) == 2
         assert in_use(directory, time.time()) == {"checkpoint_0000010"}
         assert in_use(directory, time.time() + 30 * HOUR) == {"checkpoint_0000010"}  # a slow reader on this host
-    assert in_use(directory, time.time()) == set()
-    assert markers(directory) == []
+    assert in_use(directory, time.time()) == set() and markers(directory) == []
+    with reading(link):
+        assert in_use(directory, time.time()) == {"checkpoint_0000010"}
 
 
 @pytest.mark.parametrize("host", ["node17", "node17.cluster.example", "17", "10.0.0.17", "2"])
@@ -206,40 +193,6 @@ def test_a_second_checkpoint_of_a_step_has_readers_of_its_own(
     with reading(second):
         assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010.2"}
     with reading(checkpoint):
-        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
-
-
-def test_a_reader_that_fails_leaves_no_marker(checkpoint: Path) -> None:
-    with pytest.raises(KeyError), reading(checkpoint):
-        raise KeyError
-    assert markers(checkpoint.parent) == []
-
-
-def test_it_is_in_use_until_the_last_of_several_readers_is_done(checkpoint: Path) -> None:
-    together, may_leave = threading.Barrier(4), threading.Event()
-
-    def read() -> None:
-        with reading(checkpoint):
-            together.wait(60)
-            may_leave.wait(60)
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    with reading(checkpoint):
-        for thread in threads:
-            thread.start()
-        together.wait(60)
-        assert len(markers(checkpoint.parent)) == 4
-    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
-    may_leave.set()
-    for thread in threads:
-        thread.join()
-    assert in_use(checkpoint.parent, time.time()) == set()
-
-
-def test_the_marker_lies_beside_the_checkpoint_also_when_it_is_reached_by_a_link(checkpoint: Path) -> None:
-    link = checkpoint.parent / "newest"
-    link.symlink_to(checkpoint)
-    with reading(link):
         assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
 
 
@@ -263,10 +216,20 @@ def test_a_reader_elsewhere_counts_for_an_hour(checkpoint: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_reader_in_another_container_of_this_host_is_not_taken_for_dead(checkpoint: Path) -> None:
-    no_process_here = ProcessMark(socket.gethostname(), 2**22 + 1, "1", "pid:[4026539999]")
-    marker = marker_of(checkpoint, THIS_HOST, no_process_here.pid, json.dumps(no_process_here.to_json()))
-    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+NO_PROCESS_HERE = ProcessMark(socket.gethostname(), 2**22 + 1, "1", "pid:[4026539999]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(json.dumps(NO_PROCESS_HERE.to_json()), id="in another container of this host"),
+        pytest.param("", id="empty"),
+        pytest.param('{"host": "a', id="torn"),
+    ],
+)
+def test_a_reader_of_whom_too_little_is_known_counts_for_an_hour(checkpoint: Path, text: str) -> None:
+    marker = marker_of(checkpoint, THIS_HOST, NO_PROCESS_HERE.pid if "pid" in text else os.getpid(), text)
+    assert in_use(checkpoint.parent, time.time() + 0.9 * HOUR) == {"checkpoint_0000010"}
     assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
     assert not marker.exists()
 
@@ -288,13 +251,6 @@ def test_a_reader_whose_marker_may_not_be_looked_into_counts_for_an_hour(
 
     monkeypatch.setattr(Path, "read_text", forbidden)
     assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
-    assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
-
-
-@pytest.mark.parametrize("text", ["", "pid:[4026531836]", '{"host": "a'])
-def test_the_marker_of_an_earlier_version_or_a_torn_one_counts_for_an_hour(checkpoint: Path, text: str) -> None:
-    marker_of(checkpoint, THIS_HOST, os.getpid(), text)
-    assert in_use(checkpoint.parent, time.time() + 0.9 * HOUR) == {"checkpoint_0000010"}
     assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
 
 
@@ -343,16 +299,18 @@ def test_what_killed_saves_and_removals_left_is_found_once_it_is_old(tmp_path: P
     assert leftovers(tmp_path, now=now, older_than_s=3 * HOUR) == []
 
 
-def test_a_save_that_still_writes_is_no_leftover(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder_s", "file_s"),
+    [(-5 * HOUR, -10), (-5 * HOUR, 100 * HOUR), (100 * HOUR, -5 * HOUR)],
+    ids=["it still writes", "a file in the future", "a folder in the future"],
+)
+def test_a_save_that_is_at_work_or_ahead_of_this_clock_is_no_leftover(
+    tmp_path: Path, folder_s: float, file_s: float
+) -> None:
     now = 1e9
-    aged(tmp_path / "checkpoint_0000010.tmp-3", now - 5 * HOUR, files={"old": now - 5 * HOUR, "growing": now - 10})
-    assert leftovers(tmp_path, now=now) == []
-
-
-def test_a_time_in_the_future_is_young(tmp_path: Path) -> None:
-    now = 1e9
-    aged(tmp_path / "checkpoint_0000010.tmp-3", now - 5 * HOUR, files={"rank00000": now + 100 * HOUR})
-    aged(tmp_path / "checkpoint_0000020.tmp-3", now + 100 * HOUR)
+    aged(
+        tmp_path / "checkpoint_0000010.tmp-3", now + folder_s, files={"old": now - 5 * HOUR, "rank00000": now + file_s}
+    )
     assert leftovers(tmp_path, now=now) == []
 
 
@@ -370,15 +328,13 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_removed_checkpoint_is_gone(checkpoint: Path) -> None:
-    remove(checkpoint, 7)
-    assert names_in(checkpoint.parent) == []
-
-
-def test_removing_one_checkpoint_of_a_step_leaves_the_other(checkpoint: Path) -> None:
+def test_one_checkpoint_of_a_step_is_removed_whatever_an_earlier_removal_left(checkpoint: Path) -> None:
     second = aged(checkpoint.parent / "checkpoint_0000010.2", 1.0)
-    remove(checkpoint, 7)
-    assert names_in(checkpoint.parent) == [second.name]
+    aged(checkpoint.parent / "checkpoint_0000010.removed-7", 1.0, files={"half": 1.0})
+    for _ in range(2):  # the second time it is gone already
+        remove(checkpoint, 7)
+        remove(checkpoint.parent / "checkpoint_0000010.removed-7", 7)
+        assert names_in(checkpoint.parent) == [second.name]
 
 
 def test_nobody_sees_a_checkpoint_half_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,18 +380,6 @@ def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
     monkeypatch.setattr(checkpoint_directory, "fsync_directory", thawed)
     remove(temporary, 7)
     assert outcomes == ["refused"] and names_in(tmp_path) == []
-
-
-def test_an_earlier_removal_that_was_cut_short_is_not_in_the_way(checkpoint: Path) -> None:
-    aged(checkpoint.parent / "checkpoint_0000010.removed-7", 1.0, files={"half": 1.0})
-    remove(checkpoint, 7)
-    assert names_in(checkpoint.parent) == []
-
-
-def test_what_is_gone_already_needs_no_removal(tmp_path: Path) -> None:
-    remove(tmp_path / "checkpoint_0000010", 7)
-    remove(tmp_path / "checkpoint_0000010.removed-7", 7)
-    assert names_in(tmp_path) == []
 
 
 def test_many_may_remove_the_same_at_once(tmp_path: Path) -> None:

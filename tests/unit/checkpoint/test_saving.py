@@ -209,69 +209,59 @@ def test_a_save_that_is_not_asynchronous_returns_after_its_commit(
 # ---------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_is_told_and_the_next_save_tries_again(
+def test_a_failure_is_told_takes_no_space_and_the_next_save_tries_again(
     training: Callable[..., Training], disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = training()
     disk.full = False
     run.save(1).result(PATIENCE_S)
     disk.full = True
-    failed = run.save(2)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        failed.result(PATIENCE_S)
+        run.save(2).result(PATIENCE_S)
     assert "free some space" in (caught.value.hint or "")
-    assert run.checkpointer.last_step == 1
-    disk.full = False
-    assert run.save(3).result(PATIENCE_S).step == 3
-    (sentence,) = caplog.messages
-    assert sentence.startswith("the save of step 2 failed, older checkpoints are as they were: ")
-    assert "No space left" in sentence
-    assert run.steps == [1, 3]
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_so_many_failures_in_a_row_end_it(
-    training: Callable[..., Training], disk: FullDisk, most: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = training(max_failures=most)
-    for step in range(1, most + 1):
-        run.save(step)
-    with pytest.raises(
-        CheckpointError, match=f"^{most} saves in a row have failed, the last of step {most}: .*No space"
-    ):
-        run.save(most + 1)
-    assert len(caplog.messages) == most and run.steps == []
-
-
-def test_a_success_between_failures_begins_the_count_anew(training: Callable[..., Training], disk: FullDisk) -> None:
-    run = training(max_failures=2)
-    for step, full in enumerate([True, False, True, False, True, False, True, True], start=1):
-        disk.full = full
-        assert run.save(step).wait(PATIENCE_S)
-    with pytest.raises(CheckpointError, match="2 saves in a row have failed, the last of step 8"):
-        run.save(9)
-    assert run.steps == [2, 4, 6]
-
-
-def test_no_number_of_failures_ends_it_when_none_is_too_many(
-    training: Callable[..., Training], disk: FullDisk, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = training(max_failures=0)
-    for step in range(1, 8):
-        saving = run.save(step)
-    saving.wait(PATIENCE_S)
-    disk.full = False
-    assert run.save(8).result(PATIENCE_S).step == 8
-    assert len(caplog.messages) == 7
-
-
-def test_waiting_raises_what_a_save_failed_of(training: Callable[..., Training], disk: FullDisk) -> None:
-    run = training()
-    run.save(1)
+    run.save(3)
     with pytest.raises(CheckpointError, match="No space left"):
         run.checkpointer.wait(PATIENCE_S)
-    assert run.checkpointer.in_flight is None and run.checkpointer.last_step is None
-    assert run.checkpointer.wait() is None
+    assert run.checkpointer.wait() is None, "it was told"
+    assert run.checkpointer.last_step == 1 and run.checkpointer.in_flight is None
+    disk.full = False
+    assert run.save(4).result(PATIENCE_S).step == 4
+    assert len(caplog.messages) == 2 and "No space left" in caplog.messages[0]
+    assert caplog.messages[0].startswith("the save of step 2 failed, older checkpoints are as they were: ")
+    disk.full = True
+    run.save(5)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.checkpointer.close()
+    left = sorted(path.name for path in run.directory.iterdir() if path.name.startswith("checkpoint"))
+    assert left == ["checkpoint_0000001", "checkpoint_0000004"]
+    told = [ending.step if isinstance(ending, SaveResult) else type(ending) for ending in run.endings]
+    assert told == [1, CheckpointError, CheckpointError, 4, CheckpointError]
+
+
+@pytest.mark.parametrize(
+    ("most", "fails", "ends"),
+    [
+        pytest.param(1, [True], True, id="one"),
+        pytest.param(3, [True] * 3, True, id="three in a row"),
+        pytest.param(2, [True, False, True, False, True, True], True, id="a success begins the count anew"),
+        pytest.param(0, [True] * 7, False, id="no number of them is too many"),
+    ],
+)
+def test_so_many_failures_in_a_row_end_it(
+    training: Callable[..., Training], disk: FullDisk, most: int, fails: list[bool], ends: bool
+) -> None:
+    run = training(max_failures=most)
+    for step, disk.full in enumerate(fails, start=1):
+        assert run.save(step).wait(PATIENCE_S)
+    disk.full = False
+    written = [step for step, full in enumerate(fails, start=1) if not full]
+    if ends:
+        sentence = f"^{most} saves in a row have failed, the last of step {len(fails)}: .*No space"
+        with pytest.raises(CheckpointError, match=sentence):
+            run.save(len(fails) + 1)
+    else:
+        written.append(run.save(len(fails) + 1).result(PATIENCE_S).step)
+    assert run.steps == written
 
 
 def test_a_bug_while_writing_is_a_failure_and_no_hang(
@@ -284,29 +274,6 @@ def test_a_bug_while_writing_is_a_failure_and_no_hang(
             run.save(1).result(PATIENCE_S)
     assert "Traceback" in capfd.readouterr().err
     assert run.save(2).result(PATIENCE_S).step == 2
-
-
-def test_a_failed_save_leaves_nothing_that_takes_space(training: Callable[..., Training], disk: FullDisk) -> None:
-    """The next one may have failed for want of that space."""
-    run = training()
-    run.save(1)
-    run.save(2).wait(PATIENCE_S)
-    disk.full = False
-    run.save(3).result(PATIENCE_S)
-    run.checkpointer.close(PATIENCE_S)
-    assert sorted(path.name for path in run.directory.iterdir() if path.name.startswith("checkpoint")) == [
-        "checkpoint_0000003"
-    ]
-
-
-def test_the_ending_is_told_to_whoever_asked(training: Callable[..., Training], disk: FullDisk) -> None:
-    run = training()
-    run.save(1).wait(PATIENCE_S)
-    disk.full = False
-    run.save(2).result(PATIENCE_S)
-    run.checkpointer.close(PATIENCE_S)
-    failed, saved = run.endings
-    assert isinstance(failed, CheckpointError) and isinstance(saved, SaveResult) and saved.step == 2
 
 
 # ------------------------------------------------------------------------------------------------------ discard and close
@@ -336,22 +303,20 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     assert run.steps == [3]
 
 
-def test_discarding_what_is_not_there_or_done_changes_nothing(training: Callable[..., Training]) -> None:
+def test_closing_waits_for_the_commit_and_nothing_is_saved_or_discarded_after_it(
+    training: Callable[..., Training], writing: Gate
+) -> None:
     run = training()
-    run.checkpointer.discard()
-    run.save(1).result(PATIENCE_S)
-    run.checkpointer.discard()
-    assert run.save(2).result(PATIENCE_S).step == 2
-    assert run.steps == [1, 2] and run.checkpointer.last_step == 2
-
-
-def test_closing_waits_for_the_commit(training: Callable[..., Training], writing: Gate) -> None:
-    run = training()
+    run.checkpointer.discard()  # nothing is there
     run.save(1)
     writing.open(after_s=0.2)
     run.checkpointer.close()
     assert run.steps == [1]
     run.checkpointer.close()  # twice is no harm
+    run.checkpointer.discard()
+    with pytest.raises(CheckpointError, match="closed"):
+        run.save(2).result(PATIENCE_S)
+    assert run.steps == [1] and run.checkpointer.last_step == 1
 
 
 def test_closing_with_little_time_gives_it_up(training: Callable[..., Training], writing: Gate) -> None:
@@ -363,13 +328,6 @@ def test_closing_with_little_time_gives_it_up(training: Callable[..., Training],
     assert time.monotonic() - begun < PATIENCE_S / 2
     writing.open()
     assert saving.wait(PATIENCE_S) and run.steps == []
-
-
-def test_closing_raises_what_the_last_save_failed_of(training: Callable[..., Training], disk: FullDisk) -> None:
-    run = training()
-    run.save(1)
-    with pytest.raises(CheckpointError, match="No space left"):
-        run.checkpointer.close()
 
 
 def test_a_checkpointer_that_a_script_drops_lives_until_its_save_has_ended(tmp_path: Path, writing: Gate) -> None:
@@ -388,14 +346,6 @@ def test_a_checkpointer_that_a_script_drops_lives_until_its_save_has_ended(tmp_p
     assert still is not None, "the end of the process has nothing to close"
     still.close()
     assert [step_of(path) for path in committed(tmp_path)] == [1]
-
-
-def test_saving_after_closing_is_refused_and_no_hang(training: Callable[..., Training]) -> None:
-    run = training()
-    run.save(1).result(PATIENCE_S)
-    run.checkpointer.close()
-    with pytest.raises(CheckpointError, match="closed"):
-        run.save(2).result(PATIENCE_S)
 
 
 # ------------------------------------------------------------------------------------------------- the state at the call
@@ -419,23 +369,6 @@ def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[
     other = nn.Linear(4, 4)
     Checkpointer(run.directory).restore(averaged=other)
     assert torch.equal(other.weight, average)
-
-
-def test_every_optimizer_of_a_save_is_restored(training: Callable[..., Training]) -> None:
-    run = training()
-    other = nn.Linear(3, 3)
-    second = torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.9)
-    other(torch.ones(3)).sum().backward()
-    second.step()
-    weight, momentum = other.weight.detach().clone(), second.state[other.weight]["momentum_buffer"].clone()
-    saving = run.save(1, other=other, second=second)
-    second.step()
-    saving.result(PATIENCE_S)
-    third = nn.Linear(3, 3)
-    fourth = torch.optim.SGD(third.parameters(), lr=1.0, momentum=0.9)
-    Checkpointer(run.directory).restore(other=third, second=fourth)
-    assert torch.equal(third.weight, weight)
-    assert torch.equal(fourth.state[third.weight]["momentum_buffer"], momentum)
 
 
 def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
@@ -550,15 +483,15 @@ def test_restoring_during_a_save_harms_neither(training: Callable[..., Training]
 # ---------------------------------------------------------------------------------------------------------- what is handed in
 
 
-def test_metrics_and_config_are_in_the_manifest(training: Callable[..., Training]) -> None:
+def test_metrics_and_config_are_in_the_manifest_and_numbers_may_be_those_of_torch_and_numpy(
+    training: Callable[..., Training],
+) -> None:
     run = training(config={"width": 8}, run_id="run")
-    manifest = read_manifest(run.save(1, metrics={"valid_loss": 0.5}).result(PATIENCE_S).path)
-    assert (manifest.metrics, manifest.config, manifest.run_id) == ({"valid_loss": 0.5}, {"width": 8}, "run")
-
-
-def test_a_metric_may_be_a_tensor(training: Callable[..., Training]) -> None:
-    saved = training().save(1, metrics={"valid_loss": torch.tensor(0.5)}).result(PATIENCE_S)
-    assert read_manifest(saved.path).metrics == {"valid_loss": 0.5}
+    metrics = {"valid_loss": torch.tensor(0.5), "accuracy": 0.25}
+    saved = run.save(np.int64(5), metrics=metrics).result(PATIENCE_S)  # type: ignore[arg-type]
+    manifest = read_manifest(saved.path)
+    assert manifest.metrics == {"valid_loss": 0.5, "accuracy": 0.25}
+    assert (manifest.step, manifest.config, manifest.run_id) == (5, {"width": 8}, "run")
 
 
 @pytest.mark.parametrize("state", [None, [1.5, None]])
@@ -595,21 +528,6 @@ def test_a_module_s_extra_state_is_restored(tmp_path: Path, kind: Callable[[int]
     assert other.count == 7
 
 
-def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[..., Training]) -> None:
-    told: list[Any] = []
-
-    def on_ending(ending: Any) -> None:
-        told.append(ending)
-        raise OSError(28, "No space left on device")
-
-    run = training(on_ending=on_ending)
-    for step in (1, 2):
-        run.step()
-        run.save(step).result(PATIENCE_S)
-    run.checkpointer.close()
-    assert len(told) == 2 and run.steps == [1, 2]
-
-
 def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_it(
     training: Callable[..., Training],
 ) -> None:
@@ -619,12 +537,15 @@ def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_i
         committed_now.set()
         may_record.wait(PATIENCE_S)
         recorded.append(ending)
+        raise OSError(28, "No space left on device")
 
-    pending = training(on_ending=on_ending).save(1)
+    run = training(on_ending=on_ending)
+    pending = run.save(1)
     assert committed_now.wait(PATIENCE_S) and not pending.done()
     may_record.set()
     saved = pending.result(PATIENCE_S)
     assert recorded == [saved]
+    assert run.save(2).result(PATIENCE_S).step == 2, "an error of who is told ends nothing"
 
 
 def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
@@ -656,12 +577,6 @@ def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Tra
     assert run.save(1).result(PATIENCE_S).step == 1
 
 
-def test_a_step_may_be_a_number_of_numpys(training: Callable[..., Training]) -> None:
-    run = training()
-    run.save(np.int64(5)).result(PATIENCE_S)  # type: ignore[arg-type]
-    assert run.steps == [5]
-
-
 def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run(
     training: Callable[..., Training], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -684,18 +599,29 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
     )
 
 
-def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Training]) -> None:
+def test_infinite_is_what_was_so_before_anything_was_trained_and_nothing_that_a_restore_has_filled(
+    training: Callable[..., Training],
+) -> None:
     run = training()
-    before = run.linear.bias.detach().clone()
-    for step, bias in enumerate((before, torch.full_like(before, -math.inf), before), start=1):
+    run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
+    run.model.register_parameter("frozen", nn.Parameter(torch.tensor([math.inf]), requires_grad=False))
+    run.save(1).result(PATIENCE_S)
+    bound = run.model.bound = nn.Parameter(torch.tensor([math.inf]))
+    bias = run.linear.bias.detach().clone()
+    with torch.no_grad():
+        run.linear.bias.fill_(math.nan)  # as memory may be that nothing was written to yet
+    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer, allow=["keys"])
+    run.save(2).result(PATIENCE_S)
+    assert math.isinf(bound.item())
+    for step, value, sound in ((3, torch.full_like(bias, math.nan), False), (4, bias, True)):
         with torch.no_grad():
-            run.linear.bias.copy_(bias)
-        if step == 2:
+            run.linear.bias.copy_(value)
+        if sound:
+            run.save(step).result(PATIENCE_S)
+        else:
             with pytest.raises(NonFiniteError):
                 run.save(step).result(PATIENCE_S)
-        else:
-            run.save(step).result(PATIENCE_S)
-    assert run.steps == [1, 3]
+    assert run.steps == [1, 2, 4]
 
 
 @pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
@@ -736,30 +662,6 @@ def test_the_newest_sound_checkpoint_outlives_those_of_a_trouble(training: Calla
         run.save(step).result(PATIENCE_S)
     run.checkpointer.close()
     assert run.steps == [2, 5, 6]
-
-
-def test_what_is_meant_to_be_infinite_is_saved(training: Callable[..., Training]) -> None:
-    run = training()
-    run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
-    run.model.register_parameter("frozen", nn.Parameter(torch.tensor([math.inf]), requires_grad=False))
-    run.save(1).result(PATIENCE_S)
-    bound = run.model.bound = nn.Parameter(torch.tensor([math.inf]))
-    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer, allow=["keys"])
-    run.save(2).result(PATIENCE_S)  # it was so before anything was trained
-    assert math.isinf(bound.item()) and run.steps == [1, 2]
-
-
-def test_nothing_is_meant_to_be_infinite_that_a_restore_has_filled(training: Callable[..., Training]) -> None:
-    run = training()
-    run.save(1).result(PATIENCE_S)
-    with torch.no_grad():
-        run.linear.weight.fill_(math.nan)  # as memory may be that nothing was written to yet
-    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
-    run.save(2).result(PATIENCE_S)
-    with torch.no_grad():
-        run.linear.weight.fill_(math.nan)
-    with pytest.raises(NonFiniteError):
-        run.save(3).result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

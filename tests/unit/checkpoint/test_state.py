@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import random_state, state
+from slurmtrain.checkpoint import random_state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.module_state import unwrap
 from slurmtrain.errors import CheckpointError
 
 
@@ -28,6 +27,16 @@ class Own:
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         self.value = values["value"]
+
+
+class OneTensor(Own):
+    """Gives a tensor as its state."""
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, values: Any) -> None:
+        self.value = values
 
 
 def trained(*, seed: int = 0, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -69,36 +78,48 @@ def test_a_fresh_optimizer_gets_its_state_and_goes_on_with_the_same_bits(tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh_model.parameters(), strict=True))
 
 
-def test_looking_at_an_optimizer_does_not_move_it() -> None:
+def test_an_optimizer_saved_before_its_first_step_was_not_moved_and_is_restored_without_state(tmp_path: Path) -> None:
     """torch's own get_optimizer_state_dict runs a step to make the state, which advances AdamW (pytorch#164929)."""
     model, optimizer = trained(steps=0)
     before = [parameter.clone() for parameter in model.parameters()]
-    state.flatten({"model": model, "optimizer": optimizer})
+    Checkpointer(tmp_path).save(0, model=model, optimizer=optimizer).result()
     assert optimizer.state_dict()["state"] == {}
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(tmp_path: Path) -> None:
-    model, optimizer = trained(steps=0)
-    Checkpointer(tmp_path).save(0, model=model, optimizer=optimizer).result()
     other_model, other_optimizer = trained(seed=1, steps=2)
     Checkpointer(tmp_path).restore(model=other_model, optimizer=other_optimizer)
     assert other_optimizer.state_dict()["state"] == {}
 
 
-def test_other_optimizers_are_restored_as_well(tmp_path: Path) -> None:
-    def make(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model, _ = trained(steps=0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+def test_several_models_optimizers_and_schedules_are_restored_together(tmp_path: Path) -> None:
+    def make(steps: int, rate: float) -> dict[str, Any]:
+        (model, optimizer), (other, _) = trained(steps=steps), trained(seed=2, steps=0)
+        second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+        third = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(rate), foreach=False)
+        schedule = torch.optim.lr_scheduler.StepLR(second, step_size=2)
         for _ in range(steps):
-            step(model, optimizer)
-        return model, optimizer
+            step(other, second)
+            schedule.step()
+        parameters = nn.ParameterList(third.param_groups[0]["params"])
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "other": other,
+            "second": second,
+            "parameters": parameters,
+            "third": third,
+            "schedule": schedule,
+        }
 
-    model, optimizer = make(3)
-    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer).result()
-    fresh_model, fresh_optimizer = make(0)
-    Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
-    assert_equal_state(optimizer, fresh_optimizer)
+    saved, restored = make(3, 0.25), make(0, 0.5)
+    Checkpointer(tmp_path).save(3, **saved).result()
+    Checkpointer(tmp_path).restore(**restored)
+    for name in ("optimizer", "second"):
+        assert_equal_state(saved[name], restored[name])
+    for name in ("model", "other"):
+        pairs = zip(saved[name].parameters(), restored[name].parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+    assert restored["third"].param_groups[0]["lr"].item() == 0.25, "a rate that is a tensor"
+    assert restored["schedule"].state_dict() == saved["schedule"].state_dict()
 
 
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
@@ -146,45 +167,19 @@ def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value
     assert repr(restored.value) == repr(value)
 
 
-def test_tensors_inside_a_users_object_come_back(tmp_path: Path) -> None:
-    mean, count, nested = torch.arange(3.0), torch.tensor(7), torch.ones(2, dtype=torch.bfloat16)
-    saved, restored = Own({"mean": mean, "count": count, "nested": [(nested,)]}), Own(None)
-    Checkpointer(tmp_path).save(1, own=saved).result()
-    Checkpointer(tmp_path).restore(own=restored)
-    assert torch.equal(restored.value["mean"], mean)
-    assert torch.equal(restored.value["count"], count)
-    assert torch.equal(restored.value["nested"][0][0], nested)
-    assert restored.value["nested"][0][0].dtype == torch.bfloat16
-
-
-def test_tensors_whose_paths_look_alike_are_kept_apart(tmp_path: Path) -> None:
-    saved, restored = Own({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}), Own(None)
-    Checkpointer(tmp_path).save(1, own=saved).result()
-    Checkpointer(tmp_path).restore(own=restored)
-    assert [restored.value["a.b"].item(), restored.value["a"]["b"].item()] == [0.0, 1.0]
-    assert restored.value[1].tolist() == [1.0, 1.0]
-
-
-def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path) -> None:
-    model, _ = trained(steps=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
-    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer).result()
-    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
-    Checkpointer(tmp_path).restore(model=model, optimizer=fresh)
-    assert torch.equal(torch.as_tensor(fresh.param_groups[0]["lr"]), torch.tensor(0.25))
-
-
-def test_a_scheduler_is_restored(tmp_path: Path) -> None:
-    _, optimizer = trained(steps=0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    for _ in range(5):
-        optimizer.step()
-        scheduler.step()
-    Checkpointer(tmp_path).save(5, scheduler=scheduler).result()
-    _, other = trained(steps=0)
-    fresh = torch.optim.lr_scheduler.StepLR(other, step_size=2)
-    Checkpointer(tmp_path).restore(scheduler=fresh)
-    assert fresh.state_dict() == scheduler.state_dict()
+def test_tensors_inside_a_users_object_come_back_and_those_whose_paths_look_alike_are_kept_apart(
+    tmp_path: Path,
+) -> None:
+    tensors = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
+    alike = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}
+    whole = torch.full((2,), 2.0)  # a state that is nothing but a tensor
+    objects = {"own": Own({**tensors, **alike}), "whole": OneTensor(whole)}
+    restored: dict[str, Own] = {"own": Own(None), "whole": OneTensor(None)}
+    on_rank = OneTensor(torch.zeros(2))
+    Checkpointer(tmp_path).save(1, **objects, per_rank={"mean": OneTensor(torch.ones(2))}).result()
+    assert Checkpointer(tmp_path).restore(**restored, per_rank={"mean": on_rank})
+    assert repr(restored["own"].value) == repr(objects["own"].value)
+    assert torch.equal(restored["whole"].value, whole) and on_rank.value.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), np.float64(1.5).reshape(1), Path("here")])
@@ -227,24 +222,6 @@ def test_plain_values_that_are_handed_to_restore_are_told_to_stay_as_they_are(
     assert warning.startswith("not restored, since plain values cannot be changed in place: schedule;")
 
 
-class OneTensor(Own):
-    """Gives a tensor as its state."""
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, values: Any) -> None:
-        self.value = values
-
-
-def test_a_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
-    restored, on_rank = OneTensor(torch.zeros(2)), OneTensor(torch.zeros(2))
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, mean=OneTensor(torch.ones(2)), per_rank={"mean": OneTensor(torch.full((2,), 2.0))}).result()
-    assert checkpointer.restore(mean=restored, per_rank={"mean": on_rank})
-    assert [restored.value.tolist(), on_rank.value.tolist()] == [[1.0, 1.0], [2.0, 2.0]]
-
-
 def views(seed: int) -> nn.Module:
     """A module with buffers that are views: expanded, conjugated, negated."""
     random_numbers = torch.Generator().manual_seed(seed)
@@ -277,12 +254,6 @@ def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
         Checkpointer(tmp_path).save(1, optimizer=optimizer).result()
-
-
-def test_checkpoints_do_not_depend_on_the_wrapper() -> None:
-    module = nn.Linear(2, 2)
-    assert unwrap(module) is module
-    assert state.flatten({"model": module})[0].keys() == {"model.weight", "model.bias"}
 
 
 def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
