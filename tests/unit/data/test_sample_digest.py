@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmtrain.data import BatchLoader
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.sources.mixture import MixedSamples
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import SlurmtrainError
 
 
 class Drawn:
@@ -139,11 +139,6 @@ def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_ano
     assert not {tuple(row) for row in first} & {tuple(row) for row in [*second, *other]}
 
 
-class Refusing(Drawn):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        raise ConfigError("shard 7 is torn", hint="prepare it again")
-
-
 class Dying(Drawn):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         signal.raise_signal(signal.SIGKILL)
@@ -166,26 +161,6 @@ def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
     assert len(heard) == 2 and str(os.getpid()) not in heard
     together = sorted(index for indices in heard.values() for index in indices)
     assert together[:26] == list(range(26))  # each once, and three steps of two before it is fetched
-
-
-class Ending(Drawn):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        raise StopIteration
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_set_that_stops_makes_no_shorter_step(workers: int) -> None:
-    loader = BatchLoader(Ending(4), seed=0, global_batch_size=2, micro_batch_size=1, num_workers=workers)
-    with pytest.raises(ConfigError, match="StopIteration"):
-        next(loader)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sentence_of_the_data_set_arrives_with_its_hint(workers: int) -> None:
-    loader = BatchLoader(Refusing(4), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=workers)
-    with pytest.raises(ConfigError) as error:
-        next(loader)
-    assert (error.value.message, error.value.hint) == ("shard 7 is torn", "prepare it again")
 
 
 def test_a_worker_that_is_killed_is_named_with_what_may_help() -> None:

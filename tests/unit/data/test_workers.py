@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmtrain.data.loading.batches import collate
 from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.data.loading.workers import Workers
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import SlurmtrainError
 
 MANY = SLOT_BYTES // 4 + 1
 KINDS = {
@@ -83,26 +82,6 @@ def test_results_stay_as_they_came_while_the_shared_memory_is_used_again(count: 
     assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
 
 
-def test_what_fails_among_several_is_raised_in_its_turn() -> None:
-    def work(number: int) -> Tensor:
-        if number == 30:
-            raise ConfigError("thirty", hint="none")
-        if number == 70:
-            raise KeyError("seventy")
-        return torch.tensor(number)
-
-    results = workers_on(work, range(100), ahead=10)
-    assert [int(next(results)) for _ in range(30)] == list(range(30))
-    with pytest.raises(ConfigError, match="thirty"):
-        next(results)
-    results.close()
-    results = workers_on(work, range(60, 100), ahead=10)
-    assert [int(next(results)) for _ in range(10)] == list(range(60, 70))
-    with pytest.raises(KeyError, match="seventy"):
-        next(results)
-    results.close()
-
-
 class PickyError(SlurmtrainError):
     """Cannot be made again from what it says."""
 
@@ -150,14 +129,3 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
     )
     assert [int(result if i % 3 else result.unique()) for i, result in enumerate(results)] == list(range(300))
     results.close()
-
-
-def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
-    def shared(number: int) -> bool:
-        image: Tensor = collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"]
-        return bool(image.is_shared())
-
-    results = workers_on(shared, [2, 3])
-    assert list(results) == [False, False]
-    results.close()
-    assert collate([{"image": torch.ones(3), "label": 1}] * 2)["label"].tolist() == [1, 1]

@@ -236,11 +236,3 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]
         assert process.line() == f"after {number}"
     process.say("go")
     assert process.end() == 75
-
-
-def test_arming_imports_no_torch(start: type[Process]) -> None:
-    process = start(
-        "import sys; from slurmtrain.system import signals\n"
-        "signals.install_signal_handlers(); print('torch' in sys.modules)"
-    )
-    assert process.line() == "False"
