@@ -133,15 +133,6 @@ def test_the_times_of_single_steps_are_there_for_those_who_compare_them(clock: C
     assert [each[Phase.DATA] for each in phases.take_steps()] == [1.0, 2.0, 3.0]
 
 
-def test_a_clock_that_measures_nothing_does_nothing() -> None:
-    phases = PhaseClock(None)
-    phases.start()
-    with phases.within(Phase.DATA), phases.waiting():
-        assert not phases.measures
-    phases.end_step()
-    assert phases.read(phases.cut()) is None and phases.take_steps() == []
-
-
 def test_a_new_beginning_forgets_what_was_before(clock: Clock) -> None:
     phases = PhaseClock(HostTimer(clock))
     step(phases, clock, data=50.0)  # a pass that warms up
