@@ -18,9 +18,7 @@ from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data import PreparedText
 from slurmtrain.data.format.manifest import Manifest, read_manifest, shard_file
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.data.prepare.bad_record import BadRecord
-from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE, ChatTemplate
-from slurmtrain.data.prepare.conversation import Conversation
+from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.unit import Task, prepare_unit
 from slurmtrain.data.prepare.unit_plan import agree_on, make_plan
@@ -222,14 +220,6 @@ def test_the_usual_forms_of_records_are_read(record: dict[str, Any], tmp_path: P
     assert bytes(np.array(ids, np.uint8)[np.array(mask) == 1]).decode() == "Hello<|im_end|>"
 
 
-def test_tables_are_read_like_json_lines(tmp_path: Path) -> None:
-    rows = [{"messages": messages(said), "tools": None} for said in SAID]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "raw.parquet")
-    prepare_files(tmp_path / "raw.parquet", tmp_path / "table", chat_template="chatml")
-    output = prepare(tmp_path, rows, chat_template="chatml")
-    assert list(documents(tmp_path / "table")) == list(documents(output))
-
-
 def test_a_table_gives_no_call_of_a_tool_the_arguments_of_another(tmp_path: Path) -> None:
     (tmp_path / "template").write_text(
         "{% for message in messages %}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}|{% endfor %}"
@@ -263,27 +253,18 @@ def test_loss_on_and_weights_choose_the_answers(tmp_path: Path) -> None:
         assert bytes(np.array(ids, np.uint8)[np.array(mask) == 1]).decode() == expected
 
 
-def test_calls_of_tools_are_part_of_the_answer(tmp_path: Path) -> None:
-    model = write_model_folder(tmp_path / "model", QWEN)
-    said = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "tool_calls": [{"name": "look"}]},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "It rains."},
-    ]
-    output = prepare(
-        tmp_path, [{"messages": said, "tools": [{"name": "look"}]}], tokenizer=str(model / "tokenizer.json")
-    )
-    (((ids, mask)),) = documents(output)
-    assert answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask) == [
-        "<tool_call>look</tool_call><|im_end|>",
-        "<think>\n\n</think>\n\nIt rains.<|im_end|>",
-    ]
-
-
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
+        (
+            QWEN,
+            [
+                "Hello<|im_end|>",
+                "<tool_call>look</tool_call><|im_end|>",
+                "<tool_call>ask</tool_call><|im_end|>",
+                "It rains.<|im_end|>",
+            ],
+        ),
         (LLAMA_CALLS, ["Hello<|eot|>", '{"name": "look"}<|eot|>', '{"name": "ask"}<|eot|>', "It rains.<|eot|>"]),
         (
             MISTRAL_CALLS,
@@ -291,7 +272,7 @@ def test_calls_of_tools_are_part_of_the_answer(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_calls_of_tools_in_the_place_of_a_content_count_and_what_others_say_does_not(
+def test_calls_of_tools_beside_or_in_place_of_a_content_count_and_what_others_say_does_not(
     template: str, expected: list[str], tmp_path: Path
 ) -> None:
     model = write_model_folder(tmp_path / "model", template)
@@ -305,7 +286,8 @@ def test_calls_of_tools_in_the_place_of_a_content_count_and_what_others_say_does
         *messages(["Thanks", "Bye", "And now?"]),
     ]
     said[-2]["weight"] = 0
-    output = prepare(tmp_path, [{"messages": said}], tokenizer=str(model / "tokenizer.json"))
+    record = {"messages": said, "tools": [{"name": "look"}]}
+    output = prepare(tmp_path, [record], tokenizer=str(model / "tokenizer.json"))
     (((ids, mask)),) = documents(output)
     assert answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask) == expected
 
@@ -333,13 +315,6 @@ def test_calls_after_a_content_count_where_the_template_has_no_special_token_at_
         f'I look.<|start|>call {{"name": "look"}}<|start|>call {{"name": "ask"}}{last}',
         f'Once more.<|start|>call {{"name": "look"}}{last}',
     ]
-
-
-def test_without_a_template_calls_of_tools_are_refused_and_not_left_out(tmp_path: Path) -> None:
-    said = [*messages(["Weather?"]), {"role": "assistant", "content": "I look.", "tool_calls": [{"name": "look"}]}]
-    template = ChatTemplate(None, (), (), LossOn.ANSWERS)
-    refused = template.render(Conversation(tuple(said)))
-    assert refused == BadRecord("the assistant calls tools, which needs a chat template")
 
 
 def test_the_first_token_of_an_answer_counts_and_the_end_token_wherever_their_offsets_lie(tmp_path: Path) -> None:
@@ -442,16 +417,21 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(tmp_path: Path) -> Non
         prepare_files(tmp_path / "raw.txt", tmp_path / "out", chat_template="chatml")
 
 
-def test_chatml_has_no_form_for_tools_and_leaves_none_out(tmp_path: Path) -> None:
+def test_tools_that_a_template_has_no_form_for_are_refused_and_not_left_out(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
     turns = messages(["Hi", "Hello"])
-    for number, record in enumerate(
-        ({"messages": [*turns[:1], call]}, {"messages": turns, "tools": [{"name": "add"}]})
+    calls, told = {"messages": [*turns[:1], call]}, {"messages": turns, "tools": [{"name": "add"}]}
+    for number, (record, template, reason) in enumerate(
+        (
+            (calls, "chatml", "ChatML has no form for that"),
+            (told, "chatml", "ChatML has no form for that"),
+            (calls, "none", "the assistant calls tools, which needs a chat template"),
+        )
     ):
         with pytest.raises(ConfigError, match="1 of 1 records are bad"):
-            prepare(tmp_path / str(number), [record], chat_template="chatml")
+            prepare(tmp_path / str(number), [record], chat_template=template)
         (bad,) = (tmp_path / str(number)).rglob("bad.jsonl")
-        assert "ChatML has no form for that" in bad.read_text()
+        assert reason in bad.read_text()
 
 
 def test_another_template_makes_another_data_set(tmp_path: Path) -> None:

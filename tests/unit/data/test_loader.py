@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from slurmtrain.data import BatchLoader, ByteWindows, eval_batches, sample_ids
+from slurmtrain.data import BatchLoader, eval_batches, sample_ids
+from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.loader import RowLength
-from slurmtrain.errors import ConfigError
+from slurmtrain.data.loading.shared_memory import SLOT_BYTES
+from slurmtrain.data.loading.workers import Workers
+from slurmtrain.data.sources.mixture import MixedSamples
+from slurmtrain.errors import ConfigError, SlurmtrainError
 
 
 class Numbers:
@@ -86,8 +92,12 @@ class Counted(Numbers):
 
 
 class Broken(Numbers):
+    def __init__(self, n: int, error: Exception | None = None):
+        super().__init__(n)
+        self._error = error or OSError("disk on fire")
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        raise OSError("disk on fire")
+        raise self._error
 
 
 class Noisy(Numbers):
@@ -136,10 +146,6 @@ def test_micro_batch_m_of_rank_r_is_where_the_documentation_says() -> None:
     assert step == [10, 11, 14, 15]  # of 8 ... 15: micro batch 0 takes 8 9 | 10 11, micro batch 1 takes 12 13 | 14 15
 
 
-def test_workers_do_not_change_what_is_read() -> None:
-    assert run_steps(50, 12, num_workers=0) == run_steps(50, 12, num_workers=1) == run_steps(50, 12, num_workers=2)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_loader_continues_exactly_after_the_steps_handed_out(workers: int) -> None:
     whole = run_steps(30, 10)
@@ -160,23 +166,6 @@ def test_loading_a_state_drops_what_was_read_ahead(workers: int) -> None:
         next(batches)
         batches.load_state_dict({"samples_consumed": 40})
         assert ids(next(batches).micro_batches) == whole[5]
-
-
-def test_a_resumed_run_on_more_ranks_sees_each_sample_of_the_epoch_once() -> None:
-    first = all_ranks(64, 3, dp_size=2)
-    rest = all_ranks(64, 5, dp_size=4, samples_consumed=24)
-    assert sorted(itertools.chain(*first, *rest)) == list(range(64))
-
-
-def test_a_data_set_with_get_batch_gives_the_same_samples_with_and_without_workers() -> None:
-    windows = ByteWindows(np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8), seq_len=16)
-    steps = []
-    for workers in (0, 2):
-        with loader(windows, num_workers=workers) as batches:
-            steps.append([batch for _ in range(3) for batch in next(batches).micro_batches])
-    assert len(steps[0]) == 12 and steps[0][0]["inputs"].shape == (2, 16)
-    for one, other in zip(*steps, strict=True):
-        assert torch.equal(one["inputs"], other["inputs"]) and torch.equal(one["targets"], other["targets"])
 
 
 @pytest.mark.parametrize("opened_before", [False, True])
@@ -245,6 +234,8 @@ def test_reading_leaves_the_random_state_of_the_training_alone(workers: int) -> 
 
 
 def test_workers_survive_the_signals_of_a_preemption() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
     with loader(Numbers(1000), num_workers=2) as batches:
         seen = [ids(next(batches).micro_batches)]
         workers = multiprocessing.active_children()
@@ -254,26 +245,11 @@ def test_workers_survive_the_signals_of_a_preemption() -> None:
             os.kill(worker.pid, signal.SIGUSR2)
             os.kill(worker.pid, signal.SIGTERM)
         seen += [ids(next(batches).micro_batches) for _ in range(9)]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before, "the rank's own signals are as they were"
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == handlers
         assert all(worker.is_alive() for worker in workers)
         assert multiprocessing.active_children() == workers
     assert seen == run_steps(1000, 10)
-
-
-def test_starting_workers_leaves_the_ranks_own_signal_handling_as_it_was() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
-    with loader(Numbers(100), num_workers=1) as batches:
-        next(batches)
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == handlers
-
-
-def test_close_leaves_no_child() -> None:
-    with loader(Numbers(1000), num_workers=2) as batches:
-        next(batches)
-        batches.close()
-        assert multiprocessing.active_children() == []
-        batches.close()  # again is no harm
 
 
 def test_close_kills_workers_that_are_stuck() -> None:
@@ -284,6 +260,7 @@ def test_close_kills_workers_that_are_stuck() -> None:
         begin = time.perf_counter()
         batches.close()
         assert time.perf_counter() - begin < 60
+        batches.close()  # again is no harm
     assert multiprocessing.active_children() == []
 
 
@@ -300,10 +277,16 @@ raise SystemExit(3)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_data_set_reaches_the_caller_and_the_step_does_not_count(workers: int) -> None:
-    with loader(Broken(100), num_workers=workers) as batches:
-        with pytest.raises(OSError, match="disk on fire"):
+@pytest.mark.parametrize(
+    "error", [OSError("disk on fire"), KeyError("image"), ConfigError("shard 7 is torn", hint="prepare it again")]
+)
+def test_an_error_of_the_data_set_reaches_the_caller_and_the_step_does_not_count(
+    error: Exception, workers: int
+) -> None:
+    with loader(Broken(100, error), num_workers=workers) as batches:
+        with pytest.raises(type(error), match=r"disk on fire|image|shard 7 is torn") as raised:
             next(batches)
+        assert getattr(raised.value, "hint", None) == getattr(error, "hint", None)
         assert batches.samples_consumed == 0
         assert multiprocessing.active_children() == []
 
@@ -328,17 +311,13 @@ class Miscounted(Numbers):
         (0, "fewer batches .*: 0 instead of [12]"),
     ],
 )
-def test_get_batches_that_yields_another_number_of_batches_trains_on_none(
+def test_get_batches_that_yields_another_number_of_batches_is_trained_on_and_evaluated_on_none(
     workers: int, times: int, message: str
 ) -> None:
     with loader(Miscounted(100, times), num_workers=workers, global_batch_size=4) as batches:
         with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
             next(batches)
         assert batches.samples_consumed == 0
-
-
-@pytest.mark.parametrize(("times", "message"), [(2, "more .* at least 2 instead of 1"), (0, "fewer .* 0 instead of 1")])
-def test_get_batches_that_yields_another_number_of_batches_is_evaluated_on_none(times: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
         next(eval_batches(Miscounted(8, times), 2))
 
@@ -390,3 +369,294 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_a_way_out() -> None:
     assert "8 or 16" in (error.value.hint or "")
     with pytest.raises(ConfigError, match="no samples"):
         BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)
+
+
+MANY = SLOT_BYTES // 4 + 1
+KINDS = {
+    "int64": torch.arange(6).reshape(2, 3),
+    "not contiguous": torch.arange(6).reshape(2, 3).T,
+    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    "bool": torch.tensor([True, False]),
+    "a number": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "gradient wanted": torch.ones(2, requires_grad=True),
+    "sparse": torch.eye(3).to_sparse(),
+    "negated": torch.tensor([1 + 2j]).conj().imag,
+    "conjugated": torch.tensor([1 + 2j]).conj(),
+    "one of a column": torch.arange(6).reshape(3, 2)[:1, 1],
+    "complex": torch.tensor([1 + 2j]),
+    "unsigned": torch.tensor([65535], dtype=torch.uint16),
+    "channels last": torch.arange(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "expanded": torch.arange(3).expand(2, 3),
+    "large": torch.arange(MANY, dtype=torch.int32),
+    "large and bfloat16": torch.ones(2 * MANY, dtype=torch.bfloat16),
+}
+
+
+def workers_on(
+    work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2, pin_memory: bool = False
+) -> Workers[list[Any], Any]:
+    """Each job's result by itself."""
+    coming = iter(jobs)
+    return Workers(
+        lambda some: map(work, some),
+        lambda number: list(itertools.islice(coming, number)),
+        count=count,
+        ahead=ahead,
+        seed=0,
+        pin_memory=pin_memory,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "pin_memory", [False, pytest.param(True, marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
+)
+def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> None:
+    results = workers_on(KINDS.__getitem__, KINDS, count=count, pin_memory=pin_memory)
+    try:
+        got = list(zip(KINDS.items(), results, strict=False))
+    finally:
+        results.close()
+    assert len(got) == len(KINDS)
+    for (name, expected), tensor in got:
+        assert (tensor.dtype, tensor.shape, tensor.layout) == (expected.dtype, expected.shape, expected.layout), name
+        assert torch.equal(dense(tensor), dense(expected)), name
+        if expected.layout == torch.strided and "last" in name:
+            assert tensor.stride() == expected.stride(), name
+        if tensor.layout == torch.strided and tensor.dtype != torch.uint16:
+            tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor.detach()
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(1, 1), (1, 2), (2, 3), (3, 40)])
+def test_results_stay_as_they_came_while_the_shared_memory_is_used_again(count: int, ahead: int) -> None:
+    results = workers_on(lambda number: {"rows": torch.full((100,), number)}, range(500), count=count, ahead=ahead)
+    kept = list(results)
+    results.close()
+    assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
+
+
+class PickyError(SlurmtrainError):
+    """Cannot be made again from what it says."""
+
+    def __init__(self, file: str, line: int):
+        super().__init__(f"{file}, line {line}")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_cannot_be_sent_is_an_error_in_its_turn(plain: bool) -> None:
+    class LocalError(Exception):
+        pass
+
+    def work(number: int) -> Any:
+        if number == 7:
+            return lambda: number
+        if number == 15:
+            raise PickyError("f", number)
+        if number == 25:
+            raise LocalError("only here")
+        return number if plain else torch.tensor(number)
+
+    for first, last, sentence in (
+        (0, 7, "[Pp]ickle"),
+        (8, 15, "PickyError: f, line 15"),
+        (16, 25, "LocalError: only here"),
+    ):
+        results = workers_on(work, range(first, 40), ahead=40)
+        assert [int(next(results)) for _ in range(first, last)] == list(range(first, last))
+        with pytest.raises(Exception, match=sentence):
+            next(results)
+        results.close()
+
+
+def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
+    buffer = np.zeros(1000)
+
+    def work(numbers: list[int]) -> Any:
+        for number in numbers:
+            buffer[:] = number
+            yield number if number % 3 else torch.from_numpy(buffer)
+
+    coming = iter(range(300))
+    results: Workers[list[int], Any] = Workers(
+        work, lambda some: list(itertools.islice(coming, some)), count=1, ahead=20, seed=0, pin_memory=False
+    )
+    assert [int(result if i % 3 else result.unique()) for i, result in enumerate(results)] == list(range(300))
+    results.close()
+
+
+class Drawn:
+    """Every sample draws from all three generators, as augmentations do."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
+        return {"id": torch.tensor(index), "drawn": drawn}
+
+
+def run(n: int, plan: list[tuple[int, int, int, int]], batch: int, **changes: Any) -> tuple[str, list[int]]:
+    """The hash and the samples of a run in stretches of (steps, ranks, micro batch, workers)."""
+    chain, consumed, seen = "data", 0, []
+    for steps, ranks, micro, workers in plan:
+        loaders = [
+            BatchLoader(
+                Drawn(n),
+                seed=1,
+                global_batch_size=batch,
+                micro_batch_size=micro,
+                dp_rank=rank,
+                dp_size=ranks,
+                num_workers=workers,
+                samples_consumed=consumed,
+                **changes,
+            )
+            for rank in range(ranks)
+        ]
+        for _ in range(steps):
+            shares = [next(loader) for loader in loaders]
+            chain = sample_digest.chained(chain, sample_digest.added([share.digest for share in shares]))
+            seen += sorted(int(i) for share in shares for micro_batch in share.micro_batches for i in micro_batch["id"])
+        consumed = loaders[0].samples_consumed
+        for loader in loaders:
+            loader.close()
+    return chain, seen
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), n=st.integers(1, 200), per=st.integers(1, 3))
+def test_stopped_and_resumed_with_any_ranks_and_micro_batches_the_hash_and_each_sample_are_the_same(
+    data: st.DataObject, n: int, per: int
+) -> None:
+    batch = 12 * per
+    layouts = st.sampled_from([(1, 12), (2, 3), (3, 4), (4, 1), (6, 2), (12, 1)])
+    plan = [(steps, *data.draw(layouts), 0) for steps in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))]
+    total = sum(stretch[0] for stretch in plan)
+    chain, seen = run(n, plan, batch)
+    assert (chain, seen) == run(n, [(total, 1, 1, 0)], batch)
+    # As many as there were whole epochs, and once more in the one that has begun.
+    times = np.bincount(seen, minlength=n)
+    assert times.min() == total * batch // n and times.max() == -(-total * batch // n)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), n=st.integers(20, 60))
+def test_so_it_is_with_workers(data: st.DataObject, n: int) -> None:
+    stretch = st.tuples(st.integers(1, 4), st.sampled_from([(1, 2), (2, 1), (2, 4)]), st.integers(0, 2))
+    plan = [
+        (steps, *layout, workers) for steps, layout, workers in data.draw(st.lists(stretch, min_size=1, max_size=3))
+    ]
+    assert run(n, plan, 8) == run(n, [(sum(stretch[0] for stretch in plan), 1, 8, 0)], 8)
+
+
+def test_another_order_sample_or_data_set_gives_another_hash() -> None:
+    plan = [(3, 1, 4, 0)]
+    hashes = [
+        run(50, plan, 4)[0],
+        run(49, plan, 4)[0],
+        run(50, plan, 4, shuffle=False)[0],
+        run(50, [(4, 1, 4, 0)], 4)[0],
+    ]
+    assert len(set(hashes)) == 4
+    numbers = np.arange(8)
+    swapped = numbers[[1, 0, *range(2, 8)]]
+    in_order, changed, moved = sample_digest.digests(
+        np.stack([numbers, numbers, swapped]), np.stack([numbers, swapped, numbers])
+    )
+    assert in_order != changed and changed == moved  # the same two pairs
+    assert sample_digest.chained("a", (1, 2)) != sample_digest.chained("b", (1, 2))
+
+
+def test_what_a_sample_draws_depends_on_neither_ranks_nor_workers_nor_restarts() -> None:
+    def drawn(steps: int, **changes: Any) -> dict[int, list[float]]:
+        arguments: dict[str, Any] = {"seed": 1, "global_batch_size": 4, "micro_batch_size": 2, **changes}
+        loader = BatchLoader(Drawn(12), **arguments)
+        found = {
+            int(index): row.tolist()
+            for _ in range(steps)
+            for batch in next(loader).micro_batches
+            for index, row in zip(batch["id"], batch["drawn"], strict=True)
+        }
+        loader.close()
+        return found
+
+    first, second = drawn(3), drawn(3, samples_consumed=12)
+    assert first == drawn(3, num_workers=2, micro_batch_size=4)
+    assert second == {**drawn(1, samples_consumed=12), **drawn(2, samples_consumed=16, num_workers=1)}
+    assert first.keys() == second.keys() and all(first[index] != second[index] for index in first)  # anew each epoch
+
+
+def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_another_seed() -> None:
+    mixture = MixedSamples({"left": Drawn(3), "right": Drawn(5)})
+
+    def drawn(seed: int, first: int) -> list[list[float]]:
+        loader = BatchLoader(
+            mixture, seed=seed, shuffle=False, global_batch_size=8, micro_batch_size=8, samples_consumed=first
+        )
+        rows: list[list[float]] = next(loader).micro_batches[0]["drawn"].tolist()
+        return rows
+
+    first, again, second, other = drawn(1, 0), drawn(1, 0), drawn(1, 8), drawn(2, 0)
+    assert first == again
+    assert not {tuple(row) for row in first} & {tuple(row) for row in [*second, *other]}
+
+
+class Dying(Drawn):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        signal.raise_signal(signal.SIGKILL)
+        return {}
+
+
+def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
+    class Announced(Drawn):
+        def will_need(self, indices: Any) -> None:
+            with (tmp_path / f"{os.getpid()}").open("a") as file:
+                file.write("".join(f"{index}\n" for index in indices.tolist()))
+
+    loader = BatchLoader(
+        Announced(10**6), seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2, num_workers=2, ahead=3
+    )
+    for _ in range(10):
+        next(loader)
+    loader.close()
+    heard = {path.name: [int(line) for line in path.read_text().split()] for path in tmp_path.iterdir()}
+    assert len(heard) == 2 and str(os.getpid()) not in heard
+    together = sorted(index for indices in heard.values() for index in indices)
+    assert together[:26] == list(range(26))  # each once, and three steps of two before it is fetched
+
+
+def test_a_worker_that_is_killed_is_named_with_what_may_help() -> None:
+    loader = BatchLoader(Dying(4), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=1)
+    with pytest.raises(SlurmtrainError, match="was killed by SIGKILL") as error:
+        next(loader)
+    assert "out of memory" in (error.value.hint or "") and error.value.exit_code == 1
+
+
+def test_the_data_set_hears_early_of_what_comes() -> None:
+    class Announced(Drawn):
+        def __init__(self) -> None:
+            super().__init__(100)
+            self.events: list[tuple[str, list[int]]] = []
+
+        def will_need(self, indices: Any) -> None:
+            self.events.append(("soon", indices.tolist()))
+
+        def get_batch(self, indices: Any) -> dict[str, Tensor]:
+            self.events.append(("now", indices.tolist()))
+            return {"id": torch.from_numpy(indices)}
+
+    dataset = Announced()
+    loader = BatchLoader(dataset, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=1, ahead=2)
+    next(loader)
+    next(loader)
+    soon, now = "soon", "now"
+    first = [(soon, [0, 1, 2, 3, 4, 5]), (now, [0]), (now, [1])]
+    assert dataset.events == [*first, (soon, [6, 7]), (now, [2]), (now, [3])]

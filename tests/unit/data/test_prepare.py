@@ -41,12 +41,10 @@ from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
 from slurmtrain.observe.prepare_progress import Preparing
-from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.jobs.prepare import stop_together, workers_of
+from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.system.process import lives
-from slurmtrain.system.signals import StopCause
 from tests.support.children import children
 from tests.support.commands import Cli
 from tests.support.raw_text import (
@@ -161,16 +159,6 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     assert [number for number, _ in whole] == list(range(1, len(whole) + 1))
 
 
-def test_a_piece_in_the_middle_of_a_line_reads_no_further_than_its_own_end(tmp_path: Path) -> None:
-    size = 32 << 20
-    with open(tmp_path / "a.jsonl", "wb") as file:
-        file.truncate(size)  # zeros: one line
-    [source] = find_sources([str(tmp_path)], "auto", tmp_path.parent / "out")
-    before = bytes_read()
-    assert not list(Reading(InputPiece(source, size // 8, size // 4), "text").records())
-    assert bytes_read() - before <= size // 4
-
-
 def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmtrain.data.prepare.reading.LONGEST_LINE", 100)
     texts = ["a", "b" * 500, "c" * (100 - len(json_lines([""]))), "d", "e" * 500]
@@ -180,11 +168,6 @@ def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, m
         records = list(Reading(InputPiece(source, 0, source.size), "text").records())
         long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
         assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
-
-
-def bytes_read() -> int:
-    """By this process so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_held_out_are_a_share_of_the_documents_and_duplicates_together(tmp_path: Path) -> None:
@@ -341,14 +324,6 @@ def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) ->
     os.utime(elsewhere, (0, 0))
     prepare(tmp_path / "raw.txt", tmp_path / "out")
     assert not list(begun.iterdir())
-
-
-def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
-    one, other = signals.StopFlag(), signals.StopFlag()
-    for stop in (one, other):
-        stop_together(stop, AttemptDir(tmp_path))
-    one.request(StopCause.SIGUSR2)
-    assert other.wait(timeout_s=60) and other.first is not None and other.first.cause == "another rank"
 
 
 def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
@@ -555,10 +530,13 @@ def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: 
     assert "is damaged" in records(bytes(zeros) + first)[-1].reason
 
 
-def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    column = pyarrow.array([b"one", None, b"caf\xe9", b"two"], pyarrow.binary()).view("string")
-    table = pyarrow.table({"text": column})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+@pytest.mark.parametrize("as_dictionary", [False, True])
+def test_rows_of_tables_are_text_however_they_are_stored_and_bad_ones_are_counted_by_row(
+    as_dictionary: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    column = pyarrow.array([b"one", None, b"caf\xe9", b"two", b"one"], pyarrow.binary()).view("string")
+    table = pyarrow.table({"text": column.dictionary_encode() if as_dictionary else column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
         stream.write_table(table)
     plan = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002)
@@ -566,23 +544,7 @@ def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path, caplog: pytest.Lo
     finish(plan, 0.5)
     reasons = ("2: 'text' is no string, but null", "3: invalid UTF-8 (unexpected end of data)")
     assert caplog.messages == [f"bad: {name}:{reason}" for name in ("a.parquet", "b.arrow") for reason in reasons]
-    assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two"] * 2
-
-
-def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    documents = ["one", "naïve", "one", "two"] * 5
-    column = pyarrow.array([*(text.encode() for text in documents), None, b"caf\xe9"], pyarrow.binary()).view("string")
-    table = pyarrow.table({"text": column.dictionary_encode()})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
-    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
-        stream.write_table(table, max_chunksize=5)
-    plan = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002)
-    do_units(plan)
-    finish(plan, 0.5)
-    assert [line.partition(": ")[2].partition(":")[0] for line in caplog.messages] == ["a.parquet"] * 2 + [
-        "b.arrow"
-    ] * 2
-    assert list(documents_of(tmp_path / "out")) == as_bytes(documents * 2)
+    assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two", b"one"] * 2
 
 
 def save_damaged(path: Path, keep: int) -> None:
@@ -702,18 +664,6 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
 
 def load_tokenizer_digest(path: Path) -> str:
     return str(load_tokenizer(TokenizerChoice(str(path), eos="none", pattern="gpt2"))[0].facts.sha256)
-
-
-def test_how_far_it_is_counts_what_was_done_before(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines(texts(100, seed=1)))
-    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", unit_mb=0.003)
-    do_units(plan, 0, 2)
-    tallies: list[Tally] = []
-    work(plan, plan.units, 1, Event(), tallies.append, max_bad_share=0.0)
-    first, last = tallies[0], tallies[-1]
-    total = (tmp_path / "a.jsonl").stat().st_size
-    assert (first.units_done, first.size) == (len(plan.share(0, 2)), first.before) and 0 < first.size < total
-    assert (last.units_done, last.size, last.total, last.documents) == (len(plan.units), total, total, 100)
 
 
 # The verb.

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import itertools
-import mmap
 import multiprocessing
 import os
 import sys
@@ -22,10 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.cli import main
-from slurmtrain.data import BatchLoader, Mixture, PreparedText, eval_batches
+from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format import reading, rows
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
+from slurmtrain.data.format.packing import best_fit_rows
+from slurmtrain.data.format.tokens import DocumentTokens
 from slurmtrain.data.loading import compact_rows
 from slurmtrain.data.loading.batches import concatenate, num_targets, padded
 from slurmtrain.data.loading.compact_rows import RowGroup
@@ -463,39 +462,6 @@ def test_tokens_of_any_width_are_the_same_on_a_gpu_which_has_no_unsigned_numbers
     assert torch.equal(compact_rows.by_signed(tokens.to(dtype)), tokens)
 
 
-class OnlyBatches(PackedTokens):
-    def get_batch(self, indices: Any) -> Any:
-        return {"mine": torch.from_numpy(indices)}
-
-
-class OnlySamples(PackedTokens):
-    def __getitem__(self, index: int) -> Any:
-        return {"mine": torch.tensor(index)}
-
-
-class Wrapper:
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"mine": torch.tensor(index)}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-
-@pytest.mark.parametrize("kind", [OnlyBatches, OnlySamples, Wrapper])
-def test_what_a_class_changes_is_what_is_asked(data: Path, kind: Any) -> None:
-    train = PreparedText(str(data), 4).train
-    changed = Wrapper(train) if kind is Wrapper else kind(train._stream, train._rows, seq_len=4)
-    loader = BatchLoader(changed, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2)
-    assert next(loader).micro_batches[0]["mine"].tolist() == [0, 1]
-    assert next(iter(eval_batches(changed, 2)))["mine"].tolist() == [0, 1]
-
-
 def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     write_prepared(tmp_path, {"train": [[[n] * 3] for n in range(2 * reading.OPEN_FILES)]})
     train = PreparedText(str(tmp_path), 3).train
@@ -506,28 +472,22 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     assert open_below(tmp_path) == []
 
 
-def test_workers_read_what_this_process_reads(data: Path) -> None:
-    train = PreparedText(str(data), 4, packing="best_fit").train
-    train[0]  # its descriptors are there when the workers are forked
+@pytest.mark.parametrize("large", [False, True])
+def test_workers_read_what_this_process_reads(large: bool, data: Path, tmp_path: Path) -> None:
+    if large:
+        tokens = SLOT_BYTES // 4 + 1  # each of two bytes, in two batches
+        write_prepared(tmp_path, {"train": [[[token % 40_000 for token in range(tokens)]]]}, vocab_size=40_000)
+        train, steps = PreparedText(str(tmp_path), tokens // 4).train, 1
+    else:
+        train, steps = PreparedText(str(data), 4, packing="best_fit").train, 6
+        train[0]  # its descriptors are there when the workers are forked
     batches = []
     for workers in (0, 2):
-        loader = BatchLoader(train, seed=3, global_batch_size=4, micro_batch_size=2, num_workers=workers)
-        batches.append([batch for _ in range(6) for batch in next(loader).micro_batches])
+        loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
+        batches.append([batch for _ in range(steps) for batch in next(loader).micro_batches])
         loader.close()
     for here, there in zip(*batches, strict=True):
-        assert all(torch.equal(here[name], there[name]) for name in ("inputs", "targets", "documents"))
-
-
-def test_large_batches_come_from_workers_as_small_ones_do(tmp_path: Path) -> None:
-    tokens = SLOT_BYTES // 4 + 1  # each of two bytes, in two batches
-    write_prepared(tmp_path, {"train": [[[token % 40_000 for token in range(tokens)]]]}, vocab_size=40_000)
-    train = PreparedText(str(tmp_path), tokens // 4).train
-    batches = []
-    for workers in (0, 1):
-        loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
-        batches.append(next(loader).micro_batches[1])
-        loader.close()
-    assert all(torch.equal(here, there) for here, there in zip(batches[0].values(), batches[1].values(), strict=True))
+        assert all(torch.equal(here[name], there[name]) for name in here) and here.keys() == there.keys()
 
 
 def test_the_index_is_made_once_by_one_of_many(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -586,25 +546,6 @@ def test_groups_of_shards_are_packed_on_their_own(data: Path, monkeypatch: pytes
     assert pairs(everything(train)) == within_documents()
 
 
-def test_reading_ahead_brings_the_pages_into_memory(tmp_path: Path) -> None:
-    write_prepared(tmp_path, {"train": [[[1] * 2_000_000]]})
-    path = shard_file(tmp_path, "train", "00000", "tokens")
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    train = PreparedText(str(tmp_path), 4096).train
-    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapped:
-        first = 200 * 4096 * 2 // mmap.PAGESIZE
-        if any(pages := resident(mapped)[first : first + 16]):
-            pytest.skip(f"this file system keeps its files in memory: {pages}")
-        train.will_need(np.arange(200, 208))
-        deadline = time.monotonic() + 60
-        while not all(resident(mapped)[first : first + 16]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    os.close(descriptor)
-
-
 def test_samples_of_which_some_were_announced_are_those_asked_for(data: Path) -> None:
     train = PreparedText(str(data), 6, packing="best_fit").train
     train.will_need(np.array([3, 1, 2]))
@@ -613,16 +554,6 @@ def test_samples_of_which_some_were_announced_are_those_asked_for(data: Path) ->
         assert all(
             torch.equal(got, fresh[name]) for name, got in train.get_batch(np.array(indices, dtype=np.int64)).items()
         )
-
-
-def resident(mapped: mmap.mmap) -> list[bool]:
-    """Of each page, whether it is in memory."""
-    pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages):
-        raise OSError(ctypes.get_errno(), "mincore")
-    return [bool(page & 1) for page in pages]
 
 
 @pytest.fixture
@@ -653,3 +584,20 @@ def test_a_sample_far_into_1e11_tokens_is_there_at_once(sparse: Path) -> None:
     assert len(train) == -(-(10**11 - 1) // 4096)
     assert sample["inputs"].nonzero().tolist() == [[column]]
     assert took < 1  # seconds: nothing is looped over; `tests.bench data` measures it
+
+
+def test_best_fit_of_text_leaves_less_than_a_hundredth_free_and_cuts_only_what_is_too_long() -> None:
+    tokens = np.random.default_rng(0).lognormal(6.2, 1.1, 30_000).astype(np.int64) + 2  # about 900 on average
+    for seq_len in (512, 2048, 8192):
+        pieces, counts = best_fit_rows(np.cumsum(tokens).astype(np.uint64), 0, seq_len)
+        assert 1 - (tokens - 1).sum() / (len(counts) * seq_len) < 0.01
+        assert len(pieces) == (-(-(tokens - 1) // seq_len)).sum()
+
+
+def test_samples_follow_the_data_and_do_not_depend_on_chance() -> None:
+    ends = np.cumsum(np.random.default_rng(0).integers(1, 300, 5000)).astype(np.uint64)
+    pieces, counts = best_fit_rows(ends, 0, 256)
+    firsts = pieces["start"][np.cumsum(counts) - counts]
+    assert (np.diff(firsts.astype(np.int64)) > 0).all()
+    again, counts_again = best_fit_rows(ends, 0, 256)
+    assert (again == pieces).all() and (counts_again == counts).all()

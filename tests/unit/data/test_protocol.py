@@ -36,6 +36,27 @@ class Windows(ByteWindows):
         return super().__getitem__(index)
 
 
+class OwnBatches(ByteWindows):
+    def get_batch(self, indices: Any) -> Any:
+        return {"mine": indices}
+
+
+class Wrapper:
+    """Passes on all that it does not have, the faster ways of what it wraps too."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"mine": index}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -59,8 +80,10 @@ def test_a_plain_list_is_a_data_set_without_anything_more() -> None:
 
 
 def test_a_data_set_is_asked_by_the_way_that_the_most_derived_class_defines() -> None:
-    datasets = (ByteWindows(TEXT, 4), Windows(TEXT, 4), Batched())
-    methods = (FetchMethod.GET_BATCHES, FetchMethod.GET_ITEM, FetchMethod.GET_BATCH)
+    plain = ByteWindows(TEXT, 4)
+    datasets = (plain, Windows(TEXT, 4), Batched(), OwnBatches(TEXT, 4), Wrapper(plain))
+    batches, batch, item = FetchMethod.GET_BATCHES, FetchMethod.GET_BATCH, FetchMethod.GET_ITEM
+    methods = (batches, item, batch, batch, item)
     assert tuple(inspect_dataset(dataset).method for dataset in datasets) == methods
     assert inspect_dataset(datasets[0]).seq_len == 4 and inspect_dataset(datasets[0]).num_bytes == 8
 

@@ -13,8 +13,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from slurmtrain.data import BatchLoader, ByteText, ByteWindows, StdlibText, TextFiles
-from slurmtrain.data.loading import samples
+from slurmtrain.data import ByteText, ByteWindows, StdlibText, TextFiles
 from slurmtrain.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -53,18 +52,6 @@ def test_a_batch_is_its_samples_stacked() -> None:
         assert torch.equal(batch[name], torch.stack([windows[int(i)][name] for i in indices]))
     with pytest.raises(IndexError):
         windows.get_batch(np.array([len(windows)]))
-
-
-def test_reading_a_text_seeds_no_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(key: int) -> None:
-        raise AssertionError("seeding takes ten times as long as reading")
-
-    monkeypatch.setattr(samples, "_seed_generators", fail)
-    windows = ByteWindows(np.arange(200, dtype=np.uint8), seq_len=5)
-    loader = BatchLoader(windows, seed=0, global_batch_size=4, micro_batch_size=2)
-    order = loader.order.at(np.arange(4)).reshape(2, 2)
-    for batch, indices in zip(next(loader).micro_batches, order, strict=True):
-        assert all(torch.equal(batch[name], rows) for name, rows in windows.get_batch(indices).items())
 
 
 def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:

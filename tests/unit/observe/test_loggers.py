@@ -7,15 +7,15 @@ import json
 import os
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurmtrain.choices import JobKind, WandbMode
+from slurmtrain.choices import WandbMode
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
@@ -67,15 +67,35 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "POLL_S", 0.0)
 
 
-def ship(folder: Path, backend: Backend, ending: str = "close stopped 5", *, tell: str = "") -> None:
-    """One attempt of the process of a logger, which is told at once that it is over."""
+def ship(
+    folder: Path,
+    backend: Backend,
+    ending: str = "close stopped 5",
+    *,
+    tell: str = "",
+    until_flushed: bool = False,
+    build: Callable[[], Logger] | None = None,
+) -> Any:
+    """One attempt of the process of a logger, which is told at once that it is over, or by the first group that goes through.
+
+    Returns:
+        its note.
+    """
     read, write = os.pipe()
-    os.write(write, (tell + ending + "\n").encode() if ending else b"")
-    os.close(write)
+    if not until_flushed:
+        os.write(write, (tell + ending + "\n").encode() if ending else b"")
+        os.close(write)
+
+    class Shipped(Fake):
+        def flush(self) -> None:
+            if until_flushed:
+                os.close(write)
+
     run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
-    tail = process.Tail(folder / "metrics.jsonl")
-    process.RecordShipper(lambda: Fake(backend), run, tail, process.Control(read), folder / "note.json").run()
+    tail, note = process.Tail(folder / "metrics.jsonl"), folder / "note.json"
+    process.RecordShipper(build or (lambda: Shipped(backend)), run, tail, process.Control(read), note).run()
     os.close(read)
+    return json.loads(note.read_text())
 
 
 def write(folder: Path, resume_step: int, *records: dict[str, float]) -> None:
@@ -125,66 +145,28 @@ def test_an_evaluation_that_a_stop_has_put_off_is_logged_by_the_next_attempt(tmp
 def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
     backend, outages = Backend(), [1, 1]
     backend.fails_at = lambda step: step == 3 and bool(outages and outages.pop())
-    write(tmp_path, -1, *steps(1, 2, 3, 4))
-    read, end = os.pipe()
-    os.set_blocking(read, False)
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-    control = process.Control(read)
     backend.tells = lambda: Held(step=max((step for _, step in backend.given), default=-1))
-    shipper = process.RecordShipper(
-        lambda: Fake(backend), run, process.Tail(tmp_path / "metrics.jsonl"), control, tmp_path / "note.json"
-    )
-
-    class Over(Fake):
-        def flush(self) -> None:
-            os.close(end)  # the first group that goes through is the last
-
-    shipper._build = lambda: Over(backend)
-    shipper.run()
-    os.close(read)
+    write(tmp_path, -1, *steps(1, 2, 3, 4))
+    note = ship(tmp_path, backend, until_flushed=True)
     assert backend.opened == 3
     assert [step for _, step in backend.given] == [1, 2, 3, 4]
-    assert json.loads((tmp_path / "note.json").read_text())["left_out"] == 0
+    assert note["left_out"] == 0
 
 
 def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path) -> None:
     backend = Backend(fails_at=lambda step: step == 2)
-    backend.tells = lambda: None
     write(tmp_path, -1, *steps(1, 2, 3))
-    read, end = os.pipe()
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-
-    class Flushes(Fake):
-        def flush(self) -> None:
-            os.close(end)
-
-    shipper = process.RecordShipper(
-        lambda: Flushes(backend),
-        run,
-        process.Tail(tmp_path / "metrics.jsonl"),
-        process.Control(read),
-        tmp_path / "n.json",
-    )
-    shipper.run()
-    os.close(read)
+    note = ship(tmp_path, backend, until_flushed=True)
     assert ("train", 3) in backend.given
-    assert json.loads((tmp_path / "n.json").read_text())["left_out"] == 1
+    assert note["left_out"] == 1
 
 
 def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_path: Path) -> None:
-    write(tmp_path, -1, *steps(1))
-    read, write_end = os.pipe()
-    os.write(write_end, b"close stopped 5\n")
-    os.close(write_end)
-
     def build() -> Logger:
         raise ConfigError("wandb is not installed")
 
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-    tail, control = process.Tail(tmp_path / "metrics.jsonl"), process.Control(read)
-    process.RecordShipper(build, run, tail, control, tmp_path / "note.json").run()
-    os.close(read)
-    note = json.loads((tmp_path / "note.json").read_text())
+    write(tmp_path, -1, *steps(1))
+    note = ship(tmp_path, Backend(), build=build)
     assert "wandb is not installed" in note["error"]
     assert note["step"] == -1
 
@@ -274,14 +256,6 @@ def test_a_run_that_goes_online_sends_no_offline_folder_again_and_offline_again_
     assert _Folders(killed).begin_offline() == Held(50, 20)
 
 
-def test_a_note_of_any_shape_about_folders_is_read(tmp_path: Path) -> None:
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-    (tmp_path / "loggers").mkdir()
-    for note in ({"complete": 3, "held": ["a", None]}, {"complete": [1, {}], "held": 5, "online": "x"}):
-        (tmp_path / "loggers" / "wandb-folders.json").write_text(json.dumps(note))
-        assert _Folders(run).begin_offline() == Held()
-
-
 def test_mlflow_gets_names_that_it_takes_and_no_secret() -> None:
     config = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "secrets": {"K": "env"}, "job": {"name": "x", "a+b": {}}}
     assert dict(flattened(config)) == {
@@ -322,26 +296,20 @@ def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("overrides", "said"),
     [
-        ("+observe.loggers.mine={a: 1}", "has no _target_"),
-        ("+observe.loggers.wandb={_target_: x.Y}", "not a valid name of a logger"),
+        ("+observe.loggers.mine={a:1}", "has no _target_"),
+        ("+observe.loggers.wandb={_target_:x.Y}", "not a valid name of a logger"),
         ("observe.wandb.project=me/lm", "observe.wandb.entity"),
         ("observe.textfile_dir=prom", "not an absolute path"),
         ("observe.mlflow.experiment=''", "is no name"),
+        ("job=command job.command=true +observe.loggers.mine={_target_:my.Logger}", "only with the built-in trainer"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_queue(override: str, said: str) -> None:
+def test_what_cannot_work_is_refused_before_the_queue(overrides: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        validate(compose([override]))
+        validate(compose(overrides.split(" ")))
     assert said in f"{raised.value.message} {raised.value.hint}"
-
-
-def test_a_logger_of_yours_is_not_for_a_program_of_yours() -> None:
-    config = compose(["+observe.loggers.mine={_target_: my.Logger}"])
-    config.job.kind, config.job.command = JobKind.COMMAND, "python x.py"
-    with pytest.raises(ConfigError, match="works only with the built-in trainer"):
-        validate(config)
 
 
 def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:
@@ -368,18 +336,6 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     assert file.path.stat().st_mode & 0o777 == 0o644
     file.close()
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
-
-
-def test_a_folder_of_the_node_exporter_that_is_not_there_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = TextFile(tmp_path / "missing", "r", {"run": "r"}, every_s=0.001, at_least_every_s=0.001)
-    file.update({"step": 1})
-    wait_until(lambda: caplog.messages, "warned")
-    began = time.monotonic()
-    file.close()
-    assert time.monotonic() - began < 1
-    assert len(caplog.messages) == 1  # once, though it has tried often
 
 
 def test_the_newest_numbers_of_a_program_are_those_of_its_last_whole_line(tmp_path: Path) -> None:

@@ -107,10 +107,6 @@ def test_what_a_rank_that_was_cut_off_has_added_late_is_dropped(
     assert [record["step"] for record in read_metrics(path)] == list(range(1, 501))
 
 
-def test_there_are_no_metrics_where_there_is_no_file(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resume_step, last, loss in ((0, 7, 9.0), (5, 8, 1.0)):

@@ -24,7 +24,6 @@ from slurmtrain.models.attention import CausalAttention
 from slurmtrain.models.decoder import Block
 from slurmtrain.models.flops import flops_of, transformers_flops
 from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
-from slurmtrain.planner.peaks import DTYPES, PEAKS, peak_of
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.resources import PACKAGE
 
@@ -214,51 +213,3 @@ def test_pairs_of_rows_agree_with_the_mask_itself() -> None:
     ).attended_pairs == int(mask.sum())
     lengths = [[end - begin for begin, end in pairwise([0, *each, 32])] for each in cuts]
     assert sum(attended_pairs(each) for each in lengths) == int(mask.sum())
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
-        ("NVIDIA H100 NVL", "bfloat16", 835.5),
-        ("NVIDIA H200", "bfloat16", 989.4),
-        ("NVIDIA GH200 480GB", "bfloat16", 989.4),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
-        ("NVIDIA A100-PCIE-40GB", "float32", 19.5),
-        ("NVIDIA L40S", "bfloat16", 362.05),
-        ("NVIDIA L40", "bfloat16", 181.05),
-        ("NVIDIA L4", "bfloat16", 121.0),
-        ("Tesla V100-SXM2-32GB", "float16", 125.0),
-        ("Tesla V100-PCIE-16GB", "float16", 112.0),
-        ("NVIDIA RTX 6000 Ada Generation", "bfloat16", 364.2),
-        ("AMD Instinct MI300X", "bfloat16", 1307.4),
-    ],
-)
-def test_the_peak_of_a_gpu_is_found_by_its_name(device: str, dtype: str, tflops: float) -> None:
-    assert peak_of(device, dtype).tflops == tflops
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "why"),
-    [
-        (None, "float32", "no peak is known for CPUs; cluster.peak_tflops states one"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", "is a part of a GPU"),
-        ("Tesla V100-SXM2-32GB", "bfloat16", "V100 has no matrix units for bfloat16"),
-        ("NVIDIA Z9000", "bfloat16", "no peak is known for NVIDIA Z9000"),
-        ("NVIDIA A1000", "bfloat16", "no peak is known for NVIDIA A1000"),  # not that of an A100
-    ],
-)
-def test_where_no_peak_is_known_the_reason_is_said_unless_the_config_states_one(
-    device: str | None, dtype: str, why: str
-) -> None:
-    found = peak_of(device, dtype)
-    assert found.tflops is None and why in found.why
-    assert peak_of(device, dtype, stated_tflops=12.5).tflops == 12.5
-
-
-def test_peaks_fall_from_shorter_types_to_longer_ones() -> None:
-    for name, figures in PEAKS.items():
-        known = [figure for figure in figures if figure is not None]
-        assert known == sorted(known, reverse=True) and len(figures) == len(DTYPES), name

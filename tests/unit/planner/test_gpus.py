@@ -1,66 +1,55 @@
-"""Which model of GPU a name means."""
+"""Which model of GPU a name means, and the memory and the most arithmetic of it."""
 
 from __future__ import annotations
 
 import pytest
 
 from slurmtrain.planner.gpus import GPUS, gpu_of
-from slurmtrain.planner.peaks import BF16, FP16
+from slurmtrain.planner.peaks import BF16, DTYPES, FP16, FP32, PEAKS, TF32, peak_of
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
+    ("name", "model", "memory_gb", "dtype", "tflops"),
     [
-        ("h100", "H100"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("nvidia_h100_80gb_hbm3", "H100"),
-        ("h100_nvl", "H100 NVL"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("a100_80gb", "A100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("nvidia_a100_80gb_pcie", "A100 PCIe"),  # which has no NVLink
-        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
-        ("b200", "B200"),
-        ("l40s", "L40S"),
-        ("l4", "L4"),
-        ("rtx4090", "RTX 4090"),
-        ("rtx_a6000", "RTX A6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
-        ("v100", "V100"),
-        ("mi300x", "MI300X"),
+        ("h100", "H100", 80, BF16, 989.4),
+        ("NVIDIA H100 80GB HBM3", "H100", 80, TF32, 494.7),
+        ("nvidia_h100_80gb_hbm3", "H100", 80, BF16, 989.4),
+        ("h100_96gb", "H100", 96, BF16, 989.4),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 80, BF16, 756.0),
+        ("h100_nvl", "H100 NVL", 94, BF16, 835.5),
+        ("NVIDIA H200", "H200", 141, BF16, 989.4),
+        ("gh200", "GH200", 96, BF16, 989.4),
+        ("gh200_144gb", "GH200", 144, BF16, 989.4),
+        ("NVIDIA GH200 480GB", "GH200", 96, BF16, 989.4),
+        ("a100", "A100", 40, BF16, 312.0),
+        ("a100_80gb", "A100", 80, BF16, 312.0),
+        ("a100-80g", "A100", 80, BF16, 312.0),
+        ("NVIDIA A100-SXM4-80GB", "A100", 80, BF16, 312.0),
+        ("NVIDIA A100-SXM-64GB", "A100", 64, BF16, 312.0),
+        ("nvidia_a100_80gb_pcie", "A100 PCIe", 80, BF16, 312.0),  # which has no NVLink
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe", 40, FP32, 19.5),
+        ("v100", "V100", 16, FP16, 125.0),
+        ("v100_32gb", "V100", 32, FP16, 125.0),
+        ("Tesla V100-SXM2-32GB", "V100", 32, FP16, 125.0),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe", 32, FP16, 112.0),
+        ("b200", "B200", 180, BF16, 2250.0),
+        ("l40s", "L40S", 48, BF16, 362.05),
+        ("NVIDIA L40", "L40", 48, BF16, 181.05),
+        ("l4", "L4", 24, BF16, 121.0),
+        ("rtx4090", "RTX 4090", 24, BF16, 165.2),
+        ("rtx_a6000", "RTX A6000", 48, BF16, 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 48, BF16, 364.2),
+        ("AMD Instinct MI300X", "MI300X", 192, BF16, 1307.4),
     ],
 )
-def test_a_gpu_is_known_by_the_names_that_slurm_and_people_give_it(name: str, model: str) -> None:
+def test_a_gpu_is_known_by_the_names_that_slurm_and_people_give_it(
+    name: str, model: str, memory_gb: float, dtype: str, tflops: float
+) -> None:
     found = gpu_of(name)
     assert found is not None
-    assert found.name == model
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_gb"),
-    [
-        ("a100", 40),
-        ("a100_80gb", 80),
-        ("a100-sxm4-80gb", 80),
-        ("a100-80g", 80),
-        ("NVIDIA A100-SXM-64GB", 64),
-        ("NVIDIA A100-PCIE-40GB", 40),
-        ("v100_32gb", 32),
-        ("Tesla V100-SXM2-32GB", 32),
-        ("v100", 16),
-        ("h100_nvl", 94),
-        ("h100_96gb", 96),
-        ("gh200", 96),
-        ("gh200_144gb", 144),
-        ("NVIDIA GH200 480GB", 96),
-        ("l40s", 48),
-        ("nvidia_h100_80gb_hbm3", 80),
-    ],
-)
-def test_a_name_that_states_the_memory_is_believed(name: str, memory_gb: float) -> None:
-    found = gpu_of(name)
-    assert found is not None
-    assert found.memory_gb == memory_gb
+    assert (found.name, found.memory_gb, found.peak(dtype).tflops) == (model, memory_gb, tflops)
+    if " " in name:  # as torch says it
+        assert peak_of(name, dtype).tflops == tflops
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "h999", "a100_3g.20gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
@@ -71,3 +60,27 @@ def test_what_is_not_known_or_a_part_of_a_gpu_has_no_figures(name: str) -> None:
 def test_every_gpu_of_the_table_has_a_peak_in_16_bit() -> None:
     for gpu in GPUS:
         assert gpu.peak(BF16).tflops or gpu.peak(FP16).tflops, gpu.name
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [
+        (None, "float32", "no peak is known for CPUs; cluster.peak_tflops states one"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", "is a part of a GPU"),
+        ("Tesla V100-SXM2-32GB", "bfloat16", "V100 has no matrix units for bfloat16"),
+        ("NVIDIA Z9000", "bfloat16", "no peak is known for NVIDIA Z9000"),
+        ("NVIDIA A1000", "bfloat16", "no peak is known for NVIDIA A1000"),  # not that of an A100
+    ],
+)
+def test_where_no_peak_is_known_the_reason_is_said_unless_the_config_states_one(
+    device: str | None, dtype: str, why: str
+) -> None:
+    found = peak_of(device, dtype)
+    assert found.tflops is None and why in found.why
+    assert peak_of(device, dtype, stated_tflops=12.5).tflops == 12.5
+
+
+def test_peaks_fall_from_shorter_types_to_longer_ones() -> None:
+    for name, figures in PEAKS.items():
+        known = [figure for figure in figures if figure is not None]
+        assert known == sorted(known, reverse=True) and len(figures) == len(DTYPES), name

@@ -12,7 +12,6 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.memory_check import memory_by_dry_run
 from slurmtrain.planner.fit import GIB, ROOM, check_fits
 from slurmtrain.planner.plan import Plan, on_nodes, plan_of, scaled_learning_rate, search
-from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import Measured
 
 EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16", "data.seq_len=8192"]
@@ -31,19 +30,6 @@ QWEN = [
 def planned(words: list[str]) -> Plan:
     config = compose(words)
     return plan_of(config, validate(config))
-
-
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    [
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
-        ("llama3_405b", 405_853_388_800),
-        ("qwen2_5_72b", 72_706_203_648),
-    ],
-)
-def test_models_have_the_parameters_that_are_published(model: str, parameters: int) -> None:
-    assert DecoderShape.of(compose([f"model={model}"]).model).num_parameters() == parameters
 
 
 def test_72b_on_16_nodes_with_tp_8_and_pp_2() -> None:

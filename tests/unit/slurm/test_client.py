@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.command_environment import belongs_to_a_job, clean_environment
+from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
 from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
-from slurmtrain.slurm.parse_values import parse_duration, parse_show_config, parse_time
+from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.slurm.versions import parse_version
 from tests.support.commands import FakeSlurm
 
@@ -71,9 +71,11 @@ def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
     )
 
 
-def test_a_job_that_is_being_signalled_is_running() -> None:
+def test_a_job_that_is_being_signalled_is_running_and_an_array_is_its_first_element() -> None:
     """By it a cancel in the grace time of a preemption is told from the preemption, which has signalled the job, too."""
     assert parse_show_job(SHOW_JOB.replace("JobState=RUNNING", "JobState=SIGNALING")) == parse_show_job(SHOW_JOB)
+    second = SHOW_JOB.replace("Restarts=2", "Restarts=7")
+    assert parse_show_job(SHOW_JOB + second) == parse_show_job(SHOW_JOB)  # of an array, the first element
 
 
 @pytest.mark.parametrize(
@@ -81,17 +83,6 @@ def test_a_job_that_is_being_signalled_is_running() -> None:
 )
 def test_what_is_no_job_reads_as_none(text: str) -> None:
     assert parse_show_job(text) is None
-
-
-def test_of_an_array_the_first_element_is_read() -> None:
-    second = SHOW_JOB.replace("Restarts=2", "Restarts=7")
-    facts = parse_show_job(SHOW_JOB + second)
-    assert facts is not None and facts.restarts == 2
-
-
-@pytest.mark.parametrize("text", ["Unknown", "None", "N/A", "", "(null)", "2026-11-21"])
-def test_times_that_are_none(text: str) -> None:
-    assert parse_time(text) is None
 
 
 @pytest.mark.parametrize(
@@ -311,8 +302,9 @@ WHERE_AND_WHO = {
 
 
 def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
-    mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs"}
-    assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
+    mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
+    of_a_job = dict.fromkeys(("SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"), "1")
+    assert clean_environment({**ANSWERS_CHANGED, **of_a_job, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
 
 
 def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
@@ -364,10 +356,6 @@ def test_a_step_that_slurm_does_not_know_any_more_is_over(shown: str, code: int,
     assert client.step_lives("17.0") is lives
 
 
-def test_a_controller_that_does_not_answer_is_none_for_the_outcome(fake_slurm: FakeSlurm) -> None:
-    assert SlurmClient(run=never_answers).job("1") is None
-
-
 def test_a_machine_without_slurm_is_none_for_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     client, ran = answers(SHOW_JOB)
@@ -388,11 +376,6 @@ def test_one_squeue_call_finds_jobs_and_array_elements(fake_slurm: FakeSlurm) ->
         "7": QueuedJob("PENDING", "Nodes required for job are DOWN, DRAINED|or reserved", "N/A"),
     }
     assert len(ran) == 1
-
-
-def test_nothing_to_look_up_asks_nobody(fake_slurm: FakeSlurm) -> None:
-    client, ran = answers()
-    assert client.queue([]) == {} and ran == []
 
 
 ACTIONS: list[Callable[[SlurmClient], object]] = [
@@ -420,44 +403,7 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
         action(answers()[0])
 
 
-def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
-    client, ran = answers()
-    for action in ACTIONS[1:-1]:
-        action(client)
-    assert ran == [
-        ["scancel", "1"],
-        ["scancel", "--signal=TERM", "1"],
-        ["scontrol", "release", "1"],
-        ["scontrol", "update", "JobId=1", "StartTime=now"],
-    ]
-
-
 # The environment.
-
-
-def test_commands_run_outside_of_the_surrounding_job_but_on_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Mapping[str, str]] = []
-
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        seen.append(environment)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setenv("SLURM_CONF", "/etc/one.conf")
-    SlurmClient(run=run)._call(["true"])
-    SlurmClient("/etc/other.conf", run=run)._call(["true"])
-    assert [environment["SLURM_CONF"] for environment in seen] == ["/etc/one.conf", "/etc/other.conf"]
-    assert all("SLURM_JOB_ID" not in environment for environment in seen)
-
-
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"])
-def test_variables_of_a_job(name: str) -> None:
-    assert belongs_to_a_job(name)
-
-
-def test_variables_of_a_person_are_kept() -> None:
-    mine = {"SLURM_CONF": "x", "SLURMTRAIN_RUNS": "y", "PATH": "z", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
-    assert clean_environment(mine | {"SLURM_NTASKS": "1"}) == mine
 
 
 def cannot_fork(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -469,6 +415,7 @@ def test_a_command_that_cannot_be_started_is_no_answer(fake_slurm: FakeSlurm) ->
     with pytest.raises(ClusterError, match=r"`scontrol` cannot be started on this machine: Resource temporarily"):
         client.look("1")
     assert client.job("1") is None and client.glance(["scontrol", "ping"]) is None and client.version() is None
+    assert SlurmClient(run=never_answers).job("1") is None
 
 
 def test_the_times_of_a_job_are_asked_for_in_unix_seconds(

@@ -51,13 +51,38 @@ def names(*found: NodeRecord, run: str | None = "a", now: float = NOW, policy: B
     return [each.node for each in blamed_nodes(found, policy, now=now, run=run)]
 
 
-def test_a_node_that_has_crashed_a_run_twice_is_left_out_of_its_next_start() -> None:
-    assert names(crash("n3", 1)) == []
-    assert names(crash("n3", 1), crash("n3", 2)) == ["n3"]
+TWICE = [crash("n3", 1, ago=30), crash("n3", 2, ago=20)]
+ALIKE = [crash("n3", 1, said="rank 0: step 17 at 0x7f01 on n3"), crash("n3", 2, said="rank 4: step 9 at 0xaa on n3")]
+ON_ANOTHER = crash("n12", 3, said="rank 1: step 1 at 0xbc on n12")
+# Somebody tries a program again and again, and SLURM gives it the first idle node each time.
+TRIED_AGAIN = [crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"]
 
 
-def test_one_record_that_ledger_and_run_both_have_counts_once() -> None:
-    assert names(crash("n3", 1), crash("n3", 1), crash("n3", 1, proven=True)) == []
+@pytest.mark.parametrize(
+    ("found", "run", "left_out"),
+    [
+        pytest.param([crash("n3", 1)], "a", [], id="one crash"),
+        pytest.param(TWICE, "a", ["n3"], id="two crashes"),
+        pytest.param([crash("n3", 1)] * 2 + [crash("n3", 1, proven=True)], "a", [], id="one that ledger and run have"),
+        pytest.param(ALIKE, "a", ["n3"], id="the same two times"),
+        pytest.param([*ALIKE, ON_ANOTHER], "a", [], id="the same on another node: the program's own"),
+        pytest.param([*ALIKE, replace(ON_ANOTHER, said="else")], "a", ["n3"], id="something else on another node"),
+        pytest.param(TWICE, "b", [], id="another run, of whose program nothing is known"),
+        pytest.param([*TWICE, trained("n4")], "b", ["n3"], id="another run, since the program has trained elsewhere"),
+        pytest.param([*TWICE, trained("n4", run="c")], "b", [], id="another run, since a third has trained elsewhere"),
+        pytest.param([replace(each, proven=True) for each in TWICE], "b", ["n3"], id="another run, proven"),
+        pytest.param(TRIED_AGAIN, "g", [], id="the programs of many runs"),
+        pytest.param([*TWICE, trained("n3", "n4", ago=10)], "a", [], id="the run has trained there since"),
+        pytest.param(
+            [other(NodeEvent.HARDWARE, ago=20), trained("n3", ago=10)],
+            "a",
+            ["n3"],
+            id="trained since on what is broken",
+        ),
+    ],
+)
+def test_which_nodes_crashes_speak_against(found: list[NodeRecord], run: str, left_out: list[str]) -> None:
+    assert names(*found, run=run) == left_out
 
 
 def test_what_was_recorded_by_a_clock_that_is_ahead_speaks_against_a_node_for_its_own_run_alone() -> None:
@@ -66,34 +91,6 @@ def test_what_was_recorded_by_a_clock_that_is_ahead_speaks_against_a_node_for_it
     assert names(*ahead, run="a") == ["n3"]
     assert names(other(NodeEvent.HARDWARE, ago=-60), run="b") == ["n3"]  # as far as clocks differ
     assert names(other(NodeEvent.BY_HAND, run="", ago=-48 * HOUR), run="b") == ["n3"]
-
-
-def test_what_a_run_crashes_with_on_two_nodes_speaks_against_none_of_them() -> None:
-    alike = [
-        crash("n3", 1, said="rank 0: step 17 at 0x7f01 on n3"),
-        crash("n3", 2, said="rank 4: step 9 at 0xaa on n3"),
-    ]
-    assert names(*alike) == ["n3"]
-    assert names(*alike, crash("n12", 3, said="rank 1: step 1 at 0xbc on n12")) == []
-    assert names(*alike, crash("n12", 3, said="rank 1: something else")) == ["n3"]
-
-
-def test_a_crash_speaks_against_a_node_for_other_runs_once_the_run_has_trained_on_another_one() -> None:
-    crashes = [crash("n3", 1), crash("n3", 2)]
-    assert names(*crashes, run="b") == []
-    assert names(*crashes, trained("n4"), run="b") == ["n3"]
-    assert names(*crashes, trained("n4", run="c"), run="b") == []
-    assert names(*(replace(each, proven=True) for each in crashes), run="b") == ["n3"]
-
-
-def test_two_runs_that_their_programs_crash_blame_no_node() -> None:
-    """Somebody tries a program again and again, and SLURM gives it the first idle node each time."""
-    assert names(*(crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"), run="g") == []
-
-
-def test_a_run_that_has_trained_on_the_node_since_takes_a_crash_back_but_no_broken_hardware() -> None:
-    assert names(crash("n3", 1, ago=30), crash("n3", 2, ago=20), trained("n3", "n4", ago=10)) == []
-    assert names(other(NodeEvent.HARDWARE, ago=20), trained("n3", ago=10)) == ["n3"]
 
 
 @pytest.mark.parametrize(

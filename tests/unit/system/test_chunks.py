@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -87,14 +86,6 @@ def test_a_result_that_cannot_be_sent_is_made_here() -> None:
     assert {pid for pid, _, _ in parts} == {ME}
 
 
-def test_where_a_parent_process_ignores_the_end_of_children_the_results_are_the_same() -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_where_no_further_process_can_be_started_the_others_do_all(
     monkeypatch: pytest.MonkeyPatch, allowed: int
@@ -108,14 +99,6 @@ def test_where_no_further_process_can_be_started_the_others_do_all(
         return fork()
 
     monkeypatch.setattr(os, "fork", limited)
-    assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
-
-
-def test_no_thread_is_needed_for_which_a_limit_on_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert everything(work_in_chunks(doubled, range(40), at_least=10)) == list(range(0, 80, 2))
 
 

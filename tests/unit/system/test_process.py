@@ -3,9 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from slurmtrain.system import process
+from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process_tree import Process, kill_trees
 from tests.support.children import children
 
 
@@ -38,3 +44,65 @@ def test_children_are_told_in_the_order_of_their_start_whatever_they_call_themse
     finally:
         for child in started:
             child.communicate()
+
+
+def test_a_mark_is_alive_as_long_as_its_process_also_when_it_was_read_back() -> None:
+    me = ProcessMark.own()
+    assert me.pid == os.getpid() and me.lives() and ProcessMark.from_json(me.to_json()) == me
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mark = replace(me, pid=child.pid, born=process.born(child.pid))
+        assert mark.lives()
+        child.kill()
+    assert mark.lives() is False
+
+
+def test_the_process_that_has_a_pid_after_another_one_is_not_taken_for_it() -> None:
+    assert replace(ProcessMark.own(), born="1").lives() is False
+
+
+def test_a_process_of_another_host_or_container_is_neither_alive_nor_dead() -> None:
+    me = ProcessMark.own()
+    assert replace(me, host="another-host").lives() is None
+    assert replace(me, namespace="pid:[1]").lives() is None
+    assert not replace(me, namespace="pid:[1]").can_be_seen
+
+
+def test_a_process_that_the_machine_hides_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is somebody else's, on a machine with hidepid."""
+
+    def not_permitted(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", not_permitted)
+    monkeypatch.setattr(process, "stat", lambda pid: None)
+    assert replace(ProcessMark.own(), born="17").lives()
+
+
+@pytest.mark.parametrize("values", [None, "x", {}, {"host": 1, "pid": 2}, {"host": "a", "pid": "2"}, {"host": "a"}])
+def test_what_names_no_process_is_no_mark(values: object) -> None:
+    assert ProcessMark.from_json(values) is None
+
+
+JOBS = """
+set -m
+for number in $(seq 8); do
+  (trap 'echo told >> told' HUP; echo ready >> ready; while :; do sleep 0.02; done) &
+done
+wait
+"""
+
+
+@pytest.mark.parametrize("_", range(6))  # one of them may hear nothing by chance
+def test_no_process_of_a_tree_hears_of_its_end(tmp_path: Path, _: int) -> None:
+    """As in the power failure of a node: an srun that heard of its shell's end would tell SLURM to end its step."""
+    shell = subprocess.Popen(["bash", "-c", JOBS], cwd=tmp_path, start_new_session=True)
+    ready = tmp_path / "ready"
+    deadline = time.monotonic() + 60
+    while not ready.exists() or len(ready.read_text().splitlines()) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    own = Process.of(shell.pid)
+    assert own is not None
+    kill_trees([own])
+    shell.wait()
+    assert not (tmp_path / "told").exists()

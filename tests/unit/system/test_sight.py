@@ -1,4 +1,4 @@
-"""What the login node can say of a path: there, missing, or a matter of the nodes."""
+"""What the login node can say of a path: there, missing, or a matter of the nodes; and how fast it takes a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.system.file_systems import write_speed_mb_per_s
 from slurmtrain.system.sight import Seen, Sight, look, sight_of_gap, unwritable
 
 
@@ -62,3 +63,14 @@ def test_a_folder_that_cannot_be_written_is_known_by_the_first_one_above_that_is
     assert unwritable(tmp_path / "file" / "b") == f"{tmp_path / 'file'} is no folder"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # which root may always
     assert unwritable(tmp_path / "a" / "b") == f"you may not write in {tmp_path}"
+
+
+def test_the_speed_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    speed = write_speed_mb_per_s(tmp_path, megabytes=1)
+    assert speed is not None
+    assert speed > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_has_no_speed(tmp_path: Path) -> None:
+    assert write_speed_mb_per_s(tmp_path / "missing") is None

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 
 class Process:
     """A Python program that talks in lines."""
+
+    started: ClassVar[list[Process]] = []
 
     def __init__(self, code: str, blocked: set[signal.Signals] | None = None):
         self._process = subprocess.Popen(
@@ -24,6 +27,7 @@ class Process:
             preexec_fn=(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked)) if blocked else None,
         )
         self.pid = self._process.pid
+        self.started.append(self)
 
     def line(self) -> str:
         assert self._process.stdout is not None
@@ -47,16 +51,9 @@ class Process:
 
 @pytest.fixture
 def start() -> Iterator[type[Process]]:
-    started: list[Process] = []
-
-    class Started(Process):
-        def __init__(self, code: str, blocked: set[signal.Signals] | None = None):
-            super().__init__(code, blocked)
-            started.append(self)
-
-    yield Started
-    for process in started:
-        process.clean_up()
+    yield Process
+    while Process.started:
+        Process.started.pop().clean_up()
 
 
 BLOCKED_IN_C = """
@@ -236,11 +233,3 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]
         assert process.line() == f"after {number}"
     process.say("go")
     assert process.end() == 75
-
-
-def test_arming_imports_no_torch(start: type[Process]) -> None:
-    process = start(
-        "import sys; from slurmtrain.system import signals\n"
-        "signals.install_signal_handlers(); print('torch' in sys.modules)"
-    )
-    assert process.line() == "False"
