@@ -17,25 +17,22 @@ from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.control.drill.comparison import Divergence, RunComparison, compare_logs, describe, likely_causes
-from slurmtrain.control.drill.evidence import from_interruption_on, log_of, with_checkpoint
+from slurmtrain.control.drill.evidence import with_checkpoint
 from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.own import (
     OwnEvidence,
     OwnPlan,
-    StopAndResume,
-    first_step_after,
     is_due,
     judge_own,
     own_config,
 )
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
 from slurmtrain.control.drill.scratch import Leftovers, Watched, drilling
-from slurmtrain.control.drill.site import most_memory_mb
-from slurmtrain.control.drill.ways import TINY, Way, is_for_site, parse_ways, site_config, why_not_here
+from slurmtrain.control.drill.ways import TINY, Way, parse_ways, site_config, why_not_here
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
+from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
     QOS_COLUMNS,
@@ -217,16 +214,6 @@ def test_a_request_that_was_done_although_nobody_said_so_counts() -> None:
     assert judge(evidence(unanswered="the controller did not answer")).result is Result.PASSED
     lost = evidence(unanswered="it did not answer", attempts=[told(cause=None, committed_step=4), BACK])
     assert "killed without having been told" in judge(lost).sentence
-
-
-def test_attempts_before_the_interruption_do_not_count(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    tries = [Attempt(1, started=100.0, ended=105.0), Attempt(2, started=120.0, ended=140.0), Attempt(3, started=150.0)]
-    assert from_interruption_on(run_dir, tries) == tries
-    run_dir.interrupted_file.write_text('{"step": 7, "time": 130.0}')
-    assert [each.number for each in from_interruption_on(run_dir, tries)] == [2, 3]
-    run_dir.interrupted_file.write_text('{"time": "never"}')
-    assert from_interruption_on(run_dir, tries) == tries
 
 
 def test_every_verdict_can_be_made_of_a_run_that_has_left_next_to_nothing() -> None:
@@ -443,17 +430,6 @@ def test_other_endings_of_a_run_of_ones_own(given: OwnEvidence, result: Result, 
     assert found.result is result and words in found.sentence
 
 
-def test_a_program_that_begins_anew_is_seen_in_the_part_of_its_log_after_the_stop(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    before = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 11))
-    run_dir.metrics_file.write_text(before + '{"step": 1, "loss": 1.0}\n{"step": 2, "los')
-    assert first_step_after(run_dir, 10) == 0
-    run_dir.metrics_file.write_text(before + '{"step": 11, "loss": NaN}\n')
-    assert first_step_after(run_dir, 10) == 10
-    assert math.isnan(log_of(run_dir)[11]["loss"])  # type: ignore[arg-type]
-    assert first_step_after(run_dir, 11) is None
-
-
 def test_a_program_is_stopped_at_its_step_or_by_the_clock_if_it_shows_none() -> None:
     silent = compose(["job=command", "job.command='python a.py'"])
     saving = compose(["job=command", "job.command='python a.py'", "job.checkpoints='out/step-*'"])
@@ -482,12 +458,6 @@ def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
     assert (str(drill.folder) in caplog.text) == (error is not None)
 
 
-def test_words_of_the_cluster_alone_drill_the_site() -> None:
-    assert is_for_site(["+cluster=a100x8", "cluster.partition=low", "requeue=chain", "requeue.in_place=false"])
-    assert not is_for_site(["+cluster=a100x8", "+experiment=mine"])
-    assert not is_for_site(["+cluster=a100x8", "job=command", "job.command=[python, a.py]"])
-
-
 def test_ways_are_named_as_a_person_types_them() -> None:
     assert parse_ways("in-place, crash") == [Way.IN_PLACE, Way.CRASH]
     assert parse_ways(None) == list(Way)
@@ -507,23 +477,6 @@ def test_a_job_of_the_drill_is_small_short_and_reaches_out_of_nothing(way: Way |
     assert config.requeue.starts_in_place == (way in (Way.IN_PLACE, None))
 
 
-@pytest.mark.parametrize(("node_mb", "gb"), [(None, 8), (64_000, 8), (4000, 0), (1, 0)])
-def test_a_job_of_the_drill_takes_all_memory_of_a_node_that_has_less_than_it_wants(
-    node_mb: int | None, gb: int
-) -> None:
-    config = compose(["cluster=h100x8", "cluster.mem_per_node_gb=0", *TINY])
-    assert site_config(config, None, Path("/d"), given=(), node_mb=node_mb).cluster.mem_per_node_gb == gb
-
-
-def test_the_most_memory_of_a_node_is_that_of_the_partitions_of_the_job() -> None:
-    groups = tuple(NodeGroup(name, 1, 1, 4, 1, mb) for name, mb in (("low", 1000), ("low", 2000), ("high", 9000)))
-    facts = ClusterFacts(
-        partitions=tuple(Partition(name, default=name == "low") for name in ("low", "high")), groups=groups
-    )
-    assert [most_memory_mb(facts, name) for name in ("low", "low,high", None)] == [2000, 9000, 2000]
-    assert most_memory_mb(ClusterFacts(), None) is None
-
-
 SAVED = {"undisturbed": (20,), "resumed": (10, 20)}
 
 
@@ -541,25 +494,6 @@ def test_random_numbers_that_nobody_seeds_or_uses_are_no_failed_resume(tmp_path:
     found = with_checkpoint(RunComparison(), 20, undisturbed, resumed, differences, 10)
     assert found.state == ("random.python",) and not found.same_bits
     assert "random state is not restored" in likely_causes(found, 10)[0]
-
-
-@pytest.mark.parametrize("saves_only", [False, True])
-def test_a_program_that_was_stopped_late_goes_on_after_it_is_resumed(tmp_path: Path, saves_only: bool) -> None:
-    run = Watched("stopped", RunDir(tmp_path), compose(["job=command", "job.command='python a.py'"]))
-    stopping = StopAndResume(PLAN, None)
-
-    def shows(step: int) -> bool:
-        if saves_only:
-            folder = run.run_dir.checkpoints / f"checkpoint_{step:07d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "COMPLETE").touch()
-        else:
-            run.run_dir.metrics_file.write_text(f'{{"step": {step}}}\n')
-        return stopping.is_far_enough(run)
-
-    assert shows(61) is not saves_only  # of one that logs its steps, so much is enough for the undisturbed run
-    stopping.resumed, stopping.stopped_at = True, 61
-    assert not shows(61) and shows(62)
 
 
 def test_the_two_runs_of_ones_own_differ_in_nothing_but_the_stop() -> None:

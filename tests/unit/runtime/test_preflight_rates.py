@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-import torch
 
 from slurmtrain.choices import FindingKind
-from slurmtrain.config.schema import Config
 from slurmtrain.planner.peaks import BF16, peak_of
-from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
-from slurmtrain.runtime.preflight.measure import ranks_of_nodes
-from slurmtrain.runtime.preflight.rates import RankRates, Stated, by_distinct_nodes, partners, slow
+from slurmtrain.runtime.preflight.rates import RankRates, Stated, slow
 
 NODES, TASKS = 8, 2
 
@@ -53,13 +45,6 @@ def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
     assert not found.fatal
 
 
-def test_nodes_of_the_same_name_are_measured_apart() -> None:
-    """Containers of one image, started by torchrun."""
-    alike = [replace(each, node="trainer", node_rank=each.rank // TASKS) for each in rates(links={("n1", "n5"): 12.0})]
-    found = only(slow(by_distinct_nodes([RankRates.decode(each.encode()) for each in alike]), Stated()))
-    assert (found.kind, found.pair) == (FindingKind.SLOW_LINK, ("trainer (node 1)", "trainer (node 5)"))
-
-
 def test_a_slow_link_is_named_by_its_two_nodes_and_blames_neither() -> None:
     found = only(slow(rates(links={("n1", "n5"): 12.0}), Stated()))
     assert (found.kind, found.pair, found.fatal) == (FindingKind.SLOW_LINK, ("n1", "n5"), False)
@@ -85,33 +70,6 @@ def test_two_gpus_of_a_node_without_a_fast_link_are_named() -> None:
     one = only(slow(found, Stated()))
     assert (one.kind, one.nodes, one.ranks) == (FindingKind.SLOW_LINK, ("n3",), (6, 7))
     assert "20 GB/s between ranks 6 and 7; expected: 300 GB/s" in one.sentence
-
-
-def joined_two_by_two(nodes: int) -> list[RankRates]:
-    """GPUs 0 and 1, and 2 and 3, are joined by a bridge, and the others meet by way of the sockets."""
-    return [
-        RankRates(
-            rank,
-            f"n{rank // 4}",
-            pairs={
-                rank - rank % 4 + other: 200.0 if rank % 4 // 2 == other // 2 else 20.0
-                for other in range(4)
-                if other != rank % 4
-            },
-        )
-        for rank in range(4 * nodes)
-    ]
-
-
-def test_pairs_that_are_far_apart_on_every_node_are_not_slow() -> None:
-    found = joined_two_by_two(3)
-    assert slow(found, Stated()) == []
-    found[4] = replace(found[4], pairs={**(found[4].pairs or {}), 5: 20.0})  # a bridge that is lost
-    found[8] = replace(found[8], pairs={**(found[8].pairs or {}), 11: 5.0})
-    bridge, socket = slow(found, Stated())
-    assert (bridge.nodes, bridge.ranks, socket.nodes, socket.ranks) == (("n1",), (4, 5), ("n2",), (8, 11))
-    assert "20 GB/s between ranks 4 and 5; expected: 200 GB/s, the median of this pair on all nodes" in bridge.sentence
-    assert "5 GB/s between ranks 8 and 11; expected: 20 GB/s" in socket.sentence
 
 
 def test_rates_are_compared_with_what_the_clusters_file_states() -> None:
@@ -141,29 +99,3 @@ def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:
     two = [each for each in rates(links={("n0", "n1"): 1.0}) if each.node in ("n0", "n1")]
     assert slow(two, Stated()) == []
     assert only(slow(two, Stated(network_gb_per_s=45.0))).kind == FindingKind.BELOW_STATED
-
-
-@pytest.mark.parametrize("tasks", [(1, 1), (2, 2, 2), (4, 2, 3), (1,), (8,) * 32])
-def test_partners_agree_on_when_they_meet(tasks: tuple[int, ...]) -> None:
-    nodes = ranks_of_nodes(tasks)
-    schedules = {rank: partners(rank, nodes) for ranks in nodes for rank in ranks}
-    assert len({len(schedule) for schedule in schedules.values()}) == 1  # all take part in the same barriers
-    for rank, schedule in schedules.items():
-        for round_, (partner, here) in enumerate(schedule):
-            if partner is not None:
-                assert schedules[partner][round_] == (rank, here)
-    met = [partner for partner, _ in schedules[0] if partner is not None]
-    assert len(met) == len(set(met))
-
-
-def test_the_memory_that_a_measurement_takes_is_not_in_the_peak_of_the_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[object] = []
-    monkeypatch.setattr(measure, "measured_by", lambda *_: RankRates(0, "n0", 700.0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: done.append("freed"))
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", done.append)
-    gpu: Any = SimpleNamespace(environment=None, device=torch.device("cuda", 0))
-    measure.measure(Config(), gpu, None)
-    assert done == ["freed", torch.device("cuda", 0)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from dataclasses import replace
 
 import pytest
@@ -16,12 +14,9 @@ from slurmtrain.runtime.preflight.peer_ports import error_of as error_of_ports
 from slurmtrain.runtime.preflight.reachability import (
     Answer,
     Unreachable,
-    answer_of,
     diagnose,
     error_of_reports,
     kind_of,
-    knock,
-    look_into,
 )
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -51,11 +46,6 @@ def test_between_two_nodes_nobody_is_blamed_and_the_run_is_tried_again() -> None
     assert "n1: cannot reach rank 0 at 10.0.0.5:41233 by eth1: timed out" in error.message
 
 
-def test_a_node_that_came_after_it_had_reported_is_no_finding() -> None:
-    assert diagnose([LOST], {"n1", "n2", "n3"}, nodes=NODES) == []
-    assert error_of_reports([]) is None
-
-
 @pytest.mark.parametrize(
     ("answer", "host_answers", "rank_0_waits", "kind"),
     [
@@ -74,25 +64,6 @@ def test_the_answer_of_the_network_tells_what_is_wrong(
 ) -> None:
     found = replace(LOST, answer=answer, host_answers=host_answers)
     assert kind_of(found, rank_0_waits=rank_0_waits) == kind
-
-
-def test_errors_of_the_kernel_are_told_apart() -> None:
-    assert answer_of(socket.gaierror("unknown")) is Answer.UNRESOLVED
-    assert answer_of(ConnectionRefusedError()) is Answer.REFUSED
-    assert answer_of(TimeoutError()) is Answer.TIMED_OUT
-    assert answer_of(OSError(errno.EHOSTUNREACH, "No route to host")) is Answer.NO_ROUTE
-
-
-def test_a_port_is_knocked_at() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        assert knock("127.0.0.1", port) is Answer.REFUSED
-        listener.listen()
-        assert knock("127.0.0.1", port) is Answer.CONNECTED
-    found = look_into("n1", 4, "127.0.0.1", port, Answer.REFUSED)
-    assert found == Unreachable("n1", 4, "127.0.0.1", port, "refused", "lo")
-    assert found.sentence == f"cannot reach rank 0 at 127.0.0.1:{port} by lo: refused"
 
 
 # What is concluded where nodes do not reach each other at ports that the kernel chooses.

@@ -154,11 +154,16 @@ def test_the_same_search_asks_for_the_same_points_and_another_one_is_apart(
         found: dict[str, Any] = json.loads(out)
         return found, said
 
-    first, said = searched("hydra.sweeper.n_trials=2")
+    import optuna  # which takes its time
+
+    kept = {"storage": f"sqlite:///{project}/kept.db", "study_name": "mine"}
+    storage = [f"hydra.sweeper.{name}={value}" for name, value in kept.items()]
+    first, said = searched("hydra.sweeper.n_trials=2", *storage)
     assert first["points"] == 2 and "I am loud" in said
     # The same choices by the same sampler, which may go on for longer.
-    longer, said = searched("hydra.sweeper.n_trials=3")
+    longer, said = searched("hydra.sweeper.n_trials=3", *storage)
     assert (longer["points"], longer["sweep"]) == (3, first["sweep"]) and "is there already" in said
+    assert [trial.value for trial in optuna.load_study(**kept).trials] == [1.0] * 3  # each told once
     for words, lr in (
         (["hydra.sweeper.n_trials=1"], "interval(0.1,2)"),
         (["hydra.sweeper.n_trials=1", "train.seed=5"], "interval(0.1,1)"),

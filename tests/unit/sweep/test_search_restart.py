@@ -171,20 +171,6 @@ def test_a_search_that_is_killed_between_any_two_lines_goes_on_exactly_once(
     assert states == {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
 
 
-def test_a_search_whose_log_ends_anywhere_goes_on_from_there(opened: OpenSweep, begin: BEGIN) -> None:
-    """As after a power cut: runs and points may be further than the log, whose last line is torn."""
-    begin(opened).run()
-    path = opened.sweep.trials_file
-    lines = path.read_text().splitlines(keepends=True)
-    for kept in range(len(lines)):
-        path.write_text("".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2])
-        search = begin(opened)
-        search.run()
-        assert TrialLog(path).ignored == {kept + 1: "it is torn"}
-        check_all_told_once(opened, search)
-    assert {path.read_text() for path in opened.sweep.path.glob("*/started")} == {"once\n"}
-
-
 def test_a_trial_that_was_started_is_not_checked_again(
     opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,26 +194,6 @@ def test_a_trial_that_was_started_is_not_checked_again(
     assert not any("gone" in trial.why for trial in search.trials[:3])
     assert TrialState.COMPLETE in {trial.state for trial in search.trials[:3]}
     assert [path.read_text() for path in opened.sweep.path.glob("*/started")] == ["once\n"] * 3
-
-
-def test_a_trial_that_finished_without_a_result_was_not_tried_again(
-    opened: OpenSweep, begin: BEGIN, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(optuna_search, "ProcessRuns", ProcessRuns)
-
-    def finish(runs: LocalRuns, run_dir: RunDir) -> None:
-        run_dir.metrics_file.write_text(f'{{"step": 1, "valid_loss": {"NaN" if run_dir.id.endswith("1") else 1}}}\n')
-        write_attempt(run_dir, Attempt(run_dir.new_attempt(), started=1.0, ended=2.0, verdict=Verdict.DONE))
-        runs._over.append(run_dir)
-
-    monkeypatch.setattr(LocalRuns, "start", finish)
-    for _ in range(2):
-        search = begin(opened)
-        search.run()
-        assert [trial.number for trial in search.trials if trial.state == TrialState.FAIL] == [1]
-        assert "never finite" in search.trials[1].why
-    assert "tried again" not in caplog.text
-    check_all_told_once(opened, search)
 
 
 def test_a_run_whose_directory_was_removed_is_a_failed_trial(

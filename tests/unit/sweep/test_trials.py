@@ -28,7 +28,6 @@ from slurmtrain.sweep.trials import (
     to_ask,
     to_report,
 )
-from slurmtrain.system import records
 
 PRIMARY = Primary("config", search_folders("config", None, None))
 
@@ -93,21 +92,12 @@ TOLD = {"event": "told", "trial": 0, "state": "complete", "value": 0.5, "run": "
     [
         ('{"event": "told", "trial": 0, "sta', "it is torn"),
         ({"event": "moved", "trial": 0}, "this version does not know the event 'moved'"),
-        ({"event": "value", "trial": -1, "step": 1, "value": 1}, "it names no trial, but -1"),
         ({"event": "value", "trial": 4, "step": 1, "value": 1}, "no line before it asks for trial 4"),
         ({**ASKED, "trial": 0}, "it asks for trial 0, and the next one is 2"),  # two have written, or one line is lost
-        ({**ASKED, "trial": 7}, "it asks for trial 7, and the next one is 2"),
-        ({**ASKED, "trial": 2, "overrides": "a=1"}, "it has no overrides for trial 2, but 'a=1'"),
-        ({**ASKED, "trial": 2, "params": [1]}, "the parameters of trial 2 are not given by name"),
-        ({"event": "value", "trial": 0, "step": 9, "value": 1}, "trial 0 had ended before"),
-        ({"event": "pruning", "trial": 0, "step": 9}, "trial 0 had ended before"),
         ({"event": "value", "trial": 1, "step": 3, "value": 1}, "trial 1 had come further before"),
         ({"event": "value", "trial": 1, "step": 4, "value": "1"}, "its value is no number, but '1'"),
-        ({"event": "value", "trial": 1, "step": None, "value": 1}, "it names no step, but None"),
         ({"event": "started", "trial": 1, "run": "../x"}, "it names no run, but '../x'"),
         (TOLD, "trial 0 had ended before"),
-        ({**TOLD, "trial": 1, "state": "vanished"}, "this version does not know the end 'vanished'"),
-        ({**TOLD, "trial": 1, "value": None}, "the result of trial 1 is no number, but None"),
     ],
 )
 def test_a_line_that_makes_no_sense_is_left_out_with_a_sentence_and_others_come_after_it(
@@ -129,20 +119,6 @@ def test_a_line_that_makes_no_sense_is_left_out_with_a_sentence_and_others_come_
     last = TrialLog(path)
     assert [trial.state for trial in last.trials] == [TrialState.COMPLETE, TrialState.PRUNED]
     assert last.trials[1].last_step == 3 and list(last.ignored.values()) == [why]
-
-
-def test_a_line_about_another_run_is_left_out(tmp_path: Path) -> None:
-    log = TrialLog(tmp_path / "trials.jsonl")
-    log.add(LogEvent.ASKED, 0, overrides=["a=1"])
-    log.add(LogEvent.STARTED, 0, run="mine")
-    for run in ("another", "mine"):
-        records.append_line(tmp_path / "trials.jsonl", json.dumps({**TOLD, "run": run}) + "\n")
-    again = TrialLog(tmp_path / "trials.jsonl")
-    assert again.trials[0].run_id == "mine" and again.trials[0].state == TrialState.COMPLETE
-    assert again.ignored == {3: "it is about run another, and trial 0 is run mine"}
-    records.append_line(tmp_path / "trials.jsonl", "{}\n")
-    said = TrialLog(tmp_path / "trials.jsonl").remark
-    assert said is not None and said.startswith("the search ignores 2 lines, the first of them line 3, of ")
 
 
 @functools.cache
@@ -196,48 +172,6 @@ def test_a_study_made_again_chooses_and_prunes_as_the_first_would_have(tmp_path:
         assert again.lines == whole.lines
 
 
-def test_a_log_with_lines_lost_doubled_or_swapped_can_still_be_gone_on_with(tmp_path: Path) -> None:
-    words = ["optim.lr=interval(0.001,0.9)", "hydra.sweeper.sampler.seed=3"]
-    settings = {"pruner": Pruner.MEDIAN, "startup_trials": 1}
-    search_until(TrialLog(tmp_path / "whole.jsonl"), study_of(*words, **settings), 5, prunes=True)
-    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    changed = [[*lines[:n], *lines[n + 1 :]] for n in range(len(lines))]
-    changed += [[*lines[: n + 1], *lines[n:]] for n in range(len(lines))]
-    changed += [[*lines[:n], lines[n + 1], lines[n], *lines[n + 2 :]] for n in range(len(lines) - 1)]
-    for number, text in enumerate(changed):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(text))
-        log, study = TrialLog(path), study_of(*words, **settings)
-        study.replay(log.lines, log.trials)
-        for trial in log.trials:
-            if trial.state == TrialState.RUNNING:
-                log.add(LogEvent.TOLD, trial.number, state="fail")
-                study.tell(trial.number, TrialState.FAIL, None)
-        search_until(log, study, 6, prunes=True)
-        again = TrialLog(path)
-        assert (again.lines, again.trials) == (log.lines, log.trials) and again.ignored == log.ignored
-
-
-@pytest.mark.parametrize("pruner", [Pruner.MEDIAN, Pruner.ASHA])
-def test_what_was_killed_before_its_verdict_was_noted_is_pruned_all_the_same(tmp_path: Path, pruner: Pruner) -> None:
-    words = ["optim.lr=interval(0.001,0.9)", "hydra.sweeper.sampler.seed=3"]
-    settings = {"pruner": pruner, "startup_trials": 1, "prune_after_steps": 1}
-    log, study = TrialLog(tmp_path / "trials.jsonl"), study_of(*words, **settings)
-    for number, value in enumerate([0.5, float("nan")]):
-        chosen = study.ask()
-        log.add(LogEvent.ASKED, number, overrides=chosen.overrides, params=chosen.params, attributes=chosen.attributes)
-        log.add(LogEvent.VALUE, number, step=1, value=value)
-        assert study.report(number, 1, value) == (number == 1)
-        if number == 0:
-            log.add(LogEvent.TOLD, number, state="complete", value=value)
-            study.tell(number, TrialState.COMPLETE, value)
-    again, study = TrialLog(tmp_path / "trials.jsonl"), study_of(*words, **settings)
-    study.replay(again.lines, again.trials)
-    assert study.given_up == {1}
-    study.tell(1, TrialState.PRUNED, None)  # whose last value is not a number
-    assert study.ask().overrides
-
-
 @pytest.mark.parametrize("sampler", ["random", "grid"])
 def test_a_sampler_that_chooses_otherwise_gets_the_trials_as_they_are(
     tmp_path: Path, sampler: str, caplog: pytest.LogCaptureFixture
@@ -267,44 +201,8 @@ def test_a_sampler_that_chooses_otherwise_gets_the_trials_as_they_are(
         assert sorted([*known, *left]) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 
 
-def test_a_study_that_optuna_keeps_hears_only_what_it_has_not_heard(tmp_path: Path) -> None:
-    words = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/kept.db", "hydra.sweeper.study_name=mine"]
-    words += ["optim.lr=interval(0.1,0.9)", "hydra.sweeper.sampler.seed=3"]
-    path = tmp_path / "trials.jsonl"
-    log, study = TrialLog(path), study_of(*words)
-    search_until(log, study, 2, prunes=False)
-    for number in (2, 3):
-        chosen = study.ask()
-        log.add(LogEvent.ASKED, number, overrides=chosen.overrides, params=chosen.params, attributes=chosen.attributes)
-    log.add(LogEvent.TOLD, 2, state="complete", value=0.25)  # and the process was killed before the study heard it
-    log.add(LogEvent.VALUE, 3, step=1, value=float("nan"))  # which SQL has no place for
-    again, study = TrialLog(path), study_of(*words)
-    study.replay(again.lines, again.trials)
-    study.report(3, 2, float("nan"))
-    study.tell(3, TrialState.PRUNED, None)
-    study = study_of(*words)
-    study.replay(again.lines, again.trials)  # a power cut has shortened the log: the storage knows more
-    assert not study.report(3, 4, 0.5)
-    study.tell(3, TrialState.COMPLETE, 0.5)
-    assert [trial.value for trial in study._study.trials[2:]] == [0.25, float("inf")]
-    assert lr_of(study.ask().overrides) not in [lr_of(trial.overrides) for trial in again.trials]
-
-
 @pytest.mark.parametrize("storage", ["sqlite:////nowhere/at/all.db", "nonsense", "of_nobody://me:secret@host/db"])
 def test_a_storage_that_cannot_be_opened_is_one_sentence_without_a_password(storage: str) -> None:
     with pytest.raises(UsageError, match=r"storage=.* cannot be opened: ") as refused:
         study_of(f"hydra.sweeper.storage='{storage}'", "optim.lr=interval(0.1,0.9)")
     assert "secret" not in str(refused.value)
-
-
-def test_a_trial_that_failed_and_was_tried_again_counts_with_its_result(tmp_path: Path) -> None:
-    words = ["optim.lr=interval(0.1,0.9)", "hydra.sweeper.sampler.seed=3"]
-    path = tmp_path / "trials.jsonl"
-    log, study = TrialLog(path), study_of(*words)
-    search_until(log, study, 3, prunes=False)
-    log.add(LogEvent.TOLD, 2, state="complete", value=0.125)
-    again, study = TrialLog(path), study_of(*words)
-    study.replay(again.lines, again.trials)
-    assert again.trials[2].state == TrialState.COMPLETE
-    assert [trial.value for trial in study._study.trials if trial.state.name == "COMPLETE"][-1] == 0.125
-    assert json.loads(path.read_text().splitlines()[-1])["trial"] == 2
