@@ -16,14 +16,15 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_USAGE, UsageError
-from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
+from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
+from slurmtrain.launch.change_rules import check_meaning, describe, differences
 from slurmtrain.launch.changes import changed
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import write_json
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
@@ -137,26 +138,11 @@ def test_of_a_model_of_ones_own_fields_may_change_and_the_class_may_not() -> Non
         check_meaning(THEIRS, after(THEIRS, "model._target_=mine.Other"), 100)
 
 
-def test_fewer_steps_than_there_are_is_refused() -> None:
-    check_meaning(OURS, after(OURS, "train.steps=100"), 100)
-    with pytest.raises(UsageError, match=r"train\.steps=99 is less than 100") as error:
-        check_meaning(OURS, after(OURS, "train.steps=99"), 100)
-    assert error.value.hint == "train.steps=100 ends it here, train.steps=+100 goes on"
-
-
 def test_a_program_of_ones_own_may_be_changed_in_everything() -> None:
     config = compose(["job=command", "job.command=true"])
     changes = after(config, "job.command=false", "train.seed=7")
     check_meaning(config, changes, 100)
     assert {"job.command", "train.seed"} <= set(differences(config, changes))
-
-
-def test_more_steps_are_counted_from_those_of_the_config() -> None:
-    assert with_steps(["train.steps=+100", "optim.lr=1"], OURS) == [
-        f"train.steps={OURS.train.steps + 100}",
-        "optim.lr=1",
-    ]
-    assert with_steps(["train.steps=100"], OURS) == ["train.steps=100"]
 
 
 def test_the_answer_says_what_is_different_and_where_the_learning_rate_goes_on() -> None:
@@ -170,18 +156,17 @@ def test_the_answer_says_what_is_different_and_where_the_learning_rate_goes_on()
 
 
 @pytest.fixture
-def waiting(project: Path, fake_slurm: FakeSlurm) -> RunDir:
-    """A run whose job is pending."""
+def waiting(project: Path, slurm: FakeSlurm) -> RunDir:
+    """A run whose job, 101, is pending."""
     assert main(["+cluster=a100x4", "cluster.nodes=4", "submit"]) == 0
     (run,) = all_runs(project / "runs")
-    fake_slurm.command("squeue", 'case "$*" in *--array*) echo "4711|4711|PENDING|N/A|Priority|";; esac')
-    fake_slurm.command(
-        "scontrol",
-        'echo "$*" >>"$here/asked"; case "$1" in show) echo "JobId=4711 JobState=PENDING Reason=Priority";; '
-        'write) cat "$here/script-0";; esac',
-    )
-    fake_slurm.command("scancel", 'echo "scancel $*" >>"$here/asked"')
     return run
+
+
+@pytest.fixture
+def ended(waiting: RunDir, slurm: FakeSlurm) -> RunDir:
+    slurm.change("101", state="COMPLETED")
+    return waiting
 
 
 @pytest.mark.parametrize(
@@ -193,7 +178,7 @@ def waiting(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     ],
 )
 def test_a_run_that_waits_or_whose_next_attempt_has_its_config_already_says_how_to_change_it(
-    mode: str, why: str, waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    mode: str, why: str, waiting: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = waiting.config_file.read_text()
     waiting.config_file.write_text(text.replace("mode: requeue", f'mode: "{mode}"'))
@@ -206,76 +191,65 @@ def test_a_run_that_waits_or_whose_next_attempt_has_its_config_already_says_how_
 
 
 @pytest.mark.parametrize(
-    "words", [["train.steps=0"], ["cluster.nodes=3", "train.global_batch_size=16"], ["nothing.here=1"]]
+    ("words", "code", "said"),
+    [
+        (["train.steps=0"], EXIT_CONFIG, "train.steps=0 must be at least 1"),
+        (["train.steps=9", "optim.warmup_steps=1"], EXIT_USAGE, "train.steps=9 is less than 10"),
+        (["cluster.nodes=3", "train.global_batch_size=16"], EXIT_CONFIG, "train.global_batch_size"),
+        (["nothing.here=1"], EXIT_USAGE, "the config of this run has no nothing"),
+        (["cluster.partition=nowhere"], 1, "invalid partition specified"),
+        (
+            ["train.seed=7", "cluster.nodes=2"],
+            EXIT_USAGE,
+            "train.seed: 1234 -> 7 cannot change after step 10 of the run",
+        ),
+    ],
 )
-def test_what_is_wrong_leaves_a_run_alone(words: list[str], waiting: RunDir, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("squeue", "exit 0")  # its job has gone
-    before = waiting.config_file.read_text(), waiting.script.read_text()
-    assert main(["resume", waiting.id, *words]) in (2, 78)
-    assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
-    assert len(fake_slurm.submitted) == 1 and "changes" not in waiting.info()
-
-
-def test_a_job_that_slurm_would_refuse_leaves_the_run_as_it_was(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+def test_a_change_that_cannot_be_leaves_the_run_as_it_was(
+    words: list[str], code: int, said: str, ended: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = waiting.config_file.read_text(), waiting.script.read_text()
-    fake_slurm.refuse("sbatch: error: invalid partition specified: nowhere")
-    fake_slurm.command("squeue", "exit 0")  # its job has gone
-    assert main(["resume", waiting.id, "cluster.partition=nowhere"]) == 1
-    assert "invalid partition specified" in capsys.readouterr().err
-    assert (waiting.config_file.read_text(), waiting.script.read_text()) == before
-    assert not list(waiting.path.glob(".code-*"))
-
-
-def test_resume_with_other_nodes_and_more_steps(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = load_frozen(waiting.config_file).train.steps
-    fake_slurm.command("squeue", "exit 0")  # its job has gone
-    assert main(["resume", waiting.id, "cluster.nodes=2", "train.steps=+100"]) == 0
-    out = capsys.readouterr().out
-    assert "cluster.nodes: 4 -> 2\n" in out and f"train.steps: {steps} -> {steps + 100}\n" in out
-    config = load_frozen(waiting.config_file)
-    assert (config.cluster.nodes, config.train.steps, waiting.info()["steps"]) == (2, steps + 100, steps + 100)
-    assert "#SBATCH --nodes=2\n" in fake_slurm.submitted[-1]
-    (event,) = [event for event in waiting.events() if event["event"] == "changed"]
-    assert event["changed"] == {"cluster.nodes": [4, 2], "train.steps": [steps, steps + 100]}
-    assert waiting.changed_keys() == {"cluster.nodes", "train.steps"}  # which its checkpoints may differ in
-
-
-def test_resume_refuses_what_its_checkpoints_do_not_stand_for(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_slurm.command("squeue", "exit 0")
-    checkpoint = waiting.checkpoints / "checkpoint_0000010"
+    checkpoint = ended.checkpoints / "checkpoint_0000010"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMPLETE").touch()
     (checkpoint / "manifest.json").write_text("{}")
-    before = waiting.config_file.read_text()
-    assert main(["resume", waiting.id, "train.seed=7", "cluster.nodes=2"]) == EXIT_USAGE
-    told = capsys.readouterr().err
-    assert "train.seed: 1234 -> 7 cannot change after step 10 of the run: its place among the samples" in told
-    assert waiting.config_file.read_text() == before and len(fake_slurm.submitted) == 1
+    before = ended.config_file.read_text(), ended.script.read_text()
+    slurm.fail("sbatch --test-only", "sbatch: error: invalid partition specified: nowhere")
+    assert main(["resume", ended.id, *words]) == code
+    assert said in capsys.readouterr().err
+    assert (ended.config_file.read_text(), ended.script.read_text()) == before
+    assert len(slurm.jobs) == 1 and "changes" not in ended.info() and not list(ended.path.glob(".code-*"))
+
+
+def test_resume_with_other_nodes_and_more_steps(
+    ended: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = load_frozen(ended.config_file).train.steps
+    assert main(["resume", ended.id, "cluster.nodes=2", "train.steps=+100"]) == 0
+    out = capsys.readouterr().out
+    assert "cluster.nodes: 4 -> 2\n" in out and f"train.steps: {steps} -> {steps + 100}\n" in out
+    config = load_frozen(ended.config_file)
+    assert (config.cluster.nodes, config.train.steps, ended.info()["steps"]) == (2, steps + 100, steps + 100)
+    assert "#SBATCH --nodes=2\n" in slurm.submitted[-1]
+    (event,) = [event for event in ended.events() if event["event"] == "changed"]
+    assert event["changed"] == {"cluster.nodes": [4, 2], "train.steps": [steps, steps + 100]}
+    assert ended.changed_keys() == {"cluster.nodes", "train.steps"}  # which its checkpoints may differ in
 
 
 def test_who_was_killed_before_the_run_was_submitted_types_the_same_again(
-    waiting: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    ended: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`train.steps=+100` adds 100 steps once, although sbatch failed after the change was made."""
-    steps = load_frozen(waiting.config_file).train.steps
-    fake_slurm.command("squeue", "exit 0")
-    accepting = (fake_slurm.directory / "sbatch").read_text()
-    fake_slurm.refuse("sbatch: error: Invalid account or account/partition combination specified")
-    assert main(["resume", waiting.id, "train.steps=+100"]) == 1
-    assert load_frozen(waiting.config_file).train.steps == steps + 100
-    (fake_slurm.directory / "sbatch").write_text(accepting)
-    assert main(["resume", waiting.id, "train.steps=+100"]) == 0
-    assert load_frozen(waiting.config_file).train.steps == steps + 100 and len(waiting.info()["changes"]) == 1
+    steps = load_frozen(ended.config_file).train.steps
+    slurm.fail("sbatch", "Invalid account or account/partition combination specified", times=1)
+    assert main(["resume", ended.id, "train.steps=+100"]) == 1
+    assert load_frozen(ended.config_file).train.steps == steps + 100
+    assert main(["resume", ended.id, "train.steps=+100"]) == 0
+    assert load_frozen(ended.config_file).train.steps == steps + 100 and len(ended.info()["changes"]) == 1
     assert f"changed already: train.steps={steps + 100}" in capsys.readouterr().out
-    (waiting.attempts / "0001").mkdir()  # it has begun with them
-    assert main(["resume", waiting.id, "train.steps=+100"]) == 0
-    assert load_frozen(waiting.config_file).train.steps == steps + 200
+    slurm.change("102", state="COMPLETED")
+    (ended.attempts / "0001").mkdir()  # it has begun with them
+    assert main(["resume", ended.id, "train.steps=+100"]) == 0
+    assert load_frozen(ended.config_file).train.steps == steps + 200
 
 
 WAITS = """
@@ -331,7 +305,7 @@ def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves
     assert f"next attempt: with {word}" in capsys.readouterr().out
     assert main(["status", waiting.id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["next_change"] == [word]
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert main(["begin-attempt", str(waiting.path)]) == 0
     assert capsys.readouterr().out == printed
@@ -347,7 +321,7 @@ def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_i
     before = waiting.config_file.read_text()
     (waiting.attempts / "0001").mkdir()
     write_json(waiting.next_change_file, {"set": kept, "cwd": "/"})
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     capsys.readouterr()
     assert main(["begin-attempt", str(waiting.path)]) == 0

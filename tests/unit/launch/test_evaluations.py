@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,10 +30,9 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.finish_attempt import finish_attempt
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
-Make = Callable[..., RunDir]
 JOB = ["cluster=a100x4", "eval=job"]
 
 
@@ -127,14 +125,17 @@ def test_what_cannot_be_is_refused_in_a_sentence(overrides: list[str], words: st
 # Submitted once.
 
 
+def commit(run_dir: RunDir, step: int) -> None:
+    (path := run_dir.checkpoints / checkpoint_name(step)).mkdir()
+    (path / COMPLETE).write_text("digest\n")
+
+
 @pytest.fixture
-def trained(project: Path, fake_slurm: FakeSlurm) -> RunDir:
+def trained(project: Path, slurm: FakeSlurm) -> RunDir:
     """A run of SLURM with a committed checkpoint of step 10 and one of step 20."""
     run_dir = submitted_run(project, *composed(*JOB), job_ids=["1"])
     for step in (10, 20):
-        path = run_dir.checkpoints / checkpoint_name(step)
-        path.mkdir()
-        (path / COMPLETE).write_text("digest\n")
+        commit(run_dir, step)
     return run_dir
 
 
@@ -147,35 +148,31 @@ def held(run_dir: RunDir) -> list[int]:
     return [step for step, _ in retention.held(run_dir.checkpoints)]
 
 
-def due(run_dir: RunDir) -> None:
-    submit_due(run_dir)
-
-
-def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: RunDir, slurm: FakeSlurm) -> None:
     for step in (10, 30):  # that of step 30 is still to be saved
         hold(trained, step)
-    due(trained)
-    due(trained)
-    (script,) = fake_slurm.submitted
+    submit_due(trained)
+    submit_due(trained)
+    (script,) = slurm.submitted
     evaluation = trained.evaluation(10)
     assert f"run_dir={evaluation.path}\n" in script and "#SBATCH --ntasks-per-node=1\n" in script
     assert evaluation.code.resolve() == trained.code
-    assert evaluation.info()["job_ids"] == ["4711"]
+    assert evaluation.info()["job_ids"] == ["101"]
     assert evaluation.id == f"{trained.id}.step_0000010" != trained.evaluation(20).id
     assert load_frozen(evaluation.config_file).job.kind == "evaluate"
     assert held(trained) == [10, 30]
 
 
-def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained: RunDir, slurm: FakeSlurm) -> None:
     hold(trained, 10)
-    fake_slurm.refuse("sbatch: error: invalid account")
+    slurm.fail("sbatch", "invalid account", times=1)
     assert main(["evaluate", str(trained.path), "--due"]) == 1
     assert trained.events()[-1]["event"] == "evaluation not submitted"
     assert held(trained) == [10]
     # Or so it seemed: SLURM has it.
-    fake_slurm.command("squeue", f"echo '4712|PENDING|slurmtrain:{trained.evaluation(10).id}:s0'")
-    due(trained)
-    assert trained.evaluation(10).info()["job_ids"] == ["4712"]
+    slurm.add("77", comment=f"slurmtrain:{trained.evaluation(10).id}:s0")
+    submit_due(trained)
+    assert trained.evaluation(10).info()["job_ids"] == ["77"] and slurm.submitted == [""]
 
 
 def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
@@ -192,23 +189,23 @@ def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
     assert "for the evaluation of step 10" in capsys.readouterr().err
 
 
-def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, slurm: FakeSlurm) -> None:
     hold(trained, 10)
     trained.event(Event.CANCEL_ASKED)
-    due(trained)
-    assert fake_slurm.submitted == []
+    submit_due(trained)
+    assert slurm.submitted == []
     trained.event(Event.RESUME_ASKED)
-    due(trained)
-    assert len(fake_slurm.submitted) == 1
+    submit_due(trained)
+    assert len(slurm.submitted) == 1
 
 
 def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
-    trained: RunDir, fake_slurm: FakeSlurm
+    trained: RunDir, slurm: FakeSlurm
 ) -> None:
     for step in (5, 10):  # nothing was ever committed for step 5, and nothing will be
         hold(trained, step)
     retention.prune(trained.checkpoints, Keep(last=2), 1)
-    due(trained)
+    submit_due(trained)
     assert held(trained) == [10]
     evaluation = trained.evaluation(10)
     config = load_frozen(evaluation.config_file)
@@ -219,9 +216,7 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
 
 def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
     for step in (30, 40):
-        path = trained.checkpoints / checkpoint_name(step)
-        path.mkdir()
-        (path / COMPLETE).write_text("digest\n")
+        commit(trained, step)
     hold(trained, 20)
     assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000010"]
     retention.release(trained.checkpoints, 20, trained.evaluation(20).path.name)
@@ -250,29 +245,27 @@ def test_the_verb_says_what_it_cannot_do(
 
 
 def test_the_same_command_is_the_same_evaluation(
-    trained: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    trained: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", str(trained.path), "--submit", "--json", "cluster.tasks_per_node=2"]
     assert main(words) == 0
     first = json.loads(capsys.readouterr().out)
-    assert (first["step"], first["job_ids"], first["metrics"]) == (20, ["4711"], {})
+    assert (first["step"], first["job_ids"], first["metrics"]) == (20, ["101"], {})
     assert main(words) == 0 and json.loads(capsys.readouterr().out) == first
     assert main([*words[:-1], "cluster.tasks_per_node=4"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] != first["path"]
-    assert len(fake_slurm.submitted) == 2
+    assert len(slurm.submitted) == 2
     assert held(trained) == [20, 20]
-    fake_slurm.command("scancel", 'echo "$@" >>"$here/cancelled"')
-    fake_slurm.command("squeue", "echo '4711|1_N/A|PENDING|N/A|Resources'")
     assert main(["cancel", str(trained.path)]) == 0
     assert "step_0000020-" in capsys.readouterr().out
     assert held(trained) == []
 
 
-def test_an_evaluation_that_failed_says_the_command_that_repeats_it(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_an_evaluation_that_failed_says_the_command_that_repeats_it(trained: RunDir, slurm: FakeSlurm) -> None:
     """`resume` knows no evaluation by its ID."""
     assert main(["evaluate", str(trained.path), "--submit", "eval.metrics.accuracy=true"]) == 0
     (evaluation,) = trained.all_evaluations()
-    ended = {"ended": time.time(), "verdict": "end", "job_id": "4711"}
+    ended = {"ended": time.time(), "verdict": "end", "job_id": "101"}
     add_attempt(evaluation, **ended, reason="config", sentence="rank 0: no validation set")
     repeat = f"`evaluate {trained.id} --step 20 eval.metrics.accuracy=true --submit` repeats it"
     assert state(evaluation).explanation == f"rank 0: no validation set. When that is put right, {repeat}"
@@ -297,11 +290,11 @@ def test_results_stand_beside_the_metrics_and_what_the_run_has_logged_counts(tra
     assert "time" not in {*table.columns, *final, *(name for record in metrics_of(trained) for name in record)}
 
 
-def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, slurm: FakeSlurm) -> None:
     root = trained.path.parents[1]
     add_attempt(trained, job_id="1", started=1.0, ended=2.0, verdict="done", reason="finished")
     hold(trained, 20)
-    due(trained)
+    submit_due(trained)
     assert plan(root, now=time.time()).stays == {trained.id: "an evaluation of it has not ended"}
-    fake_slurm.command("squeue", "true")  # its job is gone
+    slurm.change("101", state="COMPLETED")
     assert [removal.path for removal in plan(root, now=time.time()).removals] == [trained.path]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.directives import directive
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.snapshot import CodeSource
@@ -22,9 +22,12 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from slurmtrain.system.paths import absolute, current_folder
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli, refusal
+from tests.support.fake_slurm import FakeSlurm
 
 CLUSTER = "+cluster=a100x4"
+LAST = "begun/checkpoints/checkpoint_0000020"
+NEWEST = f"its newest one is .*/{LAST}"
 
 
 def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_path: Path) -> None:
@@ -61,98 +64,44 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
 
 
 @pytest.mark.parametrize("word", ["chatml", "none"])
-def test_a_word_in_place_of_a_chat_template_stays_what_it_is(word: str, tmp_path: Path) -> None:
-    config = compose([f"prepare.chat_template={word}"])
-    assert with_absolute_paths(config, tmp_path).prepare.chat_template == word
-
-
 @pytest.mark.parametrize("image", ["nvcr.io#nvidia/pytorch:26.01", "docker://ubuntu", "ubuntu:24.04"])
-def test_an_image_in_a_registry_stays_what_it_is(image: str, tmp_path: Path) -> None:
-    config = compose(["cluster=a100x4", "cluster.container.kind=pyxis", f"cluster.container.image='{image}'"])
-    assert with_absolute_paths(config, tmp_path).cluster.container.image == image
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file text.txt in "),
-        (["data=files", "data.paths=[*.txt]"], "data.paths: no file matches .*/[*].txt"),
-        (["model=huggingface", "model.path=qwen"], "model.path: there is no folder qwen in "),
-        (["checkpoint.restore_from=nothing"], "checkpoint.restore_from: there is no checkpoint nothing in "),
-        (
-            ["checkpoint.restore_from=runs/checkpoint_0000500", "train.steps=500"],
-            "is at step 500 already, and train.steps=500",
-        ),
-        (["cluster.setup=['source ./env.sh']"], r"cluster.setup has 'source ./env.sh': there is no file env.sh in "),
-        (["cluster.venv=env"], "cluster.venv: there is no virtual environment env in "),
-        (
-            ["cluster.container.kind=apptainer", "cluster.container.image=a.sif"],
-            "cluster.container.image: there is no image a.sif in ",
-        ),
-    ],
-)
-def test_what_is_missing_on_the_login_node_is_said_before_the_queue(
-    overrides: list[str], told: str, tmp_path: Path
+def test_the_name_of_a_template_and_an_image_in_a_registry_stay_what_they_are(
+    word: str, image: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
-        check_named_paths(compose(["cluster=a100x4", *overrides]), tmp_path)
+    container = ["cluster=a100x4", "cluster.container.kind=pyxis", f"cluster.container.image='{image}'"]
+    found = with_absolute_paths(compose([*container, f"prepare.chat_template={word}"]), tmp_path)
+    assert (found.prepare.chat_template, found.cluster.container.image) == (word, image)
 
 
-def test_a_folder_of_checkpoints_is_refused_before_the_queue_and_its_newest_one_named(tmp_path: Path) -> None:
-    for step in (10, 20):
-        (tmp_path / f"run/checkpoints/checkpoint_{step:07d}").mkdir(parents=True)
-        (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").touch()
-    (tmp_path / "runs/lm/r-7/checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="/runs/lm/r-7 is not a checkpoint: it is a run") as caught:
-        check_named_paths(compose(["cluster=a100x4", "checkpoint.restore_from=r-7", "job.runs_dir=runs"]), tmp_path)
-    assert "nor has it any" in str(caught.value.hint)
-    for named in ("run", "run/checkpoints"):
-        with pytest.raises(ConfigError, match="is not a checkpoint: it has no manifest") as caught:
-            check_named_paths(compose(["cluster=a100x4", f"checkpoint.restore_from={named}"]), tmp_path)
-        assert caught.value.hint == f"its newest one is {tmp_path}/run/checkpoints/checkpoint_0000020"
-
-
-def test_what_only_the_nodes_see_or_another_job_makes_is_not_missed(tmp_path: Path) -> None:
-    unseen = ["data=files", "data.paths=[/only/on/nodes/a.txt,/tmp/staged.txt]", "cluster.venv=/only/on/nodes/venv"]
-    setup = ["cluster.setup=['source $HOME/env.sh','source /only/on/nodes/env.sh','. spack']"]
-    (warning,) = check_named_paths(compose(["cluster=a100x4", *unseen, *setup]), tmp_path)
-    assert warning.startswith("only the nodes can know whether cluster.venv (/only/on/nodes/venv), cluster.setup has ")
+def test_what_another_job_makes_or_a_container_has_is_not_missed(tmp_path: Path) -> None:
     later = compose(["cluster=a100x4", "checkpoint.restore_from=later"])
     assert check_named_paths(later, tmp_path, later=True) == []
     inside = ["cluster.container.kind=pyxis", "cluster.container.image=ubuntu", "checkpoint.restore_from=inside"]
     assert check_named_paths(compose(["cluster=a100x4", *inside]), tmp_path) == []
 
 
-def test_submit_refuses_a_missing_file_with_78_and_makes_nothing(
-    cli: Cli, project: Path, fake_slurm: FakeSlurm
-) -> None:
-    answer = cli(CLUSTER, "data=files", "data.paths=[text.txt]", "submit")
-    assert answer.returncode == EXIT_CONFIG and f"there is no file text.txt in {project}" in answer.stderr
-    assert not fake_slurm.submitted and not (project / "runs").exists()
-
-
 def test_each_job_of_a_run_begins_in_the_folder_of_the_command(
-    cli: Cli, project: Path, fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is submitted again is submitted from the snapshot, and by hand from anywhere."""
     (project / "env.sh").write_text("export FROM_ENV=1\n")
-    answer = cli(CLUSTER, "cluster.setup=['source ./env.sh']", "job.snapshot=cwd", "requeue=resubmit", "submit")
-    assert answer.returncode == 0, answer.stderr
+    words = ["cluster.setup=['source ./env.sh']", "job.snapshot=cwd", "requeue=resubmit"]
+    assert main([CLUSTER, *words, "submit"]) == 0
     [run_dir] = (project / "runs" / "train").iterdir()
     monkeypatch.chdir(tmp_path)
     submit_existing_script(RunDir(run_dir))
-    assert [directive(script, "chdir") for script in fake_slurm.submitted] == [str(project), str(project)]
+    assert [job["options"]["chdir"] for job in slurm.jobs] == [str(project), str(project)]
 
 
 def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_resolve_to(
-    cli: Cli, project: Path, fake_slurm: FakeSlurm
+    cli: Cli, project: Path, slurm: FakeSlurm
 ) -> None:
     """Compute nodes may mount the same folder elsewhere than the login node, behind the same link."""
     link = project.parent / "home"
     link.symlink_to(project)
     words = (CLUSTER, "cluster.nodes=1", "submit")
     assert cli(*words, PWD=str(link)).returncode == 0
-    [script] = fake_slurm.submitted
+    [script] = slurm.submitted
     assert f"run_dir={link}/runs/train/" in script and str(project) not in script
     [run_dir] = (project / "runs" / "train").iterdir()
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["job"]["runs_dir"] == f"{link}/runs"
@@ -162,7 +111,7 @@ def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_reso
         assert run_dir.name in cli("status", run_dir.name, PWD=str(name)).stdout
     sweep = cli("-m", CLUSTER, "optim.lr=1e-4,1e-3", "submit", PWD=str(link))
     assert sweep.returncode == 0, sweep.stderr
-    assert str(project) not in fake_slurm.submitted[1]
+    assert str(project) not in slurm.submitted[1]
 
 
 def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,20 +143,22 @@ def test_a_run_that_is_a_link_is_what_it_points_to(tmp_path: Path, monkeypatch: 
     assert [run.path for run in lookup.all_runs(Path("runs"))] == [real.path]
 
 
-def test_a_folder_of_runs_with_a_backslash_in_its_name_is_refused(tmp_path: Path) -> None:
-    for cluster, refused in (("a100x4", True), ("local", False)):
-        config = compose([f"cluster={cluster}", f"job.runs_dir='{tmp_path}/a\\b'"])
-        if refused:
-            with pytest.raises(ConfigError, match="because of the backslash in its name"):
-                check_named_paths(config, tmp_path)
-        else:
-            check_named_paths(config, tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "told", "hint"),
+    ("words", "told", "hint"),
     [
-        (["checkpoint.restore_from=runs/x/checkpoints/y"], "no checkpoint .*/runs/x/.*: .* has no runs", "relative"),
+        (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file text.txt in ", ""),
+        (["data=files", "data.paths=[*.txt]"], "data.paths: no file matches .*/[*].txt", ""),
+        (["model=huggingface", "model.path=qwen"], "model.path: there is no folder qwen in ", ""),
+        (["checkpoint.restore_from=nothing"], "checkpoint.restore_from: there is no checkpoint nothing in ", ""),
+        ([f"checkpoint.restore_from={LAST}", "train.steps=20", "optim.warmup_steps=1"], "is at step 20 already", ""),
+        (["checkpoint.restore_from=r-7"], "/runs/lm/r-7 is not a checkpoint: it is a run", "nor has it any"),
+        (["checkpoint.restore_from=begun"], "is not a checkpoint: it has no manifest", NEWEST),
+        (["checkpoint.restore_from=begun/checkpoints"], "is not a checkpoint: it has no manifest", NEWEST),
+        (["cluster.setup=['source ./env.sh']"], "cluster.setup has 'source ./env.sh': there is no file env.sh in ", ""),
+        (["cluster.venv=env"], "cluster.venv: there is no virtual environment env in ", ""),
+        (["cluster.container={kind: apptainer, image: a.sif}"], "cluster.container.image: there is no image a.sif in ", ""),
+        (["job.runs_dir='a\\b'"], "because of the backslash in its name", ""),
+        (["checkpoint.restore_from=there/x/checkpoints/y"], "no checkpoint .*/there/x/.*: .* has no there", "relative"),
         (["data=files", "data.paths=[tests/**/*.txt]"], "no file .*: .* has no tests", "did you mean .*/texts"),
         (["job=prepare", "prepare.inputs=raw.json", "prepare.output=out"], "prepare.inputs: .* raw.json in ", "raw.jsonl"),
         (["job=prepare", "prepare.inputs=[a/*.gz]", "prepare.output=out"], "prepare.inputs: .*/a/[*].gz: .* has no a", "rel"),
@@ -231,18 +182,22 @@ def test_a_folder_of_runs_with_a_backslash_in_its_name_is_refused(tmp_path: Path
         ),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_said_with_the_first_part_that_is_and_what_was_probably_meant(
-    overrides: list[str], told: str, hint: str, tmp_path: Path
+def test_what_is_missing_is_said_before_the_queue_and_what_was_probably_meant(
+    words: list[str], told: str, hint: str, project: Path, slurm: FakeSlurm
 ) -> None:
-    for folder in ("texts", "empty", "old", "torn"):
-        (tmp_path / folder).mkdir()
+    for folder in ("texts", "empty", "old", "torn", "begun/checkpoints", "runs/lm/r-7/checkpoints"):
+        (project / folder).mkdir(parents=True)
     for name in ("raw.jsonl", "old/pytorch_model.bin", "torn/model-1.safetensors"):
-        (tmp_path / name).touch()
+        (project / name).touch()
+    for step in (10, 20):
+        (folder := project / f"begun/checkpoints/checkpoint_{step:07d}").mkdir()
+        (folder / "COMPLETE").touch()
     files = {f"layer.{number}": f"model-{number}.safetensors" for number in (1, 2, 3)}
-    (tmp_path / "torn" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(ConfigError, match=told) as refused:
-        check_named_paths(compose(["cluster=a100x4", *overrides]), tmp_path)
-    assert re.search(hint, str(refused.value.hint))
+    (project / "torn" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    before = sorted(project.rglob("*"))
+    said = refusal(CLUSTER, *words, "submit", code=EXIT_CONFIG)
+    assert re.search(told, said) and re.search(hint, said), said
+    assert slurm.jobs == [] and sorted(project.rglob("*")) == before
 
 
 def test_a_run_that_has_checkpoints_needs_what_it_began_with_no_more(tmp_path: Path) -> None:
@@ -270,7 +225,7 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
         check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
 
 
-def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path, slurm: FakeSlurm) -> None:
     named = ("data=files", "data.paths=[/only/on/nodes/*.txt]")
     answer = cli("-m", CLUSTER, *named, "optim.lr=1e-3,1e-4", "submit", "--dry-run")
     assert answer.returncode == 0 and "only the nodes can know" not in answer.stderr, "a dry run looks at no files"
@@ -278,7 +233,7 @@ def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path,
     assert answer.returncode == 0 and answer.stderr.count("only the nodes can know") == 1, answer.stderr
     answer = cli("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
     assert answer.returncode == EXIT_CONFIG and "point 0 (optim.lr=0.001): checkpoint.restore_from" in answer.stderr
-    assert len(fake_slurm.submitted) == 1
+    assert len(slurm.submitted) == 1
 
 
 def test_a_path_of_an_own_class_that_the_snapshot_lacks_is_named(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,45 +29,42 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
-from slurmtrain.system.files import give_name, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.process_mark import ProcessMark
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
 Make = Callable[..., RunDir]
-Queue = Callable[..., None]
 Out = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A queue of jobs that sbatch adds to, with the comment that it is told, from 101 on, and that scancel notes down."""
-    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
-    fake_slurm.command(
-        "sbatch",
-        'case "$*" in *--test-only*) exit 0;; esac\n'
-        'n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; source "$here/meanwhile" 2>/dev/null\n'
-        'for word; do case "$word" in --comment=*) comment="${word#--comment=}";; esac; done\n'
-        'echo "$((101 + n)) PENDING $comment" >>"$here/queue"; echo "Submitted batch job $((101 + n))"',
-    )
-    fake_slurm.command(
-        "squeue",
-        'touch "$here/queue"; while read -r job state comment; do\n'
-        'case "$*" in *--array*) echo "${job%_*}|$job|$state|N/A|None|$comment";; *) echo "${job%_*}|$state|$comment";; esac\n'
-        'done <"$here/queue"',
-    )
-    fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
-    return fake_slurm
-
-
 def in_queue(slurm: FakeSlurm, *rows: str) -> None:
-    """Each row: a job, its state and its comment."""
-    (slurm.directory / "queue").write_text("".join(f"{row}\n" for row in rows))
+    """All jobs that SLURM knows from now on; each row: a job, its state and its comment."""
+    for job in slurm.jobs:
+        slurm.forget(job["id"])
+    for row in rows:
+        job_id, state, comment = row.split(" ", 2)
+        slurm.add(job_id, state=state, comment=comment.replace("(null)", ""))
+
+
+def submitted(slurm: FakeSlurm) -> list[str]:
+    return [script for script in slurm.submitted if script]
 
 
 def cancelled(slurm: FakeSlurm) -> list[str]:
-    file = slurm.directory / "cancelled"
-    return sorted(file.read_text().split()) if file.exists() else []
+    return sorted(word for call in slurm.calls("scancel") for word in call.split()[1:])
+
+
+def in_each_submission(slurm: FakeSlurm, what: str) -> None:
+    """Let this happen, in bash, in place of sbatch, which lies in $here/real."""
+    (slurm.directory / "real").mkdir()
+    shutil.copy2(slurm.directory / "sbatch", slurm.directory / "real")
+    slurm.command("sbatch", f'case " $* " in *" --test-only "*) exit 0;; esac\n{what}')
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -91,27 +88,20 @@ def test_two_resumes_at_the_same_moment_submit_one_job(make: Make, slurm: FakeSl
     run = make("100")
     failed(run, "100")
     # The first waits inside of sbatch until the second has said that it waits, or has come to sbatch, too.
-    wait = 'touch "$here/in-sbatch"; until [ -e "$here/go" ]; do sleep 0.05; done\n'
-    (slurm.directory / "meanwhile").write_text(wait)
+    until = 'until [ -e "$here/go" ] || (($(wc -l <"$here/in-sbatch") > 1)); do sleep 0.05; done'
+    in_each_submission(slurm, f'echo >>"$here/in-sbatch"; {until}; "$here/real/sbatch" "$@"')
     first = resuming(run)
     while not (slurm.directory / "in-sbatch").exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
     second = resuming(run)
     assert second.stderr is not None
-
-    def let_go() -> None:
-        while len(slurm.submitted) < 2 and not (slurm.directory / "go").exists():
-            time.sleep(0.02)
-        (slurm.directory / "go").touch()
-
-    threading.Thread(target=let_go, daemon=True).start()
     said = second.stderr.readline()
     (slurm.directory / "go").touch()
     out, err = second.communicate(timeout=120)
     assert first.wait(timeout=120) == 0
     first.communicate()
-    assert len(slurm.submitted) == 1 and run.info()["job_ids"] == ["100", "101"]
+    assert len(submitted(slurm)) == 1 and run.info()["job_ids"] == ["100", "101"]
     assert f"process {first.pid} on " in said and "is resuming it" in said
     assert second.returncode != 0 and "has not ended: waiting, job 101 is pending" in err, out + err
 
@@ -140,7 +130,7 @@ def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
     failed(run, "100")
     in_queue(slurm, "99 PENDING (null)")
     assert main(["resume", run.id]) != 0
-    assert "an earlier one, 99, is still in the queue" in capsys.readouterr().err and slurm.submitted == []
+    assert "an earlier one, 99, is still in the queue" in capsys.readouterr().err and submitted(slurm) == []
     assert main(["cancel", run.id]) == 0
     in_queue(slurm)
     assert cancelled(slurm) == ["99"] and main(["resume", run.id]) == 0
@@ -150,9 +140,8 @@ def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
 def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
     accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
-    add = 'echo "101 PENDING ${1#--comment=}" >>"$here/queue"\n' if accepted else ""
-    accepts = 'case " $* " in *" --test-only "*) exit 0;; esac\n'
-    slurm.command("sbatch", accepts + add + 'touch "$here/in-sbatch"; exec sleep 600')
+    accept = '"$here/real/sbatch" "$@" >/dev/null; ' if accepted else ""
+    in_each_submission(slurm, f'{accept}touch "$here/in-sbatch"; exec sleep 600')
     command = [sys.executable, "-m", "slurmtrain", "+cluster=a100x4", "submit"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not (slurm.directory / "in-sbatch").exists():
@@ -265,7 +254,7 @@ def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
     failed(run, "70")
     in_queue(slurm, f"77 PENDING slurmtrain:{run.id}:1")
     assert main(["resume", run.id]) == 0
-    assert slurm.submitted == [] and run.info()["job_ids"] == ["70", "77"]
+    assert submitted(slurm) == [] and run.info()["job_ids"] == ["70", "77"]
     assert "as job 77" in capsys.readouterr().out
 
 
@@ -291,7 +280,7 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
     assert main(["resume", run.id]) == 0
     job_id = "101" if submits else "90"
     assert f"as job {job_id}" in capsys.readouterr().out
-    assert run.info()["job_ids"] == [job_id] and len(slurm.submitted) == submits
+    assert run.info()["job_ids"] == [job_id] and len(submitted(slurm)) == submits
 
 
 # Claims.
@@ -312,10 +301,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("age_s", [0.0, 1000.0])
-def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon(
-    tmp_path: Path, quick: None, age_s: float
+@pytest.mark.parametrize("torn", [None, "", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])
+def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon_even_a_torn_one(
+    tmp_path: Path, quick: None, age_s: float, torn: str | None
 ) -> None:
-    claim_elsewhere(tmp_path, age_s=age_s)
+    claim = claim_elsewhere(tmp_path, age_s=age_s)
+    if torn is not None:
+        claim.write_text(torn)
+        os.utime(claim, (time.time() - age_s,) * 2)
+    assert is_claimed(tmp_path) == (age_s == 0)
     with claimed(tmp_path, lambda owner: None) as somebody_before:
         assert somebody_before
 
@@ -408,40 +402,3 @@ def test_without_hard_links_one_process_at_a_time_holds_a_claim(
     file_claims.claims(tmp_path)[0].unlink()  # somebody tidies up: the next one is numbered by name all the same
     with claimed(tmp_path, lambda owner: None) as somebody_before:
         assert somebody_before and file_claims.claims(tmp_path)[-1].name == "claim-0007.json"
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_a_file_gets_a_name_that_nothing_has_whole_or_not_at_all(
-    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(source: Path, target: Path) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), source)
-
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    for text in ("first", "second"):
-        temporary = tmp_path / "temporary"
-        temporary.write_text(text)
-        with contextlib.suppress(FileExistsError) if text == "second" else contextlib.nullcontext():
-            give_name(temporary, tmp_path / "name")
-        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("name", "first")]
-    (tmp_path / "temporary").write_text("x")
-    with pytest.raises(FileNotFoundError):
-        give_name(tmp_path / "temporary", tmp_path / "nowhere" / "name")
-
-
-@pytest.mark.parametrize("torn", ["", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])
-def test_a_torn_claim_counts_by_its_age(tmp_path: Path, quick: None, torn: str) -> None:
-    claim = claim_elsewhere(tmp_path, age_s=0.0)
-    claim.write_text(torn)
-    assert is_claimed(tmp_path)
-    with claimed(tmp_path, lambda owner: None) as somebody_before:
-        assert somebody_before
-    claim.with_name("claim-0002.over").unlink()
-    claim.with_name("claim-0002.json").write_text(torn)
-    os.utime(claim.with_name("claim-0002.json"), (0, 0))
-    assert not is_claimed(tmp_path)
-
-
-def test_a_minute_is_how_long_a_dead_shell_is_waited_for() -> None:
-    assert file_claims.CLAIM_LASTS_S <= 60 and file_claims.HEARTBEAT_S <= file_claims.CLAIM_LASTS_S / 4

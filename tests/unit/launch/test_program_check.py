@@ -1,4 +1,4 @@
-"""The program of job.command: what is missing is said before the queue (78), or by the job, and not tried again."""
+"""What a job is to start or load: what is missing is said before the queue (78), or by the job, and not tried again."""
 
 from __future__ import annotations
 
@@ -16,52 +16,38 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.memory_check import host_memory
 from slurmtrain.launch.program_check import check_program, imports_of
 from slurmtrain.planner.fit import GIB, check_host_memory
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 from tests.unit.launch.test_snapshot import git
 
 
 @pytest.mark.parametrize(
-    ("command", "script"),
+    ("command", "script", "module"),
     [
-        ("python train.py --lr 1", "train.py"),
-        ("/env/bin/python3.11 -u -X faulthandler -W ignore a/train.py", "a/train.py"),
-        ("python -m my.train", None),
-        ("python -c 'print(1)'", None),
-        ("python -uc 'print(1)'", None),
-        ("bash -e run.sh", "run.sh"),
-        ("bash -c 'a b'", None),
-        ("./run.sh", "./run.sh"),
-        ("torchrun --nproc-per-node 2 --rdzv-id=a.py train.py", "train.py"),
-        ("my_program", None),
-        ("python $SCRIPT", None),
-        ("python", None),
-        ("python -Ximporttime train.py", "train.py"),
-        ("torchrun -m my.train x.py", None),
+        ("python train.py --lr 1", "train.py", None),
+        ("python train.py -m x", "train.py", None),
+        ("/env/bin/python3.11 -u -X faulthandler -W ignore a/train.py", "a/train.py", None),
+        ("python -Ximporttime train.py", "train.py", None),
+        ("torchrun --nproc-per-node 2 --rdzv-id=a.py train.py -m x", "train.py", None),
+        ("bash -e run.sh", "run.sh", None),
+        ("./run.sh", "./run.sh", None),
+        ("python -m my.train --data -m", None, "my.train"),
+        ("/env/bin/python3.11 -u -X faulthandler -m my.train", None, "my.train"),
+        ("python -um my.train", None, "my.train"),
+        ("python -mmy.train", None, "my.train"),
+        ("python -Ximporttime -m my.train", None, "my.train"),
+        ("torchrun --nproc-per-node 2 -m my.train --config a.py", None, "my.train"),
+        ("python -c 'print(1)' -m x", None, None),
+        ("python -uc 'print(1)'", None, None),
+        ("bash -c 'a b'", None, None),
+        ("my_program -m x", None, None),
+        ("python $SCRIPT", None, None),
+        ("python -m $MODULE", None, None),
+        ("python", None, None),
     ],
 )
-def test_the_script_that_a_command_runs(command: str, script: str | None) -> None:
-    assert script_of(command) == script
-
-
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [
-        ("python -m my.train --data -m", "my.train"),
-        ("/env/bin/python3.11 -u -X faulthandler -m my.train", "my.train"),
-        ("python -um my.train", "my.train"),
-        ("python -mmy.train", "my.train"),
-        ("python -Ximporttime -m my.train", "my.train"),
-        ("python train.py -m x", None),
-        ("python -c 'print(1)' -m x", None),
-        ("python -m $MODULE", None),
-        ("torchrun --nproc-per-node 2 -m my.train --config a.py", "my.train"),
-        ("torchrun train.py -m x", None),
-        ("my_program -m x", None),
-        ("'", None),
-    ],
-)
-def test_the_module_that_a_command_runs(command: str, module: str | None) -> None:
-    assert module_of(command) == module
+def test_the_script_or_the_module_that_a_command_runs(command: str, script: str | None, module: str | None) -> None:
+    assert (script_of(command), module_of(command)) == (script, module)
 
 
 @pytest.mark.parametrize(
@@ -79,28 +65,21 @@ def test_the_files_that_a_command_may_name(command: str, paths: list[str]) -> No
     assert [path for _, path in paths_in(command) if path not in ("--data", "python")] == paths
 
 
-def test_a_missing_script_is_said_before_the_queue(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
-    answer = cli("+cluster=a100x4", "job=command", "job.command=python trian.py", "submit")
-    assert answer.returncode == EXIT_CONFIG and f"job.command: there is no trian.py in {project}" in answer.stderr
-    assert not fake_slurm.submitted and not (project / "runs").exists()
-
-
-def test_a_program_that_cannot_be_executed_is_said_before_the_queue(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text("true\n")
-    config = compose(["cluster=a100x4", "job=command", "job.command=./run.sh"])
-    with pytest.raises(ConfigError, match="cannot be executed") as caught:
-        check_program(config, tmp_path)
-    assert caught.value.hint is not None and "bash ./run.sh" in caught.value.hint
-    (tmp_path / "run.sh").chmod(0o755)
-    check_program(config, tmp_path)
-
-
 @pytest.fixture
 def ignoring(project: Path) -> Path:
     """A git work tree in which git ignores one of each: a script, a module, a folder, and another file."""
     git("init", "-q", cwd=project)
     (project / ".gitignore").write_text("mine.py\ndata.bin\nout/\npackage/hidden.py\n")
-    for name in ("mine.py", "data.bin", "out/x", "seen.py", "seen.bin", "package/__init__.py", "package/hidden.py"):
+    for name in (
+        "mine.py",
+        "data.bin",
+        "out/x",
+        "seen.py",
+        "seen.bin",
+        "seen.sh",
+        "package/__init__.py",
+        "package/hidden.py",
+    ):
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).touch()
     return project
@@ -114,6 +93,7 @@ def ignoring(project: Path) -> Path:
         ("python -m package.hidden", "the module package.hidden is not in the snapshot that the job would run"),
         ("python -m package.gone", "there is no module package.gone in "),
         ("python gone.py", "there is no gone.py in "),
+        ("./seen.sh", "bash ./seen.sh"),  # it is not executable
         (f"{sys.executable} -m not_installed_at_all.train", "needs not_installed_at_all, which "),
     ],
 )
@@ -122,28 +102,18 @@ def test_a_program_that_would_not_be_there_is_said_before_the_queue(
     told: str,
     sweep: tuple[str, ...],
     ignoring: Path,
-    fake_slurm: FakeSlurm,
+    slurm: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*sweep, "+cluster=a100x4", "submit", "--", *command.split()]) == EXIT_CONFIG
     assert told in capsys.readouterr().err
-    assert not fake_slurm.submitted and not list(ignoring.glob("runs/*/*"))
+    assert not slurm.submitted and not list(ignoring.glob("runs/*/*"))
 
 
 def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
-    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    ignoring: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--data",
-        "./data.bin",
-        "--also=data.bin",
-        "--out",
-        "out",
-        "--in",
-        "seen.bin",
-        str(ignoring / "data.bin"),
-        "3",
-    ]
+    words = f"--data ./data.bin --also=data.bin --out out --in seen.bin {ignoring}/data.bin 3".split()
     for sweep in ([], ["-m", "train.seed=1,2"]):
         assert main([*sweep, "+cluster=a100x4", "submit", "--", "python", "seen.py", *words]) == 0
         warnings = [line for line in capsys.readouterr().err.splitlines() if "snapshot" in line]
@@ -156,7 +126,7 @@ def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
 
 
 def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
-    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    ignoring: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (ignoring.parent / "large.bin").touch()
     (ignoring / "link.bin").symlink_to("../large.bin")
@@ -234,3 +204,39 @@ def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
     assert host_memory(info, limit) == 1 << 20
     limit.write_text("4096\n")
     assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None
+
+
+LOGGER = """
+class Mine:
+    def __init__(self, url, every=1):
+        self.url = url
+    class Inner:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("logger", "wrong"),
+    [
+        ("{_target_: mine.Mine, url: x, every: 3}", None),
+        ("{_target_: mine.Mine.Inner}", None),
+        ("{_target_: mine.driver.Mine}", None),  # the nodes may have it
+        ("{_target_: mine.breaks.Mine}", None),
+        ("{_target_: mine.Yours, url: x}", "mine has no Yours"),
+        ("{_target_: mine.other.Mine}", "mine has no other.Mine"),
+        ("{_target_: yours.Mine}", "there is no module yours"),
+        ("{_target_: mine.Mine}", "missing a required argument: 'url'"),
+        ("{_target_: mine.Mine, url: x, evry: 3}", "unexpected keyword argument 'evry'"),
+        ("{_target_: mine}", "no name of a class"),
+    ],
+)
+def test_a_logger_of_ones_own_that_cannot_be_built_is_refused_before_the_queue(
+    logger: str, wrong: str | None, project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "mine").mkdir()
+    (project / "mine" / "__init__.py").write_text(LOGGER)
+    (project / "mine" / "driver.py").write_text("import a_driver_that_only_nodes_have\n")
+    (project / "mine" / "breaks.py").write_text("raise OSError('no GPU')\n")
+    code = main(["+cluster=a100x4", f"+observe.loggers.own={logger}", "submit"])
+    assert (code, len(slurm.jobs)) == ((0, 1) if wrong is None else (EXIT_CONFIG, 0))
+    assert wrong is None or ("observe.loggers.own._target_=" in (said := capsys.readouterr().err) and wrong in said)
