@@ -419,6 +419,7 @@ def test_a_store_that_recovers_is_asked_again(
     assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == FILES
     assert len(pauses) == 3
     assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
+    assert pauses[1] != 2 * pauses[0], "ranks do not try again all at once"
 
 
 OF_A_PACKAGE = type("EndpointConnectionError", (Exception,), {"__module__": "botocore.exceptions"})
