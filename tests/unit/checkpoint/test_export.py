@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
@@ -131,7 +132,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 # What is written.
 
 
-def test_the_bare_module_loads_it(tmp_path: Path) -> None:
+def test_the_bare_module_torch_and_the_safetensors_library_load_it(tmp_path: Path) -> None:
     model = Mixed()
     path = save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW(model.parameters()))
     done = export(path, tmp_path / "out.safetensors")
@@ -140,21 +141,10 @@ def test_the_bare_module_loads_it(tmp_path: Path) -> None:
     assert about == {"format": "pt", "step": "20", "run_id": "r1", "object": "model"}
     assert (done.tensors, done.size) == (len(tensors), (tmp_path / "out.safetensors").stat().st_size)
     Mixed().load_state_dict(tensors)
-
-
-def test_torch_loads_it_with_weights_only(tmp_path: Path) -> None:
-    model = Mixed()
-    path = save(tmp_path / "c", model=model)
+    same(safetensors.torch.load_file(tmp_path / "out.safetensors"), model.state_dict())
     for name in ("out.pt", "out.pth"):
         export(path, tmp_path / name)
         same(torch.load(tmp_path / name, weights_only=True), model.state_dict())
-
-
-def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
-    model = Mixed()
-    export(save(tmp_path / "c", model=model), tmp_path / "out.safetensors")
-    same(library.load_file(tmp_path / "out.safetensors"), model.state_dict())
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".pt"])

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -20,9 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store import commit, mirror
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, MissingError, copy_name
+from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.errors import CheckpointError
@@ -416,6 +419,7 @@ def test_a_store_that_recovers_is_asked_again(
     assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == FILES
     assert len(pauses) == 3
     assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
+    assert pauses[1] != 2 * pauses[0], "ranks do not try again all at once"
 
 
 OF_A_PACKAGE = type("EndpointConnectionError", (Exception,), {"__module__": "botocore.exceptions"})
@@ -607,6 +611,27 @@ def test_damaged_ones_are_kept_out_of_sight_and_do_not_push_out_sound_ones(store
 
 
 # ----------------------------------------------------------------------------------------------------------- manners
+
+
+def test_an_error_that_a_store_alone_knows_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[str] = []
+
+    def upload(self: Mirror, path: Path, *args: Any, **options: Any) -> None:
+        tried.append(path.name)
+        raise KeyError("ETag")
+
+    monkeypatch.setattr(Mirror, "upload", upload)
+    identity: Any = SimpleNamespace(incarnation=SimpleNamespace(order=1))
+    ranks = RankGroup(None)
+    uploader = MirrorUploader(f"file://{tmp_path}/store", ranks, identity, Keep(last=2))
+    uploader.offer(ranks, tmp_path / "checkpoint_0000001", [])
+    uploader._thread.wait_idle()
+    uploader.offer(ranks, tmp_path / "checkpoint_0000002", [])
+    uploader.close(ranks, None)
+    assert tried == ["checkpoint_0000001", "checkpoint_0000002"]
+    assert caplog.text.count("was not copied to") == 2 and "KeyError: 'ETag'" in caplog.text
 
 
 def test_an_upload_holds_no_more_than_blocks_of_a_file(tmp_path: Path, directory: Path) -> None:

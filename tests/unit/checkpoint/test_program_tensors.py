@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.program_tensors import differences
 from slurmtrain.errors import CheckpointError
+from tests.support.pickles import Evil
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.zeros(2, dtype=torch.bfloat16)}
 
@@ -52,22 +52,12 @@ def test_single_files_are_compared_and_nan_equals_itself_only(tmp_path: Path) ->
     assert [(each.name, each.relative) for each in tensors] == [("w", math.inf)] and state == ["loss"]
 
 
-class Harmful:
-    """Runs a command when it is unpickled as usual."""
-
-    def __init__(self, command: str):
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
-
-
 def test_a_checkpoint_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     for name in "ab":
-        torch.save({"w": Harmful(f"touch {tmp_path}/harmed")}, tmp_path / f"{name}.pt")
+        torch.save({"w": Evil(tmp_path / "harmed")}, tmp_path / f"{name}.pt")
     with pytest.raises(CheckpointError, match=r"a\.pt is not read with weights_only"):
         differences(tmp_path / "a.pt", tmp_path / "b.pt")
-    (tmp_path / "old.bin").write_bytes(pickle.dumps(Harmful(f"touch {tmp_path}/harmed")))
+    (tmp_path / "old.bin").write_bytes(pickle.dumps(Evil(tmp_path / "harmed")))
     with pytest.raises(CheckpointError):
         differences(tmp_path / "old.bin", tmp_path / "old.bin")
     assert not (tmp_path / "harmed").exists()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -383,27 +384,14 @@ def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
 
 
 def test_many_may_remove_the_same_at_once(tmp_path: Path) -> None:
-    for round_ in range(20):
-        path = aged(tmp_path / f"checkpoint_{round_:07d}", 1.0, files={f"rank{rank}": 1.0 for rank in range(20)})
-        failures: list[BaseException] = []
-        together = threading.Barrier(3)
+    together = threading.Barrier(3)
 
-        def work(
-            order: int,
-            path: Path = path,
-            together: threading.Barrier = together,
-            failures: list[BaseException] = failures,
-        ) -> None:
-            together.wait(60)
-            try:
-                remove(path, order)
-            except BaseException as error:
-                failures.append(error)
+    def work(path: Path, order: int) -> None:
+        together.wait(60)
+        remove(path, order)
 
-        threads = [threading.Thread(target=work, args=(order,)) for order in (1, 2, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(20):
+            path = aged(tmp_path / f"checkpoint_{number:07d}", 1.0, files={f"rank{rank}": 1.0 for rank in range(20)})
+            list(pool.map(work, [path] * 3, (1, 2, 2)))
     assert names_in(tmp_path) == []

@@ -173,8 +173,8 @@ def test_tensors_inside_a_users_object_come_back_and_those_whose_paths_look_alik
     tensors = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
     alike = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}
     whole = torch.full((2,), 2.0)  # a state that is nothing but a tensor
-    objects = {"own": Own({**tensors, **alike}), "whole": OneTensor(whole)}
-    restored: dict[str, Own] = {"own": Own(None), "whole": OneTensor(None)}
+    objects: dict[str, Any] = {"own": Own({**tensors, **alike}), "whole": OneTensor(whole)}
+    restored: dict[str, Any] = {"own": Own(None), "whole": OneTensor(None)}
     on_rank = OneTensor(torch.zeros(2))
     Checkpointer(tmp_path).save(1, **objects, per_rank={"mean": OneTensor(torch.ones(2))}).result()
     assert Checkpointer(tmp_path).restore(**restored, per_rank={"mean": on_rank})

@@ -68,26 +68,11 @@ def grid_boxes(draw: Any, whole: Box) -> list[Box]:
     ]
 
 
-def row_boxes(whole: Box, ranks: int) -> list[Box]:
-    """As FSDP2 lays out a tensor: chunks of rows, the last ones shorter or empty."""
-    if not whole.size:
-        return [whole]
-    rows = -(-whole.size[0] // ranks)
-    starts = [min(whole.size[0], rank * rows) for rank in range(ranks)]
-    return [Box((start, *whole.start[1:]), (min(rows, whole.size[0] - start), *whole.size[1:])) for start in starts]
-
-
 @st.composite
 def tilings(draw: Any, shape: st.SearchStrategy[tuple[int, ...]] = shapes()) -> Tiling:  # noqa: B008
     size = draw(shape)
     whole = Box.whole(size)
-    kind = draw(st.sampled_from(["cuts", "grid", "rows", "whole"]))
-    if kind == "cuts":
-        boxes = draw(cut_boxes(whole, draw(st.integers(0, 8))))
-    elif kind == "grid":
-        boxes = draw(grid_boxes(whole))
-    else:
-        boxes = row_boxes(whole, draw(st.integers(1, 6))) if kind == "rows" else [whole]
+    boxes = draw(cut_boxes(whole, draw(st.integers(0, 8))) if draw(st.booleans()) else grid_boxes(whole))
     return size, boxes
 
 
