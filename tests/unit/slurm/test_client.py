@@ -403,6 +403,18 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
         action(answers()[0])
 
 
+def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers()
+    for action in ACTIONS[1:-1]:
+        action(client)
+    assert ran == [
+        ["scancel", "1"],
+        ["scancel", "--signal=TERM", "1"],
+        ["scontrol", "release", "1"],
+        ["scontrol", "update", "JobId=1", "StartTime=now"],
+    ]
+
+
 # The environment.
 
 
