@@ -337,17 +337,3 @@ def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_w
         look(small)
     play(fake_slurm, answers)
     look(small)  # it is up again
-
-
-def test_ctrl_c_says_that_the_jobs_go_on(
-    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def interrupt(run_dir: RunDir) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("slurmtrain.report.waiting.is_over", interrupt)
-    opened = open_sweep(sweep_plan, [], SlurmClient(None))
-    with pytest.raises(KeyboardInterrupt):
-        opened.run([Wanted({}, sweep_plan.first)], lambda run_dir, now: None)
-    name = opened.sweep.id
-    assert caplog.messages == [f"the jobs of {name} go on without this shell; sweep cancel {name} ends them"]
