@@ -123,7 +123,9 @@ def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, pr
     wrong = cli("resume", "last", "train.steps=0")
     assert wrong.returncode == EXIT_CONFIG and (run_dir / "config.yaml").read_text() == before
     assert "bug is fixed" not in cli("resume", "+cluster.env.MODE=fast", "last").stdout  # the old code
-    answer = cli("resume", "--set=optim.lr=1", "cluster.env.MODE=slow", "last", "--code")
+    (project / "runs/lr=1").mkdir()  # a path with = is no value
+    path = f"runs/lr=1/../command/{run_dir.name}"
+    answer = cli("resume", "--set=optim.lr=1", "cluster.env.MODE=slow", path, "--code")
     assert answer.returncode == 0 and "bug is fixed slow" in answer.stdout, answer.stdout + answer.stderr
     assert (run_dir / "config.0001.yaml").read_text() == before and (run_dir / "code.0002" / "step.py").exists()
     info = json.loads((run_dir / "run.json").read_text())
