@@ -163,7 +163,9 @@ def test_the_same_search_asks_for_the_same_points_and_another_one_is_apart(
     # The same choices by the same sampler, which may go on for longer.
     longer, said = searched("hydra.sweeper.n_trials=3", *storage)
     assert (longer["points"], longer["sweep"]) == (3, first["sweep"]) and "is there already" in said
-    assert [trial.value for trial in optuna.load_study(**kept).trials] == [1.0] * 3  # each told once
+    assert [
+        trial.value for trial in optuna.load_study(study_name=kept["study_name"], storage=kept["storage"]).trials
+    ] == [1.0] * 3  # each told once
     for words, lr in (
         (["hydra.sweeper.n_trials=1"], "interval(0.1,2)"),
         (["hydra.sweeper.n_trials=1", "train.seed=5"], "interval(0.1,1)"),
