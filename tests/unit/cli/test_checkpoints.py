@@ -150,20 +150,6 @@ def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: 
     assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in refused("verify", "50")
 
 
-def test_more_files_than_may_be_open_are_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "OPEN_FILES", 1)
-    seen: list[int] = []
-    real = blocks._compare
-
-    def compare(path: Path, files: Any, *rest: Any, **options: Any) -> list[str]:
-        seen.append(len(files))
-        return real(path, files, *rest, **options)
-
-    monkeypatch.setattr(blocks, "_compare", compare)
-    last("verify", "10")
-    assert seen == [1, 1]
-
-
 def test_verify_counts_as_a_reader(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
 
@@ -400,10 +386,3 @@ def test_it_loads_no_torch(words: list[str], run: RunDir) -> None:
         "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, str(run.path), *words], check=False).returncode == 0
-
-
-def test_the_choices_of_dtype_are_those_of_export() -> None:
-    from slurmtrain.checkpoint import export
-    from slurmtrain.cli.checkpoints.main import DTYPES
-
-    assert export.DTYPES == DTYPES

@@ -23,7 +23,7 @@ from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.lookup import all_runs, find
+from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage, write_json
 from tests.support.commands import FakeSlurm, refusal
@@ -153,11 +153,6 @@ def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
     answer = shown("cancel", done.id)
     assert answer["run"] == done.id and "is not running" in answer["said"] and answer["job_ids"] == []
     refusal("resume", done.id, "--json")  # of cluster=local: in the foreground, with its output
-
-
-@pytest.mark.parametrize("words", [("runs", "list"), ("runs", "list", "--json"), ("status", "--json")])
-def test_without_runs_one_sentence_says_where_was_looked(words: tuple[str, ...], project: Path) -> None:
-    assert f"there are no runs under {project}/runs" in refusal(*words)
 
 
 # compare
@@ -505,9 +500,3 @@ def test_what_cannot_be_removed_is_said_and_the_others_go(make: Make, monkeypatc
     said = refusal("runs", "prune", "--state", "finished", code=1)
     assert f"{stuck.id} cannot be removed: Permission denied" in said
     assert stuck.exists() and not other.path.exists()
-
-
-def test_find_means_no_run_that_is_being_removed(make: Make) -> None:
-    kept, gone = make(), make()
-    gone.path.rename(gone.path.with_name(f"{prune.REMOVED}{gone.id}-ab12"))
-    assert all_runs(Path("runs")) == [kept] and find("last", Path("runs")) == kept

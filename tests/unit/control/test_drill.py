@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -27,11 +26,9 @@ from slurmtrain.control.drill.own import (
     own_config,
 )
 from slurmtrain.control.drill.preemptors import Preemptor, preemptors
-from slurmtrain.control.drill.scratch import Leftovers, Watched, drilling
 from slurmtrain.control.drill.ways import TINY, Way, parse_ways, site_config, why_not_here
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.parse_facts import (
     ASSOC_COLUMNS,
@@ -439,23 +436,6 @@ def test_a_program_is_stopped_at_its_step_or_by_the_clock_if_it_shows_none() -> 
     assert not is_due(0, PLAN, begun, saving, 1000.0)  # its first checkpoint is still to come
     assert is_due(0, OwnPlan(stop_after_s=5.0), begun, saving, 105.0)
     assert not is_due(0, PLAN, dataclasses.replace(begun, stepping=160.0), silent, 170.0)  # it took a minute to load
-
-
-@pytest.mark.parametrize(
-    ("keep", "error", "kept"), [(True, None, True), (False, None, False), (False, KeyboardInterrupt, True)]
-)
-def test_the_runs_of_a_drill_are_kept_when_it_is_broken_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: bool, error: type[BaseException] | None, kept: bool
-) -> None:
-    caplog.set_level("INFO")
-    with contextlib.suppress(KeyboardInterrupt), drilling(tmp_path, None) as drill:
-        drill.runs.append(Watched("undisturbed", RunDir(drill.folder / "run"), compose([])))
-        if error is not None:
-            raise error
-        drill.keep = keep
-    assert drill.folder.exists() == kept
-    assert drill.leftovers == Leftovers(drill.folder if kept else None)
-    assert (str(drill.folder) in caplog.text) == (error is not None)
 
 
 def test_ways_are_named_as_a_person_types_them() -> None:

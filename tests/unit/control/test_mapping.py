@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 import slurmtrain
-from slurmtrain.control import mapping
 from slurmtrain.control.mapping import MapRun
-from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UsageError
-from slurmtrain.launch.submit_once import RefusedError
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.errors import ConfigError, RunFailedError, UsageError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -90,26 +87,6 @@ def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:
     assert slurmtrain.open_map("last").id == calls.id
     with pytest.raises(UsageError, match="no sweep is called 'another'"):
         slurmtrain.open_map("another")
-
-
-def test_who_waits_for_results_outlasts_a_slurm_that_does_not_answer(
-    calls: MapRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    waiting = RunState(RunStatus.PREPARED, "not submitted", False, [], None)
-
-    def fail(error: ClusterError) -> None:
-        def submit_arrays(*_: object) -> None:
-            raise error
-
-        calls._tried = -mapping.SUBMIT_EVERY_S
-        monkeypatch.setattr(mapping, "submit_arrays", submit_arrays)
-
-    fail(ClusterError("slurmctld does not answer"))
-    assert calls._is_to_come(waiting)
-    assert "slurmctld does not answer" in caplog.text
-    fail(RefusedError("the partition is gone"))
-    with pytest.raises(RefusedError):
-        calls._is_to_come(waiting)
 
 
 def test_lambdas_closures_and_several_iterables_are_sent(

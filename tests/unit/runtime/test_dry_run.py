@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
@@ -87,16 +86,6 @@ def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
     held = 16 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
     assert one.parameters == one.gradients == FLOAT32 * held
     assert one.optimizer == 2 * FLOAT32 * held + 4 * (16 * 9 + 3)
-
-
-def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
-    config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel.tp=8", "parallel.pp=8"])
-    assert str(parallel_dims_of(config)) == "512 ranks = 8 data-parallel groups x TP 8 x PP 8"
-    stages = dry_run(config)
-    assert [stage.rank for stage in stages] == list(range(0, 512, 64))
-    layers = 2 * (LLAMA_70B_LAYER // 8 + 2 * 8192)
-    held = [layers + LLAMA_VOCABULARY // 8, *[layers] * 6, layers + LLAMA_VOCABULARY // 8 + 8192]
-    assert [stage.parameters for stage in stages] == [FLOAT32 * elements for elements in held]
 
 
 @pytest.mark.parametrize(
@@ -212,8 +201,3 @@ def test_of_a_sweep_the_largest_point_is_built(
     assert main([*sweep, "model.n_layers=2,320"]) == 78
     assert "point 1 (model.n_layers=320): 8 ranks = " in capsys.readouterr().err
     assert asked == [32]
-
-
-def test_laying_out_leaves_nothing_behind() -> None:
-    dry_run(own_model(8))
-    assert not torch.distributed.is_initialized()

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.runtime.preflight import readers
 from slurmtrain.runtime.preflight.compare import compare
-from slurmtrain.runtime.preflight.exchange import Exchange
 from slurmtrain.runtime.preflight.expected import Expected
 from slurmtrain.runtime.preflight.facts import (
     DiskFacts,
@@ -29,10 +23,7 @@ from slurmtrain.runtime.preflight.facts import (
     RankFacts,
     gathered,
 )
-from slurmtrain.runtime.preflight.findings import ADVICE, Fault, Finding, error_of
-from slurmtrain.runtime.preflight.shared_folder import WORD, SharedFolder
-from slurmtrain.runtime.shared_file_wait import Pauses
-from slurmtrain.system.signals import StopDuringStartError
+from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 
 NODES, RANKS_OF_NODE = 8, 4
 EXPECTED = Expected(
@@ -464,28 +455,6 @@ def test_a_fault_of_the_config_comes_before_that_of_a_node_since_no_other_node_w
     assert "and 1 more: gpu_broken" in error.message
 
 
-def test_every_kind_of_finding_says_what_to_do() -> None:
-    assert set(ADVICE) == set(FindingKind)
-
-
-def test_4096_ranks_are_compared_in_less_than_ten_seconds() -> None:
-    import time
-
-    nodes = [replace(sound_node(index), packages={f"p{n}": "1.0" for n in range(300)}) for index in range(512)]
-    nodes[77] = replace(nodes[77], versions={"torch": "2.12.0"})
-    sent = [
-        Message(
-            replace(sound_rank(index), node=f"n{index // 8}", local_rank=index % 8, world_size=4096),
-            nodes[index // 8] if index % 8 == 0 else None,
-        ).encode()
-        for index in range(4096)
-    ]
-    began = time.process_time()
-    found = compare(gathered(map(Message.decode, sent)), replace(EXPECTED, world_size=4096))
-    assert time.process_time() - began < 10
-    assert [(each.kind, each.nodes) for each in found if each.fatal] == [(FindingKind.VERSIONS, ("n77",))]
-
-
 # The readers.
 
 
@@ -503,12 +472,6 @@ def test_files_and_folders_of_data_are_told_apart_by_what_is_in_them(tmp_path: P
     assert readers.look_at(one / "shard.bin") != readers.look_at(other / "shard.bin")
     assert readers.look_at(tmp_path / "none") == PathFacts("missing")
     assert readers.look_at(one / "shard.bin" / "deeper") == PathFacts("missing")
-
-
-def test_a_file_system_that_counts_no_space_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda _: nothing)
-    assert readers.look_at_disk(tmp_path) == DiskFacts(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -545,56 +508,3 @@ def test_a_rank_is_near_all_numa_nodes_of_its_socket(tmp_path: Path) -> None:
     assert readers.numa_nodes_of({99}, tmp_path) is None
     (tmp_path / "cpu/cpu4/topology/physical_package_id").unlink()
     assert readers.numa_nodes_of({5}, tmp_path) is None
-
-
-# The shared folder.
-
-
-class NoPause(Pauses):
-    def __init__(self, clock: list[float]):
-        super().__init__()
-        self._clock = clock
-
-    def pause(self) -> None:
-        self._clock[0] += 1.0
-
-
-def folder(path: Path, **changes: Any) -> SharedFolder:
-    clock = [0.0]
-    return dataclasses.replace(
-        SharedFolder(path, "token", clock=lambda: clock[0], pauses=lambda: NoPause(clock)),
-        **changes,
-    )
-
-
-def test_a_node_sees_what_rank_0_has_written_and_says_how_late_and_rank_0_sees_what_nodes_have(tmp_path: Path) -> None:
-    shared = folder(tmp_path / "preflight")
-    assert shared.write(WORD) is None
-    assert shared.look(None) == FolderFacts(0.0, limit_s=30.0)
-    answers = iter(["", "", "", "token"])
-    assert folder(tmp_path, read=lambda _: next(answers)).look(None).seen_after_s == 3.0
-    shared.write("node-1")
-    assert shared.missing(["node-1", "node-2"]) == ("node-2",)
-
-
-def test_a_folder_of_a_nodes_own_one_that_is_stale_and_one_that_cannot_be_written_are_told_apart(
-    tmp_path: Path,
-) -> None:
-    assert folder(tmp_path / "mine").look(None) == FolderFacts(None, limit_s=30.0)
-    assert folder(tmp_path, read=lambda _: "of before").look(None) == FolderFacts(None, stale=True, limit_s=30.0)
-    (tmp_path / "file").touch()
-    assert folder(tmp_path / "file" / "preflight").write(WORD) == "Not a directory"
-
-
-def exchanges(timeout_s: float, stop_requested: Callable[[], bool] = lambda: False) -> list[Exchange]:
-    first = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    stores = [first, *(dist.TCPStore("127.0.0.1", first.port, None, False) for _ in range(2))]
-    return [Exchange(store, rank, 3, timeout_s, stop_requested) for rank, store in enumerate(stores)]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_for_one_that_hangs_hears_that_it_is_to_stop(rank: int) -> None:
-    began = time.monotonic()
-    ranks = exchanges(3600, stop_requested=lambda: time.monotonic() > began + 0.1)
-    with pytest.raises(StopDuringStartError):
-        ranks[rank].meet("clock")

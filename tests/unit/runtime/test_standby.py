@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,15 +55,6 @@ def test_a_rank_that_waits_is_one_of_the_attempt_that_it_is_told_and_writes_to_i
     assert waiting.communicate("2\n", timeout=60) == ("", "")
     assert waiting.returncode == 0
     assert run_dir.attempt(2).rank_log(0).read_text() == "attempt 2\n"
-
-
-def test_each_rank_says_that_it_is_ready_in_one_piece(run_dir: RunDir) -> None:
-    """As the batch script starts it, with `python -u`: the lines of all ranks meet in one log, where they are counted."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    command = [sys.executable, "-u", "-c", WAITING, str(run_dir.path), "colorsys"]
-    with ours, theirs, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno()):
-        ours.settimeout(60)
-        assert ours.recv(100) == b"ready\n"
 
 
 def test_a_rank_that_waits_leaves_at_a_signal_to_stop(waiting: subprocess.Popen[str]) -> None:
