@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
 def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
     alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alpha.refuse("sbatch: error: Batch job submission failed: Invalid account or account/partition combination")
+    alpha.fail("sbatch --test-only", "Batch job submission failed: Invalid account or account/partition combination")
     assert main(["probe"]) == 78
     assert "SLURM would not accept a job of it" in capsys.readouterr().out
     assert Path("conf/cluster/alpha.yaml").exists()
@@ -159,6 +159,7 @@ def test_a_file_that_is_no_clusters_is_one_sentence(
 def test_without_an_answer_of_slurm_nothing_is_written(
     project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    slurm.fail("scontrol")
     assert main(["probe", "--no-speed"]) == 1
     said = capsys.readouterr().err
     assert "`scontrol show config` failed: scontrol: error: Unable to contact slurm controller" in said
