@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import logs, redaction
-from tests.support.commands import Cli, FakeSlurm
-from tests.support.fake_slurm import FakeSlurm as StatefulFakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.stranger import Stranger, a_stranger
 
 # A loaded machine is no failure.
@@ -136,26 +136,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """sbatch accepts everything as job 4711; scontrol and squeue fail, as without a controller."""
-    fake = FakeSlurm(tmp_path / "fake-slurm")
-    fake.directory.mkdir()
-    fake.command(
-        "sbatch",
-        'case "$*" in *--test-only*) exit 0;; esac\n'
-        'n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; env -0 >"$here/environment"\n'
-        'echo "Submitted batch job 4711"',
-    )
-    for name in ("scontrol", "squeue", "scancel", "srun"):
-        fake.command(name, f'echo "{name}: error: Unable to contact slurm controller" >&2; exit 1')
-    monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
-    return fake
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatefulFakeSlurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """SLURM's commands, with jobs that are kept from 101 on."""
-    fake = StatefulFakeSlurm.install(tmp_path / "slurm")
+    fake = FakeSlurm.install(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
     return fake
 

@@ -160,6 +160,10 @@ class FakeSlurm:
         """
         self._write("faults", [*self._read("faults", []), [command, words, times, code, done, after]])
 
+    def mend(self) -> None:
+        """Nothing fails any more."""
+        self._write("faults", [])
+
     def answer(self, command: str, output: str) -> None:
         """Let an exact command line print this, instead of what the state folder has: "sinfo --noheader --format=%N"."""
         self._write("answers", {**self._read("answers", {}), command: output})
@@ -171,6 +175,12 @@ class FakeSlurm:
     def command(self, name: str, body: str) -> None:
         """Put a bash script in a command's place; `$here` is this folder."""
         _script(self.directory / name, f"#!/bin/bash\nhere={self.directory}\n{body}\n")
+
+    def instead_of_sbatch(self, body: str) -> None:
+        """Run this, in bash, at each submission: `"$here/real/sbatch" "$@"` is what submits."""
+        (self.directory / "real").mkdir()
+        (self.directory / "sbatch").rename(self.directory / "real" / "sbatch")
+        self.command("sbatch", f'case " $* " in *" --test-only "*) exit 0;; esac\n{body}')
 
     def refuse(self, words: str) -> None:
         """Let sbatch refuse every job from now on."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 FOLDER = Path(__file__).parents[1] / "unit" / "slurm" / "recorded"
 CLUSTERS = sorted(path.stem for path in FOLDER.glob("*.txt"))

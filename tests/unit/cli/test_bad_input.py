@@ -10,7 +10,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 SLURM = ["+cluster=a100x4", "submit"]
 LOCAL = ["+cluster=local", "submit"]
@@ -227,9 +227,9 @@ BAD_WORDS = [
 
 
 @pytest.fixture
-def nothing_left(project: Path, fake_slurm: FakeSlurm) -> FakeSlurm:
+def nothing_left(project: Path, slurm: FakeSlurm) -> FakeSlurm:
     (project / "file").write_text("no folder")
-    return fake_slurm
+    return slurm
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -427,7 +427,7 @@ def test_train_of_a_run_takes_no_overrides(project: Path, capsys: pytest.Capture
 
 
 @pytest.fixture
-def two_runs(project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def two_runs(project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> list[str]:
     for _ in range(2):
         assert main(SLURM) == 0
     capsys.readouterr()

@@ -22,7 +22,8 @@ from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.overrides import normalise
 from slurmtrain.resources import PACKAGE, shipped
-from tests.support.commands import Cli, FakeSlurm, refusal
+from tests.support.commands import Cli, refusal
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed
 
 VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
@@ -417,7 +418,7 @@ print("\\nHEAVY", code, ",".join(heavy))
     ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",
 )
 def test_a_verb_imports_only_what_it_needs(
-    words: list[str], not_imported: str, cli: Cli, project: Path, fake_slurm: FakeSlurm
+    words: list[str], not_imported: str, cli: Cli, project: Path, slurm: FakeSlurm
 ) -> None:
     printed("render", "+cluster=a100x4", "-o", "job.sbatch")
     run_dir = next(project.glob("runs/train/*"))
@@ -459,7 +460,7 @@ def test_runs_elsewhere_are_found_through_slurmtrain_runs(
 
 
 def test_submit_puts_runs_where_the_verbs_look(
-    project: Path, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
     printed("+cluster=a100x4", "submit")
@@ -469,7 +470,7 @@ def test_submit_puts_runs_where_the_verbs_look(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_next_steps_that_submit_prints_work_as_they_are(
-    elsewhere: bool, project: Path, tmp_path: Path, fake_slurm: FakeSlurm
+    elsewhere: bool, project: Path, tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     words = [f"job.runs_dir={tmp_path}/elsewhere"] if elsewhere else []
     step = printed("+cluster=a100x4", "submit", *words).splitlines()[-1].split()
@@ -489,8 +490,10 @@ def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path:
         assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
 
 
-def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(project: Path, fake_slurm: FakeSlurm) -> None:
-    assert "as job 4711" in printed("+cluster=a100x4", "submit")
+def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(project: Path, slurm: FakeSlurm) -> None:
+    for name in ("squeue", "scontrol"):
+        slurm.fail(name)
+    assert "as job 101" in printed("+cluster=a100x4", "submit")
     run_dir = next(project.glob("runs/train/*"))
-    assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["4711"]
+    assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["101"]
     assert os.stat(run_dir).st_mode & 0o777 == 0o700

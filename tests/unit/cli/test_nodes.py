@@ -7,10 +7,11 @@ import time
 import pytest
 
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord, append_to_ledger, ledger_file, read_ledger
-from tests.support.commands import FakeSlurm, refusal
+from tests.support.commands import refusal
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, shown
 
-pytestmark = pytest.mark.usefixtures("project", "fake_slurm")
+pytestmark = pytest.mark.usefixtures("project", "slurm")
 
 
 def on_record(*records: NodeRecord, cluster: str = "big") -> None:
@@ -35,9 +36,9 @@ def test_the_list_says_what_is_left_out_for_how_long_and_why() -> None:
     assert (first["node"], first["records"][1]["attempt"], second["until"]) == ("n3", 2, None)
 
 
-def test_a_person_blames_a_node_and_forgives_it(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("scontrol", 'echo "ClusterName = big"')
-    fake_slurm.command("sinfo", 'echo "n3"')
+def test_a_person_blames_a_node_and_forgives_it(slurm: FakeSlurm) -> None:
+    slurm.command("scontrol", 'echo "ClusterName = big"')
+    slurm.command("sinfo", 'echo "n3"')
     assert "n3 is left out of the next starts of your runs on big until" in printed(
         "nodes", "blame", "n3", "--reason", "its disk is full"
     )
@@ -65,9 +66,9 @@ def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too() -> None:
         (["forgive", "n3", "--cluster", "../x"], "there is no ledger of cluster '../x'"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error_with_a_hint(fake_slurm: FakeSlurm, words: list[str], said: str) -> None:
-    fake_slurm.command("scontrol", 'echo "ClusterName = big"')
-    fake_slurm.command("sinfo", "true")
+def test_what_cannot_be_meant_is_an_error_with_a_hint(slurm: FakeSlurm, words: list[str], said: str) -> None:
+    slurm.command("scontrol", 'echo "ClusterName = big"')
+    slurm.command("sinfo", "true")
     assert said in refusal("nodes", *words)
     assert read_ledger(ledger_file("big")) == []
 

@@ -18,7 +18,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import folder
-from tests.support.commands import FakeSlurm, refusal
+from tests.support.commands import refusal
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown
 
 EIGHT_B = [
@@ -294,12 +295,12 @@ def the_sweep(project: Path) -> Sweep:
     return found
 
 
-def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path, fake_slurm: FakeSlurm) -> None:
+def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path, slurm: FakeSlurm) -> None:
     said = scale("--no-wait")
     sweep = the_sweep(project)
     assert f"sweep {sweep.id} of 3 sizes" in said
     assert sweep.id.startswith("train-scale.sweep-")
-    assert sorted(line for text in fake_slurm.submitted for line in text.splitlines() if "--nodes=" in line) == [
+    assert sorted(line for text in slurm.submitted for line in text.splitlines() if "--nodes=" in line) == [
         "#SBATCH --nodes=1",
         "#SBATCH --nodes=2",
         "#SBATCH --nodes=4",
@@ -310,7 +311,7 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path,
     for point, communication in zip(sweep.points(), (0.0, 0.05, 0.9), strict=True):
         finish(sweep.run_dir(point.run_id), communication=communication)
     text = scale("--plot", "-")
-    assert len(fake_slurm.submitted) == 3  # nothing again
+    assert len(slurm.submitted) == 3  # nothing again
     assert "using more than 2 nodes is not worth it: 4 reach 56% of what they could" in text
     assert (
         "The first bottleneck: communication of dp_shard (parallel.dp_shard=32) that nothing hides takes longer" in text
@@ -326,7 +327,7 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path,
     assert found["sizes"][0]["planned_s"] == pytest.approx(found["sizes"][0]["step_s"], rel=0.002)
 
 
-def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, fake_slurm: FakeSlurm) -> None:
+def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, slurm: FakeSlurm) -> None:
     scale("--no-wait", "--nodes", "1,2,4", "--strong")
     sweep = the_sweep(project)
     first, second, third = (sweep.run_dir(point.run_id) for point in sweep.points())
@@ -355,10 +356,10 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, fak
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_made(
-    words: list[str], code: int, sentence: str, project: Path, fake_slurm: FakeSlurm
+    words: list[str], code: int, sentence: str, project: Path, slurm: FakeSlurm
 ) -> None:
     error = refusal(*WORDS, "scale", *words, code=code)
     assert sentence in error
     assert "Traceback" not in error
-    assert fake_slurm.submitted == []
+    assert slurm.submitted == []
     assert not list((project / "runs").glob("*.sweep-*"))

@@ -10,18 +10,18 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import answers_of, play
 
 
 @pytest.fixture
-def alpha(project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def alpha(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A cluster with accounting, as it was recorded, for the user `me`; the current folder is an empty project."""
     monkeypatch.setattr("slurmtrain.slurm.read_facts.own_user", lambda: "me")
     for name in ("HOME", "SCRATCH", "WORK", "MODULEPATH", "LMOD_CMD", "MODULES_CMD"):
         monkeypatch.delenv(name, raising=False)
-    play(fake_slurm, answers_of("alpha_22_05"))
-    return fake_slurm
+    play(slurm, answers_of("alpha_22_05"))
+    return slurm
 
 
 def test_probe_writes_a_file_that_cluster_finds_in_this_folder(
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
 def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
     alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alpha.refuse("sbatch: error: Batch job submission failed: Invalid account or account/partition combination")
+    alpha.fail("sbatch --test-only", "Batch job submission failed: Invalid account or account/partition combination")
     assert main(["probe"]) == 78
     assert "SLURM would not accept a job of it" in capsys.readouterr().out
     assert Path("conf/cluster/alpha.yaml").exists()
@@ -157,8 +157,9 @@ def test_a_file_that_is_no_clusters_is_one_sentence(
 
 
 def test_without_an_answer_of_slurm_nothing_is_written(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    slurm.fail("scontrol")
     assert main(["probe", "--no-speed"]) == 1
     said = capsys.readouterr().err
     assert "`scontrol show config` failed: scontrol: error: Unable to contact slurm controller" in said
@@ -166,10 +167,10 @@ def test_without_an_answer_of_slurm_nothing_is_written(
 
 
 def test_a_machine_that_knows_no_cluster_is_not_told_that_the_controller_is_slow(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "scontrol: fatal: Could not establish a configuration source"
-    fake_slurm.command("scontrol", f"echo 'scontrol: error: DNS SRV lookup failed' >&2; echo '{words}' >&2; exit 1")
+    slurm.command("scontrol", f"echo 'scontrol: error: DNS SRV lookup failed' >&2; echo '{words}' >&2; exit 1")
     assert main(["probe", "--no-speed"]) == 1
     said = capsys.readouterr().err
     assert f"`scontrol show config` failed: {words}" in said and "is this a login node?" in said

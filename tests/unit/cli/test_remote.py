@@ -13,20 +13,19 @@ from slurmtrain.cli import main
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.resources import PACKAGE
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.commands import FakeSlurm, refusal
+from tests.support.commands import refusal
+from tests.support.fake_slurm import FakeSlurm
 
 LOGIN = ["--host", "me@login", "--host-python", sys.executable]
 
 
 @pytest.fixture
-def login(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
+def login(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home directory on a login node, which is this machine: `ssh` begins a shell there, as sshd does."""
     home = tmp_path / "login home"
     home.mkdir()
-    (home / ".bash_profile").write_text(
-        f"export PATH='{fake_slurm.directory}':\"$PATH\" PYTHONPATH='{PACKAGE.parent}'\n"
-    )
-    fake_slurm.command(
+    (home / ".bash_profile").write_text(f"export PATH='{slurm.directory}':\"$PATH\" PYTHONPATH='{PACKAGE.parent}'\n")
+    slurm.command(
         "ssh",
         'while [ "$1" != -- ]; do shift; done\n'
         'echo "$2" >>"$here/hosts"; shift 2\n'
@@ -46,16 +45,16 @@ def runs_of(home: Path) -> list[RunDir]:
     return [RunDir(path) for path in sorted((home / "slurmtrain-work/laptop/runs").glob("*/2*"))]
 
 
-def test_submit_sends_the_work_tree_and_the_run_is_made_there(login: Path, fake_slurm: FakeSlurm) -> None:
+def test_submit_sends_the_work_tree_and_the_run_is_made_there(login: Path, slurm: FakeSlurm) -> None:
     program = ["python", "train me.py", "--name", "it's $HOME", '"q"', "--host", "x"]
     assert main(["cluster=a100x4", "submit", *LOGIN, "--", *program]) == 0  # the machine may stand anywhere before --
     (run,) = runs_of(login)
     sent = sorted(str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file())
     assert [name for name in sent if not name.startswith("slurmtrain/")] == [".gitignore", "a.py", "below/train me.py"]
-    assert run.info()["workdir"] == "code/below" and fake_slurm.submitted == [run.script.read_text()]
+    assert run.info()["workdir"] == "code/below" and slurm.submitted == [run.script.read_text()]
     command = load_frozen(run.config_file, with_secrets=False).job.command
     assert command == "python 'train me.py' --name 'it'\"'\"'s $HOME' '\"q\"' --host x"
-    assert not Path("runs").exists() and (fake_slurm.directory / "hosts").read_text() == "me@login\n"
+    assert not Path("runs").exists() and (slurm.directory / "hosts").read_text() == "me@login\n"
     Path("../a.py").write_text("edited after submit")
     assert (run.code / "a.py").read_text() == "a"
 
@@ -74,20 +73,20 @@ def test_verbs_work_from_the_laptop_and_their_exit_codes_are_those_of_there(
 
 
 def test_where_the_connection_breaks_while_the_code_is_sent_nothing_is_submitted(
-    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    login: Path, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("noise").write_bytes(os.urandom(1 << 20))  # so that what arrives is no whole archive
-    whole = (fake_slurm.directory / "ssh").read_text()
-    fake_slurm.command("ssh", whole.partition("\n")[2].replace("exec env", "head -c 100000 | env"))
+    whole = (slurm.directory / "ssh").read_text()
+    slurm.command("ssh", whole.partition("\n")[2].replace("exec env", "head -c 100000 | env"))
     assert main([*LOGIN, "cluster=a100x4", "submit"]) != 0
     assert "the code could not be unpacked" in capfd.readouterr().err
-    assert runs_of(login) == [] and fake_slurm.submitted == []
+    assert runs_of(login) == [] and slurm.submitted == []
 
 
 def test_where_ssh_fails_a_sentence_says_what_to_try(
-    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    login: Path, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fake_slurm.command("ssh", 'echo "ssh: Could not resolve hostname login" >&2; exit 255')
+    slurm.command("ssh", 'echo "ssh: Could not resolve hostname login" >&2; exit 255')
     assert main([*LOGIN, "cluster=a100x4", "submit"]) == 1
     said = capfd.readouterr().err
     assert "it is not known whether the command was executed" in said and "`ssh me@login true` must work" in said
@@ -109,35 +108,35 @@ def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.Ca
 
 @pytest.mark.parametrize("python", ["~/venv/bin/python", "venv/bin/python", "python-of-mine", "ABSOLUTE"])
 def test_the_python_there_may_be_named_as_a_person_names_it(
-    login: Path, fake_slurm: FakeSlurm, python: str, capfd: pytest.CaptureFixture[str]
+    login: Path, slurm: FakeSlurm, python: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Below the home directory, whatever the folder of the runs is, or by a name that a login shell finds."""
     (login / "venv" / "bin").mkdir(parents=True)
-    for path in (login / "venv" / "bin" / "python", fake_slurm.directory / "python-of-mine"):
+    for path in (login / "venv" / "bin" / "python", slurm.directory / "python-of-mine"):
         path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         path.chmod(0o755)
-    fake_slurm.command("sbatch", 'command -v python >"$here/python"; echo "Submitted batch job 1"')
+    slurm.command("sbatch", 'command -v python >"$here/python"; echo "Submitted batch job 1"')
     named = python.replace("ABSOLUTE", f"{login}/venv/bin/python")
     there = ["--host=me@login:~/my work", f"--host-python={named}"]
     assert main([*there, "cluster=a100x4", "submit"]) == 0
     assert len(list((login / "my work" / "runs").glob("*/2*"))) == 1
-    of_the_job = (fake_slurm.directory / "python").read_text().strip()
+    of_the_job = (slurm.directory / "python").read_text().strip()
     assert of_the_job == f"{login}/venv/bin/python" or python == "python-of-mine"
     assert main([*there, "status", "last"]) == 0 and "(train)" in capfd.readouterr().out
 
 
 def test_an_account_without_a_home_directory_can_name_a_folder(
-    login: Path, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    login: Path, slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = (fake_slurm.directory / "ssh").read_text().partition("\n")[2]
-    fake_slurm.command("ssh", whole.replace(f"HOME='{login}'", f"HOME=/nowhere PYTHONPATH='{PACKAGE.parent}'"))
+    whole = (slurm.directory / "ssh").read_text().partition("\n")[2]
+    slurm.command("ssh", whole.replace(f"HOME='{login}'", f"HOME=/nowhere PYTHONPATH='{PACKAGE.parent}'"))
     assert main([*LOGIN, "status"]) == 1
     assert "there is no home directory /nowhere" in capfd.readouterr().err
     assert main(["--host", f"me@login:{tmp_path}/there", *LOGIN[2:], "cluster=a100x4", "submit", "--dry-run"]) == 0
 
 
 def test_probe_does_not_write_a_file_where_submit_would_not_find_it(
-    login: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    login: Path, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*LOGIN, "probe"]) == 2
     assert "probe --out - > conf/cluster/NAME.yaml" in capfd.readouterr().err
@@ -155,12 +154,12 @@ def test_probe_does_not_write_a_file_where_submit_would_not_find_it(
         ["--host-python", "p", "status"],
     ],
 )
-def test_what_is_no_machine_is_refused(words: list[str], login: Path, fake_slurm: FakeSlurm) -> None:
+def test_what_is_no_machine_is_refused(words: list[str], login: Path, slurm: FakeSlurm) -> None:
     refusal(*words)
-    assert not (fake_slurm.directory / "hosts").exists()
+    assert not (slurm.directory / "hosts").exists()
 
 
 @pytest.mark.parametrize("words", [["train"], ["render"], ["sandbox", "up"], []])
-def test_what_is_for_this_machine_is_not_sent(words: list[str], login: Path, fake_slurm: FakeSlurm) -> None:
+def test_what_is_for_this_machine_is_not_sent(words: list[str], login: Path, slurm: FakeSlurm) -> None:
     refusal(*LOGIN, *words)
-    assert not (fake_slurm.directory / "hosts").exists()
+    assert not (slurm.directory / "hosts").exists()

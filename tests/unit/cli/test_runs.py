@@ -26,7 +26,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage, write_json
-from tests.support.commands import FakeSlurm, refusal
+from tests.support.commands import refusal
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown, submitted_run
 
 Make = Callable[..., RunDir]
@@ -35,9 +36,9 @@ NAN = math.nan
 
 
 @pytest.fixture
-def make(project: Path, fake_slurm: FakeSlurm) -> Make:
+def make(project: Path, slurm: FakeSlurm) -> Make:
     """A run in a state, with what it logged; SLURM knows of job 1 as pending, and of no other."""
-    fake_slurm.command("squeue", "echo '1|1_N/A|PENDING|N/A|Resources'")
+    slurm.command("squeue", "echo '1|1_N/A|PENDING|N/A|Resources'")
 
     def run(
         word: str = "finished", *overrides: str, losses: dict[int, float] | None = None, days_old: float = 0.0
@@ -127,9 +128,9 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None
     assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
 
 
-def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, fake_slurm: FakeSlurm) -> None:
+def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, slurm: FakeSlurm) -> None:
     make("waiting")
-    fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
+    slurm.command("squeue", "echo 'no controller' >&2; exit 1")
     (run,) = shown("status")
     assert run["state"] == "unknown" and "no controller" in run["doubt"]
 
@@ -395,9 +396,9 @@ def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: st
     assert run.exists()
 
 
-def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, fake_slurm: FakeSlurm) -> None:
+def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, slurm: FakeSlurm) -> None:
     waits, done = make("waiting", days_old=9), make("finished", days_old=9)
-    fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
+    slurm.command("squeue", "echo 'no controller' >&2; exit 1")
     assert "SLURM cannot be asked" in printed("runs", "prune", "--older-than", "1")
     assert waits.exists() and not done.path.exists()
 

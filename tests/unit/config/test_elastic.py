@@ -24,7 +24,7 @@ from slurmtrain.launch.script import render_script
 from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt
 
 BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
@@ -169,7 +169,7 @@ def test_the_batch_script_starts_ranks_on_what_can_be_used_of_what_was_given(giv
 
 
 def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_before(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --ntasks-per-node srun could put five ranks on one node and three on the other."""
     assert main(["+cluster=a100x4", "cluster.nodes=2-3", "parallel=fsdp", "submit"]) == 0
@@ -178,10 +178,8 @@ def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_befo
     run.attempt(1).srun_log.write_text("srun: error: n1: task 3: Killed\n")
     for name, value in {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "n0", "SLURM_RESTART_COUNT": "0"}.items():
         monkeypatch.setenv(name, value)
-    fake_slurm.command(
-        "scontrol", 'case "$*" in "show job"*) echo "JobId=4711 JobState=RUNNING NodeList=n[0-2]" ;; esac'
-    )
-    fake_slurm.command("sinfo", 'printf "n0 mixed\\nn1 draining\\nn2 mixed\\n"')
+    slurm.command("scontrol", 'case "$*" in "show job"*) echo "JobId=4711 JobState=RUNNING NodeList=n[0-2]" ;; esac')
+    slurm.command("sinfo", 'printf "n0 mixed\\nn1 draining\\nn2 mixed\\n"')
     capsys.readouterr()
     assert main(["finish-attempt", str(run.path), "--attempt", "1", "--in-place", "--exit-code", "137"]) == 0
     assert capsys.readouterr().out == "in-place --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n0,n2\n"

@@ -24,7 +24,8 @@ from slurmtrain.runs.code_record import record_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.jobs.train import _of_optimizer
 from slurmtrain.system.files import write_json
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
 
 FROZEN = Path(__file__).parent / "frozen"
@@ -156,13 +157,13 @@ def test_what_a_program_has_saved_beside_its_code_goes_on_with_the_code_as_it_is
 
 
 def test_a_changed_run_is_submitted_with_a_script_of_the_changed_config(
-    cli: Cli, project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("+cluster=a100x4", "submit").returncode == 0
-    fake_slurm.command("squeue", "exit 0")  # it has gone
+    slurm.command("squeue", "exit 0")  # it has gone
     [run_dir] = (project / "runs" / "train").iterdir()
     assert main(["resume", run_dir.name, "cluster.nodes=2"]) == 0
-    assert "#SBATCH --nodes=1\n" in fake_slurm.submitted[0] and "#SBATCH --nodes=2\n" in fake_slurm.submitted[1]
+    assert "#SBATCH --nodes=1\n" in slurm.submitted[0] and "#SBATCH --nodes=2\n" in slurm.submitted[1]
     assert load_frozen(run_dir / "config.yaml").cluster.nodes == 2
 
 

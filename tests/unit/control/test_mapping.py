@@ -19,7 +19,7 @@ from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs import map_task
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.pickles import Evil
 from tests.support.runs import add_attempt
 
@@ -44,7 +44,7 @@ def twice(number: int) -> int:
 
 
 @pytest.fixture
-def calls(project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> MapRun:
+def calls(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> MapRun:
     """Four calls, made here as their jobs would."""
     found = map_on_slurm(twice, [1, 2, 3, 4])
     for task in list(found)[:3]:
@@ -58,12 +58,12 @@ def calls(project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch)
     return found
 
 
-def test_all_calls_are_one_array_with_the_same_script(project: Path, fake_slurm: FakeSlurm) -> None:
+def test_all_calls_are_one_array_with_the_same_script(project: Path, slurm: FakeSlurm) -> None:
     found = map_on_slurm(twice, range(5), max_parallel=2)
-    assert [task.run.job_ids for task in found] == [[f"4711_{index}"] for index in range(5)]
+    assert [task.run.job_ids for task in found] == [[f"101_{index}"] for index in range(5)]
     script = (Sweep(found.path).array(0) / "job.sbatch").read_text()
     assert "--array=0-4%2" in script and "--nodes=1" in script and "--ntasks-per-node=1" in script
-    assert len(list(fake_slurm.directory.glob("script-*"))) == 1
+    assert len(slurm.jobs) == 1
     again = map_on_slurm(twice, range(5))
     assert again.path != found.path, "a second map is another one"
 
@@ -90,7 +90,7 @@ def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:
 
 
 def test_lambdas_closures_and_several_iterables_are_sent(
-    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offset = 10
     (task,) = map_on_slurm(lambda a, b: a + b + offset, [1], [2])
@@ -128,7 +128,7 @@ def test_what_cannot_be_called_is_refused_before_anything_is_submitted(project: 
     assert not (project / "runs").exists()
 
 
-def test_a_secret_is_not_pickled(project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_not_pickled(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", value := "abcdefgh-0123")
     with pytest.raises(ConfigError, match="item 0 holds the value of the secret MY_KEY"):
         slurmtrain.map(twice, [value], cluster="a100x4", overrides=["+secrets.MY_KEY=env"])

@@ -35,7 +35,7 @@ from slurmtrain.report.status import look, queue
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
 SMALL = ["+cluster=a100x4", "model=small", "optim.lr=2e-4"]
@@ -49,12 +49,12 @@ def ended_run(project: Path, **fields: Any) -> slurmtrain.Run:
 
 
 def test_submit_returns_a_run_says_nothing_and_leaves_hydra_as_it_was(
-    project: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = set(ConfigStore.instance().repo)
     runs = [slurmtrain.submit(SMALL) for _ in range(2)]
     assert runs[0] != runs[1]
-    assert [run.job_ids for run in runs] == [["4711"], ["4711"]]
+    assert [run.job_ids for run in runs] == [["101"], ["102"]]
     assert runs[0].path.parent == project / "runs" / "train"
     assert RunDir(runs[0].path).info()["overrides"] == ["cluster=a100x4", *SMALL[1:]]
     assert not GlobalHydra.instance().is_initialized()
@@ -63,7 +63,7 @@ def test_submit_returns_a_run_says_nothing_and_leaves_hydra_as_it_was(
 
 
 def test_the_same_run_comes_of_overrides_of_a_dictconfig_and_of_a_config(
-    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = ["cluster=a100x4", *SMALL[1:]]
     monkeypatch.setattr(ConfigStore.instance(), "repo", copy.copy(ConfigStore.instance().repo))
@@ -78,14 +78,14 @@ def test_the_same_run_comes_of_overrides_of_a_dictconfig_and_of_a_config(
     assert frozen[0].optim.lr == 2e-4 and len({config_hash(each) for each in frozen}) == 1
 
 
-def test_a_program_of_the_users_own_is_given_by_its_words(project: Path, fake_slurm: FakeSlurm) -> None:
+def test_a_program_of_the_users_own_is_given_by_its_words(project: Path, slurm: FakeSlurm) -> None:
     words = ["python", "-c", "print('a, b', {1: ${x}})"]
     run = slurmtrain.submit(["+cluster=a100x4"], command=words)
     assert load_frozen(run.path / "config.yaml").job.command == "python -c 'print('\"'\"'a, b'\"'\"', {1: ${x}})'"
 
 
 def test_relative_paths_and_runs_are_those_of_the_project(
-    project: Path, fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / "my_conf" / "cluster").mkdir(parents=True)
     (project / "my_conf" / "cluster" / "mine.yaml").write_text("nodes: 2\n")
@@ -96,7 +96,7 @@ def test_relative_paths_and_runs_are_those_of_the_project(
     assert slurmtrain.open_run("last", project="project") == run == slurmtrain.open_run(run.path)
 
 
-def test_threads_may_submit_at_the_same_time(project: Path, fake_slurm: FakeSlurm) -> None:
+def test_threads_may_submit_at_the_same_time(project: Path, slurm: FakeSlurm) -> None:
     stderr, runs = sys.stderr, list[slurmtrain.Run]()
     threads = [threading.Thread(target=lambda: runs.append(slurmtrain.submit(SMALL))) for _ in range(3)]
     for thread in threads:
@@ -143,15 +143,15 @@ def test_wait_raises_the_reason_of_the_last_attempt(project: Path) -> None:
 
 
 def test_wait_ends_in_time_without_asking_slurm_again_and_again(
-    project: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm
+    project: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
 ) -> None:
-    fake_slurm.command("squeue", 'echo asked >> "$here/asked"; exit 1')
+    slurm.command("squeue", 'echo asked >> "$here/asked"; exit 1')
     run_dir = submitted_run(project, "cluster=a100x4", job_ids=["4711"])
     add_attempt(run_dir, job_id="4711")
     with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
         slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
     assert isinstance(raised.value, WaitTimeoutError)
-    assert (fake_slurm.directory / "asked").read_text().count("asked") <= queue.CONFIRMATIONS
+    assert (slurm.directory / "asked").read_text().count("asked") <= queue.CONFIRMATIONS
 
 
 def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:

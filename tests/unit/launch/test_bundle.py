@@ -20,7 +20,7 @@ from slurmtrain.runs.environment_record import write_environment
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process_facts import ProcessFacts
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
 
 FACTS = ProcessFacts(
@@ -148,7 +148,7 @@ def test_a_call_of_a_pickled_function_is_not_packed(project: Path, capsys: pytes
 
 
 def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and_what_is_changed(
-    run: RunDir, bundle: Path, elsewhere: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    run: RunDir, bundle: Path, elsewhere: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["optim.lr=0.25", "submit", "--from", str(bundle)]) == 0
     said = capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and
     assert after.optim.lr == 0.25 and after.job.runs_dir == str(elsewhere / "runs")
     assert (after.cluster, after.model, after.job.command) == (before.cluster, before.model, before.job.command)
     info = made.info()
-    assert info["job_ids"] == ["4711"] and info["submit_dir"] == str(elsewhere)
+    assert info["job_ids"] == ["101"] and info["submit_dir"] == str(elsewhere)
     assert info["bundle"]["run"] == run.id
     assert info["bundle"]["sha256"] == hashlib.sha256(bundle.read_bytes()).hexdigest()
     assert info["code"]["revision"] == run.info()["code"]["revision"] and info["code"]["dirty"]
@@ -169,7 +169,7 @@ def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and
 
 
 def test_another_cluster_replaces_all_that_was_of_the_first_one(
-    bundle: Path, elsewhere: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    bundle: Path, elsewhere: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["+cluster=h100x8", "cluster.nodes=2", "submit", "--from", str(bundle)]
     assert main([*words, "--dry-run"]) == 0
@@ -198,7 +198,7 @@ def test_what_a_bundle_decides_is_not_typed_beside_it(
 
 
 def test_a_run_that_ran_in_place_is_packed_without_code_and_takes_that_of_the_folder(
-    project: Path, tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = submitted_run(project, "cluster=a100x4", "experiment=smoke")
     assert main(["runs", "bundle", run.id, str(tmp_path / "b.tar.gz")]) == 0

@@ -265,6 +265,7 @@ def test_an_evaluation_that_failed_says_the_command_that_repeats_it(trained: Run
     """`resume` knows no evaluation by its ID."""
     assert main(["evaluate", str(trained.path), "--submit", "eval.metrics.accuracy=true"]) == 0
     (evaluation,) = trained.all_evaluations()
+    slurm.change("101", state="FAILED")
     ended = {"ended": time.time(), "verdict": "end", "job_id": "101"}
     add_attempt(evaluation, **ended, reason="config", sentence="rank 0: no validation set")
     repeat = f"`evaluate {trained.id} --step 20 eval.metrics.accuracy=true --submit` repeats it"

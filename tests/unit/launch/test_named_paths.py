@@ -190,8 +190,9 @@ def test_what_is_missing_is_said_before_the_queue_and_what_was_probably_meant(
     for name in ("raw.jsonl", "old/pytorch_model.bin", "torn/model-1.safetensors"):
         (project / name).touch()
     for step in (10, 20):
-        (folder := project / f"begun/checkpoints/checkpoint_{step:07d}").mkdir()
-        (folder / "COMPLETE").touch()
+        folder = f"begun/checkpoints/checkpoint_{step:07d}"
+        (project / folder).mkdir()
+        (project / folder / "COMPLETE").touch()
     files = {f"layer.{number}": f"model-{number}.safetensors" for number in (1, 2, 3)}
     (project / "torn" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     before = sorted(project.rglob("*"))

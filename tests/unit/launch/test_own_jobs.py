@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -55,13 +54,6 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
     return sorted(word for call in slurm.calls("scancel") for word in call.split()[1:])
 
 
-def in_each_submission(slurm: FakeSlurm, what: str) -> None:
-    """Let this happen, in bash, in place of sbatch, which lies in $here/real."""
-    (slurm.directory / "real").mkdir()
-    shutil.copy2(slurm.directory / "sbatch", slurm.directory / "real")
-    slurm.command("sbatch", f'case " $* " in *" --test-only "*) exit 0;; esac\n{what}')
-
-
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
@@ -89,7 +81,7 @@ def test_two_resumes_at_the_same_moment_submit_one_job(make: Make, slurm: FakeSl
     failed(run, "100")
     # The first waits inside of sbatch until the second has said that it waits, or has come to sbatch, too.
     until = 'until [ -e "$here/go" ] || (($(wc -l <"$here/in-sbatch") > 1)); do sleep 0.05; done'
-    in_each_submission(slurm, f'echo >>"$here/in-sbatch"; {until}; "$here/real/sbatch" "$@"')
+    slurm.instead_of_sbatch(f'echo >>"$here/in-sbatch"; {until}; "$here/real/sbatch" "$@"')
     first = resuming(run)
     while not (slurm.directory / "in-sbatch").exists():
         assert first.poll() is None, first.communicate()
@@ -141,7 +133,7 @@ def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
     accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
     accept = '"$here/real/sbatch" "$@" >/dev/null; ' if accepted else ""
-    in_each_submission(slurm, f'{accept}touch "$here/in-sbatch"; exec sleep 600')
+    slurm.instead_of_sbatch(f'{accept}touch "$here/in-sbatch"; exec sleep 600')
     command = [sys.executable, "-m", "slurmtrain", "+cluster=a100x4", "submit"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not (slurm.directory / "in-sbatch").exists():

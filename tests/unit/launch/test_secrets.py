@@ -18,7 +18,8 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.submit_once import export_option
 from slurmtrain.system import redaction
 from slurmtrain.system.files import read_json, write_json
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 
 VALUE = "hf_0123456789"
 
@@ -114,16 +115,16 @@ def test_where_sbatch_exports_less_they_go_along(
 
 
 def test_a_resumed_run_wants_them_again(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_LOGIN", "from-env")
-    fake_slurm.command("squeue", "exit 0")
+    slurm.command("squeue", "exit 0")
     assert main(["+cluster=a100x4", "+secrets.MY_LOGIN=env", "submit"]) == 0
     assert not files_with("from-env", project)
     monkeypatch.delenv("MY_LOGIN")
     assert main(["resume", "last"]) == 78
     assert "the environment variable MY_LOGIN is not set" in capsys.readouterr().err
-    assert len(fake_slurm.submitted) == 1
+    assert len(slurm.submitted) == 1
 
 
 # Written out.
@@ -145,7 +146,7 @@ def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
     words: list[str],
     multirun: bool,
     project: Path,
-    fake_slurm: FakeSlurm,
+    slurm: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
     assert main(line) == 78
     said = capsys.readouterr()
     assert "holds the value of the secret MY_LOGIN" in said.err and VALUE not in said.err + said.out
-    assert os.listdir(project) == [] and fake_slurm.submitted == []
+    assert os.listdir(project) == [] and slurm.submitted == []
 
 
 @pytest.mark.parametrize("words", [(), ("-m", "train.seed=1,2")])

@@ -19,7 +19,7 @@ from slurmtrain.report.page.render import render
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.serve import Latest, Server
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.report_runs import BEGAN, interrupted_run, sweep_of_eight
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -44,9 +44,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The report of an interrupted run and that of a sweep of eight, as files."""
     root = tmp_path_factory.mktemp("reports")
     monkeypatch = pytest.MonkeyPatch()
-    slurm = FakeSlurm(root / "fake-slurm")
-    slurm.directory.mkdir()
-    slurm.command("squeue", "exit 0")
+    slurm = FakeSlurm.install(root / "slurm")
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(slurm.directory), prepend=":")
         run, sweep = interrupted_run(root / "runs"), sweep_of_eight(root / "runs")
@@ -164,8 +162,7 @@ def test_a_table_of_points_is_sorted_by_a_column(opened: Callable[..., Any]) -> 
     assert page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts() == cells[::-1]
 
 
-def test_what_a_run_directory_says_is_never_run(browser: Any, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("squeue", "exit 0")
+def test_what_a_run_directory_says_is_never_run(browser: Any, tmp_path: Path, slurm: FakeSlurm) -> None:
     run = interrupted_run(tmp_path / "runs")
     evil = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
     info = json.loads(run.info_file.read_text())
@@ -186,11 +183,10 @@ def test_what_a_run_directory_says_is_never_run(browser: Any, tmp_path: Path, fa
 
 
 def test_a_served_page_is_refreshed_and_stays_as_a_person_has_unfolded_it(
-    browser: Any, tmp_path: Path, fake_slurm: FakeSlurm
+    browser: Any, tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     from dataclasses import replace
 
-    fake_slurm.command("squeue", "exit 0")
     found = replace(run_page(read_run(interrupted_run(tmp_path / "runs"), now=BEGAN + 1e5)), alive=True)
     now = [found]
     server = Server(Latest(lambda: now[0], every_s=0.5), 0)

@@ -15,7 +15,8 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch import memory_check
 from slurmtrain.planner.fit import GIB, memory_of
 from slurmtrain.runtime.jobs.dry_run import dry_run
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -138,10 +139,10 @@ print("CODE", main(sys.argv[1:]), "torch" in sys.modules)
 """
 
 
-def test_submit_builds_what_is_tight_and_imports_no_torch(cli: Cli, fake_slurm: FakeSlurm) -> None:
+def test_submit_builds_what_is_tight_and_imports_no_torch(cli: Cli, slurm: FakeSlurm) -> None:
     done = cli(*TIGHT, "submit", program=("-c", REPORT), PYTHONPATH=ROOT)
     assert done.stdout.splitlines()[-1] == "CODE 0 False" and "warning" not in done.stderr, done
-    assert len(fake_slurm.submitted) == 1
+    assert len(slurm.submitted) == 1
 
 
 def test_a_model_of_ones_own_is_refused_when_its_state_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_where_it_cannot_be_known_there_is_a_warning(
     assert ("no torch here" if missing == "torch" else "only.in.the.Container") in warning
 
 
-@pytest.mark.usefixtures("project", "fake_slurm")
+@pytest.mark.usefixtures("project", "slurm")
 def test_of_a_sweep_the_largest_point_is_built(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,9 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
 from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
-from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
+from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import parse_version
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 # `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
 SHOW_JOB = (
@@ -104,24 +104,6 @@ def test_no_comment_of_a_job_changes_what_is_read(comment: str) -> None:
     assert parse_show_job(SHOW_JOB.replace('it\'s "mine"', comment)) == parse_show_job(SHOW_JOB)
 
 
-# `scontrol show config`: 22.05, and 24.11, which has more lines and other spaces.
-SHOW_CONFIG = {
-    "22.05": "Configuration data as of 2026-11-21T10:13:55\nAccountingStorageBackupHost = (null)\n"
-    "KillOnBadExit           = 0\nKillWait                = 30 sec\nLaunchParameters        = (null)\n"
-    "PreemptMode             = REQUEUE\nPreemptType             = preempt/partition_prio\nPreemptExemptTime       = 00:00:00\n"
-    "SLURM_CONF              = /etc/slurm/slurm.conf\n\nSlurmctld(primary) at login is UP\n",
-    "24.11": "Configuration data as of 2026-11-21T10:13:55\nKillOnBadExit           = 0\nKillWait = 30 sec\n"
-    "PreemptParameters       = send_user_signal\nPreemptType             = preempt/partition_prio\n\n"
-    "Cgroup Support Configuration:\nAllowedRAMSpace         = 100.0%\n",
-}
-
-
-@pytest.mark.parametrize("version", SHOW_CONFIG)
-def test_the_settings_of_a_cluster_are_read(version: str) -> None:
-    config = parse_show_config(SHOW_CONFIG[version])
-    assert (config["KillWait"], config["PreemptType"]) == ("30 sec", "preempt/partition_prio")
-
-
 @pytest.mark.parametrize(
     ("text", "duration"),
     [
@@ -138,17 +120,6 @@ def test_durations(text: str, duration: float | None) -> None:
     assert parse_duration(text) == duration
 
 
-def scripted(answers: dict[str, str], seen: list[list[str]]) -> SlurmClient:
-    """A client whose commands answer by their last but one or last word; others fail."""
-
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        seen.append(list(command))
-        found = next((text for word, text in answers.items() if word in command), None)
-        return subprocess.CompletedProcess(command, 0 if found is not None else 1, found or "", "")
-
-    return SlurmClient(run=run)
-
-
 @pytest.mark.parametrize(
     ("words", "answered"),
     [
@@ -159,7 +130,7 @@ def scripted(answers: dict[str, str], seen: list[list[str]]) -> SlurmClient:
     ],
 )
 def test_a_controller_that_does_not_answer_is_told_from_one_that_refuses(
-    words: str, answered: bool, fake_slurm: FakeSlurm
+    words: str, answered: bool, slurm: FakeSlurm
 ) -> None:
     client, _ = answers("", 1, f"slurm_requeue error: {words}\n")
     with pytest.raises(ClusterError, match="scontrol requeue") as error:
@@ -169,14 +140,14 @@ def test_a_controller_that_does_not_answer_is_told_from_one_that_refuses(
         SlurmClient(run=never_answers).requeue("7")
 
 
-def test_a_glance_that_takes_too_long_is_no_answer(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("scontrol", "sleep 600")
+def test_a_glance_that_takes_too_long_is_no_answer(slurm: FakeSlurm) -> None:
+    slurm.command("scontrol", "sleep 600")
     started = time.monotonic()
     assert SlurmClient().configuration() == {}
     assert time.monotonic() - started < 60
 
 
-def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
+def test_a_job_is_found_by_a_word_of_its_comment(slurm: FakeSlurm) -> None:
     client, _ = answers(
         "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n8|PENDING|slurmtrain:RUN:1\n"
     )
@@ -217,7 +188,7 @@ def test_who_waits_for_a_run_that_has_finished_waits_for_it_no_more(text: str, l
     assert met_dependency(text, "12") == left
 
 
-def test_a_sweep_that_waits_is_freed_with_one_call(fake_slurm: FakeSlurm) -> None:
+def test_a_sweep_that_waits_is_freed_with_one_call(slurm: FakeSlurm) -> None:
     client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
     assert client.free_dependents("12") == ["55"]
     assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
@@ -227,7 +198,7 @@ def test_a_sweep_that_waits_is_freed_with_one_call(fake_slurm: FakeSlurm) -> Non
     ("text", "version"),
     [("22.05.8", (22, 5)), ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0-0rc1", (24, 11)), ("", None)],
 )
-def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fake_slurm: FakeSlurm) -> None:
+def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, slurm: FakeSlurm) -> None:
     assert parse_version(text) == version
     assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
 
@@ -250,19 +221,19 @@ def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fa
         (None, True),
     ],
 )
-def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("sinfo", "exit 0")
-    assert scripted({} if shown is None else {"--partition=low": shown}, []).lacks_nodes("low") is lacks
+def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, slurm: FakeSlurm) -> None:
+    client, _ = answers(shown or "", int(shown is None))
+    assert client.lacks_nodes("low") is lacks
 
 
-def test_nodes_of_a_hidden_partition_have_a_state_too(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("sinfo", """case " $* " in *" --all "*) echo "n1 mixed"; echo "n2 down*" ;; esac""")
+def test_nodes_of_a_hidden_partition_have_a_state_too(slurm: FakeSlurm) -> None:
+    slurm.command("sinfo", """case " $* " in *" --all "*) echo "n1 mixed"; echo "n2 down*" ;; esac""")
     assert SlurmClient().node_states("n[1-2]") == {"n1": "mixed", "n2": "down*"}
 
 
-def test_jobs_in_a_hidden_partition_are_found(fake_slurm: FakeSlurm) -> None:
+def test_jobs_in_a_hidden_partition_are_found(slurm: FakeSlurm) -> None:
     """Squeue shows them with --all alone, also to the person whose jobs they are (seen with 22.05)."""
-    fake_slurm.command(
+    slurm.command(
         "squeue",
         """case " $* " in
   *" --all "*%A\\|%F_%K*) echo "17|17_N/A|RUNNING|N/A|None|slurmtrain:t" ;;
@@ -271,7 +242,7 @@ def test_jobs_in_a_hidden_partition_are_found(fake_slurm: FakeSlurm) -> None:
   *" --all "*%A*) echo 17 ;;
 esac""",
     )
-    fake_slurm.command("scontrol", "")
+    slurm.command("scontrol", "")
     client = SlurmClient()
     assert client.queue(["17"])["17"].state == "RUNNING"
     assert client.find_by_comment("slurmtrain:t") == ["17"]
@@ -290,7 +261,8 @@ ANSWERS_CHANGED = {
     "SACCT_FORMAT": "x",
     "SLURM_TIME_FORMAT": "relative",
     "SLURM_BITSTR_LEN": "1",
-    "SLURM_JOB_ID": "7",
+    **dict.fromkeys(["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CPU_BIND"], "7"),
+    **dict.fromkeys(["SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"], "7"),
 }
 WHERE_AND_WHO = {
     "SLURM_CONF": "/etc/a.conf",
@@ -319,23 +291,16 @@ def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
     assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
 
 
-def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
-    client, ran = answers(SHOW_JOB)
-    facts = client.job("12_3")
-    assert facts is not None and facts.state == "RUNNING"
-    assert ran[0][-4:] == ["show", "job", "-o", "12_3"]
-
-
 @pytest.mark.parametrize(
     ("stdout", "stderr"), [("", "slurm_load_jobs error: Invalid job id specified\n"), ("Job 12_99 not found\n", "")]
 )
-def test_an_unknown_job_is_none(stdout: str, stderr: str, fake_slurm: FakeSlurm) -> None:
+def test_an_unknown_job_is_none(stdout: str, stderr: str, slurm: FakeSlurm) -> None:
     client, _ = answers(stdout, 1, stderr)
     assert client.look("12_99") is None
 
 
 @pytest.mark.parametrize("stdout", ["", "\n", "this login node is to be restarted at noon\n"])
-def test_an_answer_that_says_nothing_of_a_job_does_not_mean_that_it_is_gone(stdout: str, fake_slurm: FakeSlurm) -> None:
+def test_an_answer_that_says_nothing_of_a_job_does_not_mean_that_it_is_gone(stdout: str, slurm: FakeSlurm) -> None:
     client, _ = answers(stdout)
     with pytest.raises(ClusterError, match="does not say what the job does"):
         client.look("12")
@@ -363,7 +328,7 @@ def test_a_machine_without_slurm_is_none_for_the_outcome(monkeypatch: pytest.Mon
     assert client.job("1") is None and ran == []
 
 
-def test_one_squeue_call_finds_jobs_and_array_elements(fake_slurm: FakeSlurm) -> None:
+def test_one_squeue_call_finds_jobs_and_array_elements(slurm: FakeSlurm) -> None:
     client, ran = answers(
         "2|2_0|PENDING|N/A|JobHeldUser|(null)\n12|2_1|RUNNING|2026-01-02T03:04:05|None|mine slurmtrain:a:1\n"
         "1|1_N/A|RUNNING|N/A|None\n"
@@ -390,7 +355,7 @@ ACTIONS: list[Callable[[SlurmClient], object]] = [
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there(
-    action: Callable[[SlurmClient], object], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    action: Callable[[SlurmClient], object], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ClusterError, match=r"did not answer `s(queue|cancel|control)` within 60 s"):
         action(SlurmClient(run=never_answers))
@@ -403,18 +368,6 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
         action(answers()[0])
 
 
-def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
-    client, ran = answers()
-    for action in ACTIONS[1:-1]:
-        action(client)
-    assert ran == [
-        ["scancel", "1"],
-        ["scancel", "--signal=TERM", "1"],
-        ["scontrol", "release", "1"],
-        ["scontrol", "update", "JobId=1", "StartTime=now"],
-    ]
-
-
 # The environment.
 
 
@@ -422,7 +375,7 @@ def cannot_fork(command: Sequence[str], environment: Mapping[str, str]) -> subpr
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def test_a_command_that_cannot_be_started_is_no_answer(fake_slurm: FakeSlurm) -> None:
+def test_a_command_that_cannot_be_started_is_no_answer(slurm: FakeSlurm) -> None:
     client = SlurmClient(run=cannot_fork)
     with pytest.raises(ClusterError, match=r"`scontrol` cannot be started on this machine: Resource temporarily"):
         client.look("1")
@@ -430,9 +383,7 @@ def test_a_command_that_cannot_be_started_is_no_answer(fake_slurm: FakeSlurm) ->
     assert SlurmClient(run=never_answers).job("1") is None
 
 
-def test_the_times_of_a_job_are_asked_for_in_unix_seconds(
-    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_times_of_a_job_are_asked_for_in_unix_seconds(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the hour that a clock change repeats, a local time may be either of two."""
     asked: list[str | None] = []
 

@@ -141,38 +141,28 @@ def test_cluster_local_starts_ranks_on_one_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("launcher", "change", "sentence"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "8 ranks, but of 2 nodes with 2, 2 ranks each"),
-        ({"SLURM_STEP_NODELIST": "n[0-2]"}, "4 ranks, but of 3 nodes"),
-        ({"SLURM_PROCID": "4"}, "rank 4 of 4"),
-        ({"SLURM_NODEID": "2"}, "on node 2"),
-        ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is ''"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot read the task counts 'two'"),
-        ({"SLURM_STEP_NODELIST": "n[0-"}, "cannot read the node list 'n\\[0-'"),
+        (STEP, {"SLURM_STEP_NUM_TASKS": "8"}, "8 ranks, but of 2 nodes with 2, 2 ranks each"),
+        (STEP, {"SLURM_STEP_NODELIST": "n[0-2]"}, "4 ranks, but of 3 nodes"),
+        (STEP, {"SLURM_PROCID": "4"}, "rank 4 of 4"),
+        (STEP, {"SLURM_NODEID": "2"}, "on node 2"),
+        (STEP, {"SLURM_LOCALID": ""}, "SLURM_LOCALID is ''"),
+        (STEP, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot read the task counts 'two'"),
+        (STEP, {"SLURM_STEP_NODELIST": "n[0-"}, "cannot read the node list 'n\\[0-'"),
+        (TORCHRUN, {"RANK": "8"}, "rank 8 of 8"),
+        (TORCHRUN, {"WORLD_SIZE": "7"}, "7 ranks, but of 1 nodes with 4 ranks each"),
+        (TORCHRUN, {"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
+        (TORCHRUN, {"GROUP_RANK": "2"}, "on node 2"),
     ],
 )
 def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment(
-    change: dict[str, str], sentence: str
+    launcher: dict[str, str], change: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(EnvironmentMismatchError, match=sentence) as caught:
-        Environment.detect(STEP | change)
+        Environment.detect(launcher | change)
     assert caught.value.exit_code == EXIT_CONFIG
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"RANK": "8"}, "rank 8 of 8"),
-        ({"WORLD_SIZE": "7"}, "7 ranks, but of 1 nodes with 4 ranks each"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
-        ({"GROUP_RANK": "2"}, "on node 2"),
-    ],
-)
-def test_contradicting_variables_of_torchrun_are_an_error_too(change: dict[str, str], sentence: str) -> None:
-    with pytest.raises(EnvironmentMismatchError, match=sentence):
-        Environment.detect(TORCHRUN | change)
 
 
 def test_a_missing_variable_is_named() -> None:

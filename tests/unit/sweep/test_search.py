@@ -38,7 +38,8 @@ from slurmtrain.sweep.search import Search, seeds
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.files import write_json
 from slurmtrain.system.redaction import hide
-from tests.support.commands import Cli, FakeSlurm
+from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import answers_of, play
 from tests.support.run_info import run_info
 
@@ -275,20 +276,17 @@ def find_same_info(sweep_plan: SweepPlan) -> dict[str, Any]:
     return sweep.info()
 
 
-def test_a_point_that_was_removed_is_submitted_anew(
-    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, project: Path
-) -> None:
-    fake_slurm.command("squeue", "exit 0")
+def test_a_point_that_was_removed_is_submitted_anew(sweep_plan: SweepPlan, slurm: FakeSlurm, project: Path) -> None:
     cluster = dataclasses.replace(sweep_plan.first.cluster, backend=Backend.SLURM)
     on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
     wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
     opened = open_sweep(on_slurm, [], SlurmClient(None))
-    for removed in (False, True, False):
+    for job_id, removed in (("101", False), ("102", True), ("102", False)):
         if removed:
             shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
         opened.submit(opened.add(wanted))
         run_dir = opened.sweep.run_dir(opened.sweep.points()[0].run_id)
-        assert run_dir.info()["job_ids"] == ["4711"]
+        assert run_dir.info()["job_ids"] == [job_id]
     assert opened.sweep.array_numbers() == [0, 1]
 
 
@@ -303,19 +301,19 @@ def test_a_point_that_was_removed_is_submitted_anew(
     ],
 )
 def test_what_a_search_cannot_be_is_said_in_one_sentence(
-    project: Path, fake_slurm: FakeSlurm, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words.split()]) == code
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
-    assert fake_slurm.submitted == []
+    assert slurm.submitted == []
 
 
 def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_where_it_is_as_they_are(
-    project: Path, fake_slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
+    project: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = answers_of("alpha_24_11")
-    play(fake_slurm, answers)
+    play(slurm, answers)
     words = ["cluster=a100x4", "cluster.partition=gpu", "cluster.cpus_per_task=15", "cluster.mem_per_node_gb=0"]
     with composing(PRIMARY) as composer:
         large, small = (
@@ -333,9 +331,9 @@ def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_w
     drained = {
         name: text.replace("State=UP", "State=DRAIN") for name, text in answers.items() if "show partition" in name
     }
-    play(fake_slurm, {**answers, **drained})
+    play(slurm, {**answers, **drained})
     look = PointLook(small, varies=True)
     with pytest.raises(ConfigError, match="State=DRAIN"):
         look(small)
-    play(fake_slurm, answers)
+    play(slurm, answers)
     look(small)  # it is up again

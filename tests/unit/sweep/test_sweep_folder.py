@@ -24,29 +24,11 @@ from slurmtrain.sweep import folder as sweeps
 from slurmtrain.sweep.folder import note_jobs
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
-
-
-@pytest.fixture
-def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
-    """sbatch counts the ids up from 101, as long as there is room; jobs are pending."""
-    fake_slurm.command(
-        "sbatch",
-        'case "$*" in *--test-only*) exit 0;; esac\n'
-        'n=$(ls "$here" | grep -c "^script-")\n'
-        'room="$(cat "$here/room" 2>/dev/null || echo 9)"\n'
-        '[ "$n" -lt "$room" ] || { echo "MaxSubmitJobsPerUser: submit limit" >&2; exit 1; }\n'
-        'cp "${!#}" "$here/script-$n"; bash "$here/meanwhile" 2>/dev/null; echo "Submitted batch job $((101 + n))"',
-    )
-    rows = [f"{job}|{job}_{task}|PENDING|x" for job in range(101, 105) for task in range(2)]
-    fake_slurm.command("squeue", f"printf '%s\\n' {' '.join(map(repr, rows))}")
-    fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
-    fake_slurm.command("scontrol", "exit 1")
-    return fake_slurm
 
 
 def the_sweep(project: Path) -> Sweep:
@@ -163,10 +145,9 @@ def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(
 def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
-    (slurm.directory / "room").write_text("1")  # the second array does not fit
+    slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)  # the second array does not fit
     assert main(SWEEP) == 1
-    (slurm.directory / "room").unlink()
-    slurm.command("squeue", "exit 0")
+    slurm.mend()
     sweep = the_sweep(project)
     assert [sweep.job_id(0), sweep.job_id(1)] == ["101", None]
     assert main(["sweep", "cancel", sweep.id]) == 0
@@ -189,6 +170,7 @@ def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
 ) -> None:
     assert main(SWEEP) == 0
     sweep = the_sweep(project)
+    slurm.command("scancel", "exit 0")  # it takes a while
     assert main(["sweep", "cancel", sweep.id]) == 0
     capsys.readouterr()
     assert main(["sweep", "retry", sweep.id]) == 0
@@ -199,22 +181,22 @@ def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
     project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
-    (slurm.directory / "meanwhile").write_text(f"touch $(echo {project}/runs/train.sweep-*)/cancelled")
+    slurm.instead_of_sbatch(f'"$here/real/sbatch" "$@"; touch $(echo {project}/runs/train.sweep-*)/cancelled')
     assert main(SWEEP) == 1
     assert "was cancelled" in capsys.readouterr().err
     assert len(slurm.submitted) == 1
-    assert (slurm.directory / "cancelled").read_text() == "101\n"
+    assert slurm.calls("scancel") == ["scancel 101"]
 
 
 def test_an_array_waits_for_no_array_that_has_ended(
     project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM may have forgotten it, and some versions refuse to wait for what they do not know."""
-    slurm.command("scontrol", "echo MaxArraySize = 2")
-    (slurm.directory / "room").write_text("1")
+    slurm.configure(MaxArraySize="2")
+    slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
     words = ["-m", "+cluster=a100x4", "train.seed=1,2,3", "submit", "--array-parallelism", "1"]
     assert main(words) == 1
-    (slurm.directory / "room").unlink()
+    slurm.mend()
     sweep = the_sweep(project)
     script = jobs._script(sweep, 1)
     assert "#SBATCH --dependency=afterany:101" in script
@@ -226,7 +208,7 @@ def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of
     project: Path, slurm: FakeSlurm
 ) -> None:
     """Handed to sbatch by hand, that script would be the whole array once more."""
-    (slurm.directory / "room").write_text("1")
+    slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
     assert main(SWEEP) == 1
     sweep = the_sweep(project)
     waiting = [now.explanation for now in sweeps.states_of(sweep).values() if now.status == "prepared"]
@@ -246,23 +228,23 @@ def test_the_status_of_a_run_says_which_point_of_its_sweep_it_is(
 # Above a limit on jobs.
 
 LIMITED = r"""
-case "$*" in *--test-only*) exit 0;; esac
 last=$(sed -n 's/^#SBATCH --array=0-\([0-9]*\).*/\1/p' "${!#}")
 queued=$(($(cat "$here/queued" 2>/dev/null || echo 0) + ${last:-0} + 1))
 [ "$queued" -le 3 ] || { echo "sbatch: error: AssocMaxSubmitJobLimit" >&2; exit 1; }
 echo "$queued" >"$here/queued"
-n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; echo "Submitted batch job $((101 + n))"
+"$here/real/sbatch" "$@"
 """
 
 
 @pytest.fixture
 def limited(slurm: FakeSlurm) -> Callable[[], None]:
     """Three tasks may be in the queue. Calling it lets all end."""
-    slurm.command("sbatch", LIMITED)
-    slurm.command("squeue", "exit 0")
+    slurm.instead_of_sbatch(LIMITED)
 
     def end() -> None:
         (slurm.directory / "queued").unlink()
+        for job in slurm.jobs:
+            slurm.change(job["id"], state="COMPLETED")
 
     return end
 

@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import process
-from tests.support.commands import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 # A program for every point; $POINT says which.
 COMMAND = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "requeue=off", "job.snapshot=none"]
@@ -96,7 +96,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(project: Path) -> None:
 
 
 def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=range(10)", "submit", "--array-parallelism", "6"]
     assert main([*words, "--dry-run"]) == 0
@@ -105,12 +105,12 @@ def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
     assert [f"#SBATCH --nodes={nodes}\n" in scripts[nodes - 1] for nodes in (1, 2)] == [True, True]
     assert "/RUN_ID-0009 " not in scripts[0] and "/RUN_ID-0009)" in scripts[0] and "/RUN_ID-0010 " in scripts[1]
     assert scripts[1].endswith("\n# 20 points for 2 arrays; what varies: cluster.nodes, train.seed\n")
-    assert list(project.iterdir()) == [] and fake_slurm.submitted == []
+    assert list(project.iterdir()) == [] and slurm.submitted == []
 
 
 @pytest.mark.parametrize("words", [["train.seed=1"], ["train.seed=1,2"]])
 def test_a_sweep_in_which_nothing_varies_is_told_to_be_one_run(
-    words: list[str], project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    words: list[str], project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "+cluster=a100x4", *words, "submit", "--dry-run"]) == 0
     said = "nothing varies, so this is a sweep of one run; choices are written key=1,2" in capsys.readouterr().err
@@ -118,16 +118,16 @@ def test_a_sweep_in_which_nothing_varies_is_told_to_be_one_run(
 
 
 def test_a_pruner_in_a_sweep_of_given_points_is_refused_since_it_would_prune_nothing(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "search.pruner=median", "submit"]) == 2
     said = capsys.readouterr().err
     assert "search.pruner=median" in said and "hydra/sweeper=optuna" in said
-    assert list(project.iterdir()) == [] and fake_slurm.submitted == []
+    assert list(project.iterdir()) == [] and slurm.submitted == []
 
 
 def test_what_a_dry_run_prints_is_what_is_submitted(
-    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["-m", "+cluster=a100x4", "sweep.pack=2", "train.seed=range(5)", "submit"]
     assert main([*words, "--dry-run"]) == 0
@@ -135,5 +135,5 @@ def test_what_a_dry_run_prints_is_what_is_submitted(
     assert main([*words]) == 0
     (info,) = (project / "runs").glob("*/sweep.json")
     stamp = Sweep(info.parent).points()[0].run_id.removesuffix("-0000")
-    script = fake_slurm.submitted[-1].replace(stamp, "RUN_ID")
+    script = slurm.submitted[-1].replace(stamp, "RUN_ID")
     assert shown.startswith(script) and "#SBATCH --array=0-2\n" in script
