@@ -207,12 +207,12 @@ def cancelled(project: Project, lane: Lane) -> Run:
 def told_too_early(project: Project, lane: Lane) -> Run:
     """Preempted before its rank has handlers: the interpreter takes its time, as one on a slow file system does."""
     slow, started, preempted = (project.path.parent / name for name in ("slow-python", "started", "preempted"))
-    slow.write_text(
-        f'#!/bin/bash\ntouch {started}.$SLURM_PROCID; until [ -e {preempted} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n'
-    )
+    wait = f"touch {started}.$SLURM_PROCID; until [ -e {preempted} ]; do sleep 0.05; done"
+    slow.write_text(f'#!/bin/bash\n{wait}\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     run = project.submit("train.steps=20", *ONE, f"cluster.python={slow}", nodes=lane[0])
-    run.wait_until(started.with_name("started.0").exists, "started")  # `submit` asks that interpreter for its version, too
+    # Not that of `submit`, which asks the interpreter where it finds packages.
+    run.wait_until(started.with_name("started.0").exists, "started")
     run.cluster.submit_high(nodes=[lane[0]], seconds=0.1)
     run.cluster.wait_for(run.job_id, lambda job: job["PreemptTime"] != "None")
     preempted.touch()
