@@ -132,13 +132,16 @@ class Job:
     def attempt(self, left: Mapping[str, object] | None = None, *, opened: bool = True, **fields: Any) -> int:
         """An attempt that was claimed now, and opened by its rank 0 with these fields of its record.
 
+        With a verdict, it has ended.
+
         Args:
             left: what its ranks, srun and the batch script have left in its folder: text, or a record.
             opened: False: rank 0 never came so far.
         """
         number = len(self.run.attempt_numbers()) + 1
         now = time.time()
-        fields = {"job": self.job_id, "nodes": ["n0", "n1"], "started": now, **fields}
+        over = {"ended": now} if "verdict" in fields else {}
+        fields = {"job": self.job_id, "nodes": ["n0", "n1"], "started": now, **over, **fields}
         self.files.attempt(number, None if fields["job"] is None else now - 1e-3, **fields)
         if not opened:
             self.run.attempt(number).record_file.unlink()

@@ -90,7 +90,7 @@ ENDS: list[tuple[str, dict[str, Any], dict[str, object], dict[str, Any], int, tu
     (
         "preempted, with a grace time",
         {"said": "stopped"},
-        {"stop.json": {"cause": "SIGTERM", "time": time.time(), "facts": None}},
+        {"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": None}},
         {"preempted": "2099-01-01T00:00:00"},
         75,
         ("preempted", "requeue", "preempted; it is requeued"),
