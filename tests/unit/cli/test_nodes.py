@@ -73,6 +73,7 @@ def test_what_cannot_be_meant_is_an_error_with_a_hint(slurm: FakeSlurm, words: l
     assert read_ledger(ledger_file("big")) == []
 
 
-def test_without_slurm_a_person_names_the_cluster() -> None:
+def test_without_slurm_a_person_names_the_cluster(slurm: FakeSlurm) -> None:
+    slurm.fail("scontrol")
     assert "--cluster NAME" in refusal("nodes", "blame", "n3", code=1)
     printed("nodes", "blame", "n3", "--cluster", "big")
