@@ -94,12 +94,13 @@ def test_lambdas_closures_and_several_iterables_are_sent(
 ) -> None:
     offset = 10
     (task,) = map_on_slurm(lambda a, b: a + b + offset, [1], [2])
-    attempt = add_attempt(task._run_dir, job_id="4711")
+    (job_id,) = task.run.job_ids
+    attempt = add_attempt(task._run_dir, job_id=job_id)
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(task.run.path))
     monkeypatch.setenv(ATTEMPT_VARIABLE, "1")
     assert map_task.main() == 0
-    attempts.write_attempt(task._run_dir, attempts.Attempt(1, job_id="4711", started=1.0, ended=2.0, verdict="done"))
-    assert attempt.number == 1 and task.result() == 13
+    attempts.write_attempt(task._run_dir, attempts.Attempt(1, job_id=job_id, started=1.0, ended=2.0, verdict="done"))
+    assert attempt.number == 1 and task.result(timeout_s=60) == 13
 
 
 @pytest.mark.parametrize(
