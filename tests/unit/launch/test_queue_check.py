@@ -148,7 +148,7 @@ def submitted(slurm: FakeSlurm, fields: dict[str, str], changes: dict[str, str])
             answer = re.sub(before, after, answer)
         slurm.answer(command, answer)
     words = [f"{'+' * ('+' in name)}cluster.{name.lstrip('+')}={value}" for name, value in {**JOB, **fields}.items()]
-    return main(["+cluster=a100x4", *words, "train.global_batch_size=39600", "submit"])
+    return main(["+cluster=a100x4", *words, "train.global_batch_size=39600", "train.micro_batch_size=1", "submit"])
 
 
 @pytest.mark.parametrize("name", REFUSED)
