@@ -20,6 +20,6 @@ The price is that other programs do not read these checkpoints as they are: `che
 `checkpointer` is the way in: `save.pipeline` is the way of a save, `restore.restorer` that of a restore, and
 `store.commit` the protocol that both rest on.
 
-Nothing is imported here: `store` needs no torch, and programs that only look at checkpoints (status, finish-attempt)
+Nothing is imported here: `store` needs no torch, and programs that only look at checkpoints (status, the supervisor)
 must not load it.
 """

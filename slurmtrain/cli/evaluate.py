@@ -15,10 +15,10 @@ from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_evaluation
-from slurmtrain.launch.local import run_local
 from slurmtrain.report.status.look import state
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.platforms.local import run_local
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ def _run_here(config: Config, arguments: Arguments, *, quiet: bool) -> RunDir:
     import contextlib
     import os
 
-    from slurmtrain.launch.local import run_local
+    from slurmtrain.supervise.platforms.local import run_local
 
     with preparing(config, arguments.overrides, current_folder()) as run_dir:
         pass

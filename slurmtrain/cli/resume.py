@@ -91,15 +91,15 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event(Event.RESUME_ASKED)
     if run_dir.info()["backend"] == Backend.LOCAL:
-        from slurmtrain.launch.local import run_local
+        from slurmtrain.supervise.platforms.local import run_local
 
         if lines:
             print("\n".join(lines), flush=True)
         return run_local(run_dir)
-    from slurmtrain.launch import resubmit
+    from slurmtrain.launch import further_jobs
 
     try:
-        job_ids = resubmit.resume(run_dir, client(run_dir))
+        job_ids = further_jobs.resume(run_dir, client(run_dir))
     except KeyboardInterrupt:
         from slurmtrain.launch.submit import interrupted
 

@@ -160,7 +160,7 @@ def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitSta
 
 
 def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
-    from slurmtrain.launch.local import run_local
+    from slurmtrain.supervise.platforms.local import run_local
 
     with preparing(job.config, job.overrides, current_folder(), job.source) as run_dir:
         pass

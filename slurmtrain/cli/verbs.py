@@ -450,34 +450,10 @@ VERBS: dict[str, Verb] = {
         "Show a page of the manual, on a terminal in a pager; without TOPIC list the topics.",
         examples=("help requeue", "help troubleshooting | less"),
     ),
-    "finish-attempt": Verb(
-        "finish-attempt RUN_DIRECTORY ...",
-        "for the batch script: record how an attempt ended, and say what comes next",
-        "slurmtrain.cli.batch.finish_attempt",
-        hidden=True,
-    ),
-    "hook": Verb(
-        "hook RUN_DIRECTORY ...",
-        "for the batch script: run the user's hook after an attempt",
-        "slurmtrain.cli.batch.hook",
-        hidden=True,
-    ),
-    "begin-attempt": Verb(
-        "begin-attempt RUN_DIRECTORY",
-        "for the batch script: check whether anything is left to do",
-        "slurmtrain.cli.batch.begin_attempt",
-        hidden=True,
-    ),
-    "stage": Verb(
-        "stage RUN_DIRECTORY ...",
-        "for the batch script: copy code, environment and data to the nodes of a job",
-        "slurmtrain.cli.batch.stage",
-        hidden=True,
-    ),
-    "resubmit": Verb(
-        "resubmit RUN_DIRECTORY ...",
-        "for the batch script: submit the next job",
-        "slurmtrain.cli.batch.resubmit",
+    "supervise": Verb(
+        "supervise RUN_DIRECTORY ...",
+        "for the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on",
+        "slurmtrain.cli.supervise",
         hidden=True,
     ),
 }

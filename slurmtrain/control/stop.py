@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.control.access import claim_folder, claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
@@ -19,6 +18,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, write_request
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.platforms.local import signal_rank_0
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.paths import current_folder
 
@@ -257,7 +257,7 @@ def _step_id(now: RunState) -> str:
 
 @contextlib.contextmanager
 def _asking(run_dir: RunDir, action: RunAction) -> Iterator[None]:
-    """Leave the request for `finish-attempt` to find, and remove it again if it could not be passed on."""
+    """Leave the request for the supervisor to find, and remove it again if it could not be passed on."""
     write_request(run_dir, action)
     with _taken_back(run_dir):
         yield

@@ -13,12 +13,12 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.launch.further_jobs import submit_links
 from slurmtrain.launch.logger_check import check_loggers
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.queue_check.finding import raise_fatal
 from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
-from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import check_slurm_is_here, interrupted, preparing, slurm_conf_of, submit
 from slurmtrain.launch.submit_once import RefusedError

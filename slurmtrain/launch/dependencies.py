@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
+from slurmtrain.runs.attempt_history import was_preempted
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import free_dependents
+from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
+
+log = logging.getLogger(__name__)
 
 
 def starting_after(config: Config, references: str, root: Path) -> Config:
@@ -66,7 +73,7 @@ def check_again(references: str, root: Path, client: SlurmClient) -> None:
             now = state(run_dir)
             if now.status != RunStatus.FINISHED:
                 raise _will_not_finish(run_dir, now)
-            # `finish-attempt` has freed the jobs that waited then; this job may have come too late for that.
+            # its supervisor has freed the jobs that waited then; this job may have come too late for that.
             free_dependents(run_dir, now.attempts[-1], client)
 
 
@@ -117,3 +124,24 @@ def _will_not_finish(run_dir: RunDir, now: RunState) -> UsageError:
     return UsageError(
         f"run {run_dir.id} {what}, {now.explanation}", hint=f"resume {run_dir.id}, then submit --after it again"
     )
+
+
+def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
+    """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
+
+    They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
+    `slurm.versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+    """
+    job_id = attempt.job_id
+    if job_id is None or not (attempt.restart_count or was_preempted(run_dir, attempt)):
+        return
+    if not versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+        return
+    try:
+        freed = client.free_dependents(job_id)
+    except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
+        log.warning("jobs that wait for this run may start late or never: %s", error.message)
+        return
+    if freed:
+        with contextlib.suppress(OSError):  # a full disk; they are free all the same
+            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)

@@ -21,10 +21,9 @@ from slurmtrain.launch.script import EXCLUDED_MAX
 from slurmtrain.runs import node_blame
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_policy import blame_policy
 from slurmtrain.slurm import node_ledger
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.node_ledger import Blamed
+from slurmtrain.slurm.node_ledger import Blamed, BlamePolicy
 from slurmtrain.slurm.nodelist import expand_nodelist
 
 log = logging.getLogger(__name__)
@@ -56,6 +55,11 @@ class Exclusion:
         """Log which nodes are left out, why, and for how long."""
         if self.blamed:
             log.info("left out: %s", "; ".join(each.left_out().sentence(time.time()) for each in self.blamed))
+
+
+def blame_policy(config: Config) -> BlamePolicy:
+    """Return the part of the config that decides which nodes are left out."""
+    return BlamePolicy(config.requeue.blame_threshold, 3600 * config.requeue.blame_expiry_h)
 
 
 def for_new_job(runs: Sequence[RunDir], script: Path, client: SlurmClient, config: Config | None = None) -> Exclusion:

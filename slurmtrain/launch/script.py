@@ -11,29 +11,26 @@ import shlex
 from typing import TYPE_CHECKING
 
 from slurmtrain import __version__
-from slurmtrain.choices import JobKind
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import SECRET_REFERENCE
-from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.launch.directives import explained_directives, keeps_nodes
+from slurmtrain.launch.directives import explained_directives
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.script_parts import JobPaths, Line
-from slurmtrain.launch.srun import explained_srun, has_percent_signs, rank_python, srun_node_options
+from slurmtrain.launch.srun import explained_srun
 from slurmtrain.resources import shipped
-from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.slurm.command_environment import OF_QUERIES
+from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, STARTS_PREEMPTED_JOBS_ONCE_MORE, Version
+from slurmtrain.slurm.versions import Version
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE = "job.sbatch.j2"
+# How the submitting shell reached SLURM, where a node has a configuration of its own; and what would change how bash works.
+OF_SHELL = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JWT", "POSIXLY_CORRECT")
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
-OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
 # A remark of the template, {#! why #}, is the reason of the lines after it. It is left out of the script; to explain the
 # script, it is rendered between these letters, which no line has.
 _REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
@@ -55,12 +52,18 @@ def explain_script(
         order: how ranks are numbered over nodes there; see `slurm.topology`.
     """
     environment = _environment()
-    environment.filters["words"] = lambda lines, between: between.join(
-        f"{_BEGIN}{line.why}{_END}{line.text}" for line in lines
-    )
     source = (shipped("jobs") / TEMPLATE).read_text()
     template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
-    return _with_reasons(_render(config, paths, template, version, order))
+    run_dir = paths.run_dirs[0]
+    srun = explained_srun(
+        config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir, packed=paths.pack > 1, version=version
+    )
+    return [
+        *_with_reasons(_render(config, paths, template, version, order)),
+        Line("", ""),
+        Line("# `supervise` starts the ranks with:", ""),
+        *(each.line for each in srun),
+    ]
 
 
 def _with_reasons(marked: str) -> list[Line]:
@@ -92,7 +95,6 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    environment.filters["words"] = lambda lines, between: between.join(line.text for line in lines)
     return environment
 
 
@@ -103,45 +105,24 @@ def _render(
     version: Version | None = None,
     order: str | None = None,
 ) -> str:
-    started = as_started(config)
-    variables = [*OF_RANKS, *config.cluster.env, *config.secrets]
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
-    once_more = STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(version)
     return template.render(
         version=__version__,
-        guard_why=", as 24.05 and later do after a preemption" if once_more else "",
         directives=explained_directives(config, paths, version, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         tasks=paths.tasks,
         setup=setup_lines(config.cluster),
         env=config.cluster.env,
-        threads=max(1, node_shape(config).threads // paths.pack),
         workdir=folders[0],
         pythonpath=":".join(folders),
-        sizes=usable_sizes(config)[::-1] if config.cluster.node_range.elastic else [],
-        tasks_per_node=started.cluster.tasks_per_node,
-        srun=explained_srun(started.cluster, paths, variables, version=version),
-        standby=config.requeue.standby_ranks,
-        standby_srun=explained_srun(started.cluster, paths, variables, standby=True, version=version),
-        ranks=config.world_size,
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
-        hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
         mode=config.requeue.mode,
-        in_place=config.requeue.starts_in_place,
-        spare_nodes=config.cluster.spare_nodes,
-        keeps_nodes=keeps_nodes(config, paths),
-        first_nodes=" ".join(srun_node_options(started.cluster)),
+        of_shell=" ".join([*OF_SHELL, *OF_RANKS, *(f'"${{!{prefix}@}}"' for prefix in OF_LAUNCHERS)]),
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
-        local_copies=config.checkpoint.local if config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None,
-        percent_twice_since="{}{:02}".format(*PERCENT_SIGNS_READ_TWICE.since) if has_percent_signs(paths) else None,
-        own_program=config.job.kind == JobKind.COMMAND,
-        stage=config.cluster.stage,
-        stage_folder=stage_folder(config.cluster),
-        python=rank_python(started.cluster, paths),
     )
 
 
@@ -177,13 +158,3 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     if cluster.conda_env:
         lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(cluster.conda_env)}"]
     return lines
-
-
-def stage_folder(cluster: ClusterConfig) -> str:
-    """Return the folder of a node under which its copies lie, as a word of the script."""
-    if cluster.stage.dir is None:
-        return '"${TMPDIR:-/tmp}"'
-    variable, slash, below = cluster.stage.dir.partition("/")
-    if not variable:
-        return shlex.quote(cluster.stage.dir)
-    return f'"${{{variable[1:]}:-/tmp}}"' + shlex.quote(slash + below) * bool(below)

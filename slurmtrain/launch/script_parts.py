@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,17 @@ class Line(NamedTuple):
     why: str
 
 
+class Words(NamedTuple):
+    """Words of a command line, and why they are there."""
+
+    words: Sequence[str]
+    why: str
+
+    @property
+    def line(self) -> Line:
+        return Line(shlex.join(self.words), self.why)
+
+
 @dataclass(frozen=True)
 class JobPaths:
     """The paths that the script needs.
@@ -26,7 +38,7 @@ class JobPaths:
         workdir: the working directory of the ranks, relative to each run directory ("code", "code/sub"), or absolute.
         roots: folders of the snapshot that modules are imported from, besides the working directory, relative to the
             snapshot.
-        python: the interpreter that submits; the batch shell runs `finish-attempt` with it.
+        python: the interpreter that submits; the supervisor of the job runs with it.
         parallelism: number of tasks of an array that may run at the same time; None: no limit.
         pack: number of runs that share a task.
         submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.

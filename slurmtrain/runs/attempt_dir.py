@@ -38,7 +38,7 @@ class AttemptDir:
         except OSError:
             return None
 
-    # Files of the launchers and of `finish-attempt`.
+    # Files of the launchers and of the supervisor.
     @property
     def claim_file(self) -> Path:
         """The file with the job, its restart count and the time at which its batch script claimed the attempt."""

@@ -5,10 +5,12 @@ Budgets end a run that crashes again and again. They are pure functions of the r
 
 from __future__ import annotations
 
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.batch_claim import failed_set_up
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.srun_log import cancelled_due_to
+from slurmtrain.slurm.environment import own_job_id
 
 
 def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
@@ -75,3 +77,17 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
     """
     unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
     return last.verdict == Verdict.END or unfinished
+
+
+def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"

@@ -1,6 +1,6 @@
 """The record of attempts: one folder and one attempt.json for every start of a job.
 
-Rank 0 writes it while the job runs, `finish-attempt` completes it after the last rank has exited, and the next attempt closes
+Rank 0 writes it while the job runs, the supervisor completes it after the last rank has exited, and the next attempt closes
 one that nobody could complete, because its node was gone. It is read by `status`, and by the budget that ends a crash
 loop (`attempt_history`).
 """

@@ -1,6 +1,6 @@
 """Why an attempt ended, and what happens next: a pure function from evidence to an outcome.
 
-It is called after every rank has exited, in the batch shell (through `finish-attempt`) or in the foreground of cluster=local.
+It is called after every rank has exited, by the supervisor.
 Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
 - A preempted job that exits within its grace time is not requeued by SLURM (before 24.05): we must.
@@ -222,7 +222,7 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
 
 
 def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
-    """Decide the outcome of an attempt that nobody finished: its batch shell is gone, and the job has started again already.
+    """Decide the outcome of an attempt that nobody finished: its supervisor is gone, and the job has started again already.
 
     A run that had finished, or that a person has cancelled, has nothing left to do all the same.
     """

@@ -1,6 +1,6 @@
 """What a person, or a search, asks of a run while it goes on: request.json, and which attempt it is meant for.
 
-`cancel`, `preempt` and `requeue` write it; `finish-attempt` takes it, once all ranks have exited, before it decides.
+`cancel`, `preempt` and `requeue` write it; the supervisor takes it, once all ranks have exited, before it decides.
 """
 
 from __future__ import annotations

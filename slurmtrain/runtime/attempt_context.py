@@ -28,10 +28,10 @@ from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime.abandoned_attempts import close_abandoned
-from slurmtrain.runtime.attempt_evidence import progress_shown
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
+from slurmtrain.supervise.abandoned import close_abandoned
+from slurmtrain.supervise.evidence import progress_shown
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process_mark import ProcessMark
 

@@ -28,7 +28,6 @@ from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
 from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
 from slurmtrain.runtime.profiles import profile_switch_of
@@ -36,6 +35,7 @@ from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
+from slurmtrain.supervise.finish import finish_attempt, run_hook_of
 from slurmtrain.system import logs, signals
 from slurmtrain.system.signals import StopCause
 

@@ -25,6 +25,9 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+# What another launcher, around the shell that submits, has told its own ranks: ours must not take it for theirs.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK")
+OF_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 
 
@@ -85,3 +88,8 @@ def path_with(folder: str, path: str | None) -> str:
 def belongs_to_a_job(name: str) -> bool:
     """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit it."""
     return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")
+
+
+def is_of_ranks(name: str) -> bool:
+    """Return whether a variable belongs to the surrounding job, or was set by a launcher for its own ranks."""
+    return belongs_to_a_job(name) or name in OF_RANKS or name.startswith(OF_LAUNCHERS)

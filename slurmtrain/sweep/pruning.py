@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-from slurmtrain.launch.local import signal_rank_0
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import requests
@@ -15,6 +14,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.supervise.platforms.local import signal_rank_0
 from slurmtrain.system import records
 from slurmtrain.system.records import is_scalar
 

@@ -1,6 +1,6 @@
 """The copies of shared files on a rank's own node (cluster.stage): how a rank finds them, and how it finds its way back.
 
-The variables are set for the ranks of a node by the file `use` in the node's folder; see `runtime.staging`. What a rank
+The variables are set for the ranks of a node by the file `use` in the node's folder; see `supervise.staging`. What a rank
 submits, or starts for another node, must not name folders of this node.
 """
 

@@ -23,7 +23,11 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise import begin
+from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
 
@@ -97,6 +101,25 @@ def at_moment(monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
     monkeypatch.setattr(time, "time", lambda: clock() if _TIME.moment is None else _TIME.moment)
 
 
+def judged(run: RunDir, number: int, exit_code: int, *, in_place: bool = False) -> str:
+    """What becomes of an attempt whose ranks have left with this exit code, as far as its job does not go on: the verdict.
+
+    Args:
+        in_place: the ranks may start again in the same job; then the nodes follow on which they do.
+    """
+    job = SlurmJob(run, None)
+    outcome = finish_attempt(run, number, exit_code, job.config, job.client, can_start_again=in_place)
+    if outcome.verdict not in (Verdict.REQUEUE, Verdict.RESUBMIT):
+        job.go_on(number, outcome, exit_code)
+    return " ".join([outcome.verdict, *outcome.nodes])
+
+
+def started(run: RunDir) -> str:
+    """What a job is told to do for a run that SLURM starts: "go", "done", "end" or "elsewhere"."""
+    job = SlurmJob(run, None)
+    return begin.look(run, job.config, job.job_id, job.client)
+
+
 @dataclass
 class Job:
     """The job of a run that is made of files, as its batch script asks for it; SLURM knows of it what a test says.
@@ -150,15 +173,15 @@ class Job:
             (self.run.attempt(number).path / name).write_text(text)
         return number
 
-    def ends(self, number: int, exit_code: int, *words: str) -> dict[str, Any]:
-        """The record of an attempt, once the batch script has had it judged; `printed` is what the script was told."""
-        told = printed("finish-attempt", str(self.run.path), f"--attempt={number}", f"--exit-code={exit_code}", *words)
-        return {**self.record(number), "printed": told.strip()}
+    def ends(self, number: int, exit_code: int, *, in_place: bool = False) -> dict[str, Any]:
+        """The record of an attempt that has been judged; `printed` is the verdict, and the nodes of another one in this job."""
+        told = judged(self.run, number, exit_code, in_place=in_place)
+        return {**self.record(number), "printed": told}
 
     def starts(self, *, restarts: int = 1) -> str:
-        """What the batch script is told when SLURM starts the job: "" to go on, else "done", "end" or "change"."""
+        """What a job is told to do that SLURM starts: "go", "done", "end" or "elsewhere"."""
         self.monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-        return printed("begin-attempt", str(self.run.path)).strip()
+        return started(self.run)
 
     def record(self, number: int) -> dict[str, Any]:
         path = self.run.attempt(number).record_file

@@ -29,7 +29,7 @@ from slurmtrain.control.drill.scratch import NOTHING_LEFT, Leftovers, Watched
 from slurmtrain.control.drill.ways import interruption, scratch_config
 from slurmtrain.control.submitting import check, client_of
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError
-from slurmtrain.launch import resubmit
+from slurmtrain.launch import further_jobs
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import preparing, preparing_with_code_of
@@ -342,7 +342,7 @@ class StopAndResume:
         if self._client is None:
             scratch.start_again(run)
         else:
-            resubmit.resume(run.run_dir, self._client)
+            further_jobs.resume(run.run_dir, self._client)
 
     def _end(self, run: Watched) -> None:
         """End a program that has gone as far as it is to be compared."""

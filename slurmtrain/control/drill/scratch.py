@@ -19,7 +19,7 @@ from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.control import background, stop
 from slurmtrain.errors import SlurmtrainError, UnreadableRecordError
-from slurmtrain.launch.resubmit import submit_links
+from slurmtrain.launch.further_jobs import submit_links
 from slurmtrain.launch.submit import interrupted, submit
 from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState

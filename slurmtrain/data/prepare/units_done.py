@@ -1,4 +1,4 @@
-"""The units of a data set that are done, by the names of their records. Imports little: `finish-attempt` asks for it, too."""
+"""The units of a data set that are done, by the names of their records. Imports little: the supervisor asks for it, too."""
 
 from __future__ import annotations
 

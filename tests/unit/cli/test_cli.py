@@ -413,7 +413,7 @@ print("\\nHEAVY", code, ",".join(heavy))
         (["runs", "list"], "torch,numpy,submitit,hydra,omegaconf"),
         (["runs", "compare", "last", "last"], "torch,numpy,submitit,hydra,omegaconf,pyarrow,matplotlib"),
         (["runs", "prune", "--dry-run"], "torch,numpy,submitit,hydra,omegaconf"),
-        (["finish-attempt", "RUN", "--attempt", "1", "--exit-code", "1"], "torch,numpy,submitit,hydra"),
+        (["supervise", "RUN", "--set-up-failed", "no module"], "torch,numpy,submitit,hydra"),
     ],
     ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",
 )

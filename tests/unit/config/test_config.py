@@ -136,7 +136,7 @@ def test_a_secret_that_the_job_did_not_inherit_is_named(tmp_path: Path, monkeypa
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY .*variable WANDB_API_KEY is not set"):
         load_frozen(path)
-    load_frozen(path, with_secrets=False)  # `finish-attempt` and `resume` do not need it
+    load_frozen(path, with_secrets=False)  # the supervisor and `resume` do not need it
 
 
 def test_a_secret_outside_of_the_environment_would_be_written_into_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt
+from tests.support.runs import add_attempt, judged
 
 BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
 
@@ -181,5 +181,4 @@ def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_befo
     slurm.command("scontrol", 'case "$*" in "show job"*) echo "JobId=4711 JobState=RUNNING NodeList=n[0-2]" ;; esac')
     slurm.command("sinfo", 'printf "n0 mixed\\nn1 draining\\nn2 mixed\\n"')
     capsys.readouterr()
-    assert main(["finish-attempt", str(run.path), "--attempt", "1", "--in-place", "--exit-code", "137"]) == 0
-    assert capsys.readouterr().out == "in-place --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n0,n2\n"
+    assert judged(run, 1, 137, in_place=True) == "in-place n0 n2"

@@ -25,6 +25,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import started
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
@@ -286,14 +287,14 @@ def test_a_run_at_work_has_the_changed_config_in_its_next_attempt(cli: Cli, proj
 
 
 @pytest.mark.parametrize(
-    ("word", "printed", "lr", "nodes"), [("optim.lr=1e-4", "", 1e-4, 4), ("cluster.nodes=2", "change\n", None, 4)]
+    ("word", "start", "lr", "nodes"), [("optim.lr=1e-4", "go", 1e-4, 4), ("cluster.nodes=2", "elsewhere", None, 4)]
 )
 def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves_it_to_a_new_job(
     waiting: RunDir,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     word: str,
-    printed: str,
+    start: str,
     lr: float | None,
     nodes: int,
 ) -> None:
@@ -307,11 +308,10 @@ def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves
     assert json.loads(capsys.readouterr().out)["next_change"] == [word]
     monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert main(["begin-attempt", str(waiting.path)]) == 0
-    assert capsys.readouterr().out == printed
+    assert started(waiting) == start
     now = load_frozen(waiting.config_file)
     assert (now.optim.lr, now.cluster.nodes) == (lr or before.optim.lr, nodes)
-    assert waiting.next_change_file.exists() == bool(printed)  # else the job that goes on would not know of it
+    assert waiting.next_change_file.exists() == (start == "elsewhere")  # else the job that goes on would not know of it
 
 
 @pytest.mark.parametrize("kept", [["train.steps=0"], ["nothing.here=1"]])
@@ -323,9 +323,7 @@ def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_i
     write_json(waiting.next_change_file, {"set": kept, "cwd": "/"})
     monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    capsys.readouterr()
-    assert main(["begin-attempt", str(waiting.path)]) == 0
-    assert capsys.readouterr().out == "" and not waiting.next_change_file.exists()
+    assert started(waiting) == "go" and not waiting.next_change_file.exists()
     assert waiting.config_file.read_text() == before
     (event,) = [event for event in waiting.events() if event["event"] == "not changed"]
     assert event["set"] == kept and kept[0].partition("=")[0].partition(".")[0] in event["why"]

@@ -29,7 +29,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.finish_attempt import finish_attempt
+from slurmtrain.supervise.finish import finish_attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.errors import ClusterError, UnavailableRecordError
-from slurmtrain.launch import resubmit
+from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.launch.directives import without_past
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt
@@ -22,8 +21,9 @@ from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.supervise.platforms.slurm import SlurmJob, continue_in_a_job
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, submitted_run
+from tests.support.runs import add_attempt, judged, no_waiting, started, submitted_run
 
 Make = Callable[..., RunDir]
 Out = pytest.CaptureFixture[str]
@@ -55,6 +55,12 @@ def status(run: RunDir, capsys: Out) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+def continues(monkeypatch: pytest.MonkeyPatch, *runs: RunDir) -> None:
+    """Job 100 of these runs lets them go on after their first attempts."""
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    continue_in_a_job([(run, 1) for run in runs], SlurmJob(runs[0], None, sharing=len(runs)))
+
+
 # requeue.mode=resubmit.
 
 
@@ -84,7 +90,7 @@ def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted(
     stopped(run, "resubmit")
     no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(RunDir, "add_job", lambda *given, **more: (_ for _ in ()).throw(no_room))
-    assert resubmit.submit_again(run, 1, "100", SlurmClient()) == "101"
+    continues(monkeypatch, run)
     assert "job 101 is submitted, but cannot be noted" in caplog.text and len(slurm.jobs) == 1
     assert attempts.read_attempt(run, 1).verdict == "resubmit"
 
@@ -92,19 +98,14 @@ def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted(
 # requeue.mode=requeue.
 
 
-def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(make: Make, slurm: FakeSlurm) -> None:
+def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make(job_ids=("100",))
     stopped(run, "requeue", sentence="preempted; it is requeued")
     slurm.fail("scontrol")
-    clock = iter(range(0, 100000, 300))
-    with pytest.raises(ClusterError, match="Unable to contact"):
-        resubmit.requeue(
-            [(run, 1)],
-            *("100", SlurmClient()),
-            restart_count=0,
-            sleep=lambda seconds: None,
-            clock=lambda: float(next(clock)),
-        )
+    no_waiting(monkeypatch)
+    continues(monkeypatch, run)
     last = attempts.read_attempt(run, 1)
     assert last.verdict == "end" and "could not be requeued" in (last.sentence or "")
 
@@ -116,8 +117,7 @@ def test_every_run_of_a_pack_has_its_bad_nodes_left_out(
     for run, nodes in zip(runs, ([], ["n2"], ["n3"]), strict=True):
         stopped(run, "requeue", bad_nodes=nodes)
     slurm.add("100", state="RUNNING")
-    monkeypatch.setenv("SLURM_JOB_ID", "100")
-    assert main(["resubmit", *(str(run.path) for run in runs)]) == 0
+    continues(monkeypatch, *runs)
     job = slurm.job("100")
     assert (job["state"], job["restarts"], job["excluded"]) == ("PENDING", 1, "n2,n3")
 
@@ -131,9 +131,8 @@ def test_where_slurm_refuses_to_requeue_a_pack_each_run_gets_a_job_or_says_why_i
     slurm.add("100", state="RUNNING")
     slurm.fail("scontrol requeue", "Requested operation is presently disabled")
     slurm.fail(f"sbatch --comment=slurmtrain:{runs[0].id}:1", "Batch job submission failed: Invalid account")
-    monkeypatch.setenv("SLURM_JOB_ID", "100")
-    monkeypatch.setattr(resubmit, "TRIES_S", (0.0, 0.0))
-    assert main(["resubmit", *(str(run.path) for run in runs)]) == 0
+    no_waiting(monkeypatch)
+    continues(monkeypatch, *runs)
     records = [attempts.read_attempt(run, 1) for run in runs]
     assert [record.verdict for record in records] == ["end", "resubmit", "resubmit"]
     assert "preempted; no new job could be submitted: " in (records[0].sentence or "")
@@ -251,11 +250,9 @@ def test_a_job_with_nothing_left_to_do_takes_the_rest_of_its_chain_out_of_the_qu
 ) -> None:
     run = chained(make, slurm, "COMPLETED", "RUNNING", "PENDING")
     monkeypatch.setenv("SLURM_JOB_ID", "102")
-    assert main(["begin-attempt", str(run.path)]) == 0
-    assert capsys.readouterr().out == ""
+    assert started(run) == "go"
     stopped(run, "done", job_id="101")
-    assert main(["begin-attempt", str(run.path)]) == 0
-    assert capsys.readouterr().out == "done\n" and slurm.calls("scancel") == ["scancel 103"]
+    assert started(run) == "done" and slurm.calls("scancel") == ["scancel 103"]
 
 
 def test_begin_asks_again_while_the_storage_fails(
@@ -275,8 +272,7 @@ def test_begin_asks_again_while_the_storage_fails(
         return read(of, number)
 
     monkeypatch.setattr(attempts, "read_attempt", failing)
-    assert main(["begin-attempt", str(run.path)]) == 0
-    assert capsys.readouterr().out == "done\n"
+    assert started(run) == "done"
 
 
 def test_the_links_that_are_left_are_counted_and_the_chain_ends_with_the_run(
@@ -284,12 +280,9 @@ def test_the_links_that_are_left_are_counted_and_the_chain_ends_with_the_run(
 ) -> None:
     run = chained(make, slurm, "RUNNING", "CANCELLED", "PENDING")
     monkeypatch.setenv("SLURM_JOB_ID", "101")
-    words = ["finish-attempt", str(run.path), "--exit-code", "75", "--attempt"]
-    assert main([*words, str(run.new_attempt())]) == 0
-    assert capsys.readouterr().out == "next\n"
+    assert judged(run, run.new_attempt(), 75) == "next"
     slurm.forget("103")
-    assert main([*words, str(run.new_attempt())]) == 0
-    assert capsys.readouterr().out == "end\n"
+    assert judged(run, run.new_attempt(), 75) == "end"
     assert "the chain has no jobs left" in (attempts.read_attempt(run, 2).sentence or "")
 
 
@@ -318,7 +311,7 @@ def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_w
         )
     slurm.add("55", dependency="afterok:7(unfulfilled)")
     slurm.configure(SLURM_VERSION=version)
-    assert main(["finish-attempt", str(run.path), "--attempt", "1", "--exit-code", "0"]) == 0
+    assert judged(run, 1, 0) == "done"
     assert slurm.job("55")["dependency"] == ("" if freed else "afterok:7(unfulfilled)")
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from slurmtrain.config.frozen import freeze
 from slurmtrain.config.schema import Config, HooksConfig
-from slurmtrain.launch.hooks import hook_of, variables
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.hooks import hook_of, variables
 from tests.support.commands import Cli
 from tests.support.run_info import run_info
 from tests.support.runs import add_attempt
@@ -58,7 +58,7 @@ def ended_run(folder: Path, hooks: HooksConfig, **facts: Any) -> RunDir:
 
 def run_hook(run_dir: RunDir, number: int) -> None:
     """In a process of its own, as everywhere: it ends all processes below its own, which would be those of other tests, too."""
-    words = ["hook", str(run_dir.path), "--attempt", str(number)]
+    words = ["supervise", str(run_dir.path), "--hook", str(number)]
     subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=True, timeout=120)
 
 

@@ -82,7 +82,12 @@ class Job:
         if self.local:
             command = [sys.executable, "-m", "slurmtrain", "+cluster=local", *words]
             self.process = subprocess.Popen(
-                command, cwd=folder / "project", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                cwd=folder / "project",
+                env={**os.environ, **self.variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             return
         self.slurm = FakeSlurm.install(folder / "slurm")
@@ -156,7 +161,7 @@ def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
 DISABLED = "Requested operation is presently disabled"
 NO_STEP = "Unable to create step for job 101: Requested node configuration is not available"
 CANCEL = f"{sys.executable} -m slurmtrain cancel"
-BREAK = 'echo "{" >"$SLURMTRAIN_RUN_DIR/config.yaml"; '
+BREAK = 'cd "$SLURMTRAIN_RUN_DIR/attempts"; rm -r 0001; touch 0001; '
 # How the ranks end -> the exit code of the job, its state in SLURM, what is decided for each attempt, the last sentence.
 ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "finished": (Job("exit 0", HOOKS, starts=2), 0, "COMPLETED", "done", "finished"),
@@ -222,7 +227,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     "no code": (
         Job("", ("job.snapshot=cwd",), prepare=lambda job: (job.run / "code").rename(job.folder / "away")),
-        *(78, "FAILED", "", r"cannot enter .*/code on .*: is its file system mounted here\?"),
+        *(78, "FAILED", "", r"cannot enter .*/code on .*: is its file system mounted and writable here\?"),
     ),
     "scancelled": (Job("scancel 101; exit 75"), 75, "CANCELLED", "end", "cancelled by scancel"),
     "requeue fails once": (
@@ -265,9 +270,22 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.meanwhile("sbatch", "scancel 101")),
         *(75, "CANCELLED", "end", "; cancelled by scancel before it was submitted again"),
     ),
-    # Nothing of ours can read this run any more. A stop is a stop all the same, and a cancel a cancel.
-    "unreadable": (Job(BREAK + "exit 75", variables={"SQUEUE_STATES": "PENDING"}), 75, "PENDING", "None", "None"),
-    "unreadable, scancelled": (Job(BREAK + "scancel 101; exit 75"), 75, "CANCELLED", "None", "None"),
+    # Nothing can be recorded of this attempt. A stop is a stop all the same, and a cancel a cancel.
+    "unrecorded": (Job(BREAK + "exit 75"), 75, "PENDING", "", "told to stop by a signal; it is requeued"),
+    "unrecorded, scancelled": (Job(BREAK + "scancel 101; exit 75"), 75, "CANCELLED", "", "cancelled by scancel"),
+}
+# What a shell has in which another launcher has started its own ranks, and bash works as the POSIX standard says.
+OF_A_LAUNCHER = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "3",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "far",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMI_RANK": "3",
+    "POSIXLY_CORRECT": "y",
 }
 # The same as processes of this machine, where what is to start again does so at once.
 LOCAL = ("finished", "stopped", "wrong config", "killed", "crashed once")
@@ -289,6 +307,7 @@ FURTHER = {
         variables={"MINE": 'it\'s $(touch x)\ntwo "lines"', "SLURM_JWT": "expired", "SLURM_EXPORT_ENV": "NONE"}
         | {"BASH_FUNC_module%%": '() {  echo "$@" >>/dev/null; export MODULE="$*"; }', "SQUEUE_STATES": "PENDING"},
     ),
+    "under a launcher": Job("env -0 >$folder/environment; exit 3", ("requeue=off",), variables=OF_A_LAUNCHER),
     "it's $(touch x) 50%j": Job('pwd >"$folder/cwd"; exit 0'),
     "50%j of a newer SLURM": Job(
         'pwd >"$folder/cwd"', prepare=lambda job: job.slurm.configure(SLURM_VERSION="25.11.8-0pre1")
@@ -338,7 +357,10 @@ FURTHER = {
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     root = tmp_path_factory.mktemp("jobs")
     jobs = {name: ending[0] for name, ending in ENDINGS.items()} | FURTHER
-    jobs |= {f"local {name}": Job(jobs[name].program, jobs[name].words, local=True) for name in LOCAL}
+    jobs |= {
+        f"local {name}": Job(jobs[name].program, jobs[name].words, variables=jobs[name].variables, local=True)
+        for name in (*LOCAL, "under a launcher")
+    }
     for name, job in jobs.items():
         folder = root / (name if "%" in name else name.replace(" ", "-"))
         folder.mkdir()
@@ -461,7 +483,7 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     assert environment["MINE"] == job.variables["MINE"]
     assert environment.keys().isdisjoint({"MADE", "LOGIN", "OMP_NUM_THREADS", "SLURMTRAIN_ATTEMPT", "SLURM_JOB_ID"})
     assert len(ended["chain"].slurm.jobs) == 4  # its next job has been there from the start
-    for name in ("set-up", "no start in place", "unreadable"):
+    for name in ("set-up", "no start in place", "unrecorded"):
         assert len(ended[name].slurm.jobs) == 1
     assert "submitted again as job 102" in ended["requeue refused"].logs[0]
     assert ended["resubmitted"].slurm.job("55")["dependency"] == "afterok:102"  # who waits for the run waits for it
@@ -486,6 +508,15 @@ def test_ranks_have_what_the_set_up_makes_and_values_to_the_letter(ended: dict[s
     assert SECRET not in job.slurm.submitted[0] + job.logs[0] and SECRET not in ended["open secret"].logs[0]
     ignored = int(job.text("ignored").split()[1], 16)  # the python of cluster.venv was started with these
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR2))
+
+
+@pytest.mark.parametrize("name", ["under a launcher", "local under a launcher"])
+def test_what_another_launcher_has_told_its_ranks_is_not_for_ours(ended: dict[str, Job], name: str) -> None:
+    job = ended[name]
+    variables = dict(pair.split("=", 1) for pair in job.text("environment").split("\0") if "=" in pair)
+    assert (variables["RANK"], variables["WORLD_SIZE"]) == ("0", "1") and job.attempts()[-1]["reason"] == "crash"
+    assert variables.get("MASTER_ADDR") != "far" and "TORCHELASTIC_RUN_ID" not in variables
+    assert not [each for each in variables if each.startswith(("OMPI_", "PMI_"))]
 
 
 def test_signals_reach_the_ranks_and_the_job_waits_for_the_last_one(ended: dict[str, Job]) -> None:
@@ -617,7 +648,7 @@ def test_a_job_that_starts_again_on_a_node_without_the_run_directory_starts_else
         job = slurm.job("101")
         assert (name, done.returncode) == (name, code), done.stdout
         assert {key: job[key] for key in facts} == {**facts, **({"restarts": 0} if "restarts" in facts else {})}, name
-        assert "cannot create" in done.stdout and "is its file system mounted" in done.stdout
+        assert "cannot write to" in done.stdout and "is its file system mounted" in done.stdout
         assert bool([call for call in slurm.calls("scontrol") if "requeue incomplete 101" in call]) == (code == 75)
 
 

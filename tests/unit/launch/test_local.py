@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from slurmtrain.launch.local import _copy, waits_of_threads
-from slurmtrain.launch.plain_log import PlainLog
+from slurmtrain.supervise.platforms.local import _copy, waits_of_threads
+from slurmtrain.supervise.platforms.plain_log import PlainLog
 from slurmtrain.system import process
 from tests.support.commands import Cli
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch import local
 from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.report.status import look, queue
 from slurmtrain.runs import requests
@@ -26,6 +25,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.supervise.platforms import local
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
@@ -241,7 +241,7 @@ def test_cancel_of_an_old_sweep_leaves_alone_the_array_of_another_that_has_its_i
 def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
     mode: str, make: Make, slurm: FakeSlurm, capsys: Out
 ) -> None:
-    """SLURM refused the requeue, took a new job instead, and the batch shell was killed before it could note that."""
+    """SLURM refused the requeue, took a new job instead, and the supervisor was killed before it could note that."""
     run = make("70", words=(f"requeue.mode={mode}",))
     failed(run, "70")
     in_queue(slurm, f"77 PENDING slurmtrain:{run.id}:1")

@@ -25,7 +25,7 @@ from slurmtrain.sandbox import default_directory
 from slurmtrain.system import files, records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.report_runs import write_config
-from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
+from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, started, submitted_run
 
 Out = pytest.CaptureFixture[str]
 HERE, ELSEWHERE = socket.gethostname(), "another-host"
@@ -464,14 +464,14 @@ def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_jo
     job.run.update_info(packed=True)
     queue(job, "RUNNING")
     job.is_on("n0")
-    assert job.starts(restarts=0) == ""
+    assert job.starts(restarts=0) == "go"
     job.attempt(**ended("requeue"))
-    assert job.starts(restarts=1) == ""
+    assert job.starts(restarts=1) == "go"
     job.attempt(**ended("end", restart=1))
     assert job.starts(restarts=2) == "end"
     job.run.update_info(job_ids=["7", "8"])  # `sweep retry`
     job.is_on("n0", job_id="8")
-    assert [job.starts(restarts=0), job.starts(restarts=1)] == ["", ""]  # its node died before the run had begun
+    assert [job.starts(restarts=0), job.starts(restarts=1)] == ["go", "go"]  # its node died before the run had begun
     job.is_on("n0", job_id="7")
     assert job.starts(restarts=3) == "end"
     job.attempt(**ended("done", job="8"))
@@ -776,9 +776,9 @@ def test_a_finished_run_is_changed_only_to_train_on_and_the_job_of_its_further_s
     assert first["reason"] == "finished"  # nobody has told it to stop: it is no interruption
     for name, value in (("SLURM_JOB_ID", "101"), ("SLURM_RESTART_COUNT", "0")):
         monkeypatch.setenv(name, value)
-    assert printed("begin-attempt", str(run.path)) == ""
+    assert started(run) == "go"
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert printed("begin-attempt", str(run.path)) == "end\n"
+    assert started(run) == "end"
     run.update_info(job_ids=["1"])  # as if its submission had been killed
     no_waiting(monkeypatch)
     assert said(run.id) == ("stopped", False)

@@ -15,6 +15,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.staging import archive_of
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
@@ -54,13 +55,11 @@ def job(tmp_path: Path) -> Path:
 
 
 def packed(run: RunDir, prefix: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    capsys.readouterr()
-    assert main(["stage", str(run.path), "--pack", "--python", str(prefix / "bin" / "python")]) == 0
-    return Path(capsys.readouterr().out.strip())
+    return archive_of(str(prefix / "bin" / "python"), run.environments)
 
 
 def copy(run: RunDir, job: Path, *more: str) -> int:
-    return main(["stage", str(run.path), "--copy", str(job), *more])
+    return main(["supervise", str(run.path), "--stage-to", str(job), *more])
 
 
 def test_ranks_use_the_copies_of_their_node(

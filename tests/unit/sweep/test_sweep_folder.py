@@ -18,7 +18,7 @@ from slurmtrain.runs import staging_dir
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.runtime.begin_attempt import ended_before
+from slurmtrain.supervise.begin import ended_before
 from slurmtrain.sweep import create, jobs
 from slurmtrain.sweep import folder as sweeps
 from slurmtrain.sweep.folder import note_jobs

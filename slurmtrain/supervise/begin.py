@@ -1,4 +1,4 @@
-"""The question that a job asks before it claims an attempt: is there anything left to do for the run?
+"""The question before an attempt is claimed in a job: is there anything left to do for the run?
 
 There may be nothing, because SLURM starts a job again
 
@@ -12,9 +12,13 @@ The jobs of a chain ask `chain.ended_before` instead.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
+from enum import StrEnum
 
 from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch.next_change import make_in_this_job
 from slurmtrain.runs import attempt_history, attempts, batch_claim, chain, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
@@ -22,13 +26,58 @@ from slurmtrain.runs.evidence import Evidence
 from slurmtrain.runs.outcome import AttemptOutcome, budget_spent
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.abandoned_attempts import close_abandoned
-from slurmtrain.runtime.attempt_evidence import node_records, progress_is_visible
-from slurmtrain.runtime.attempt_policy import policy
-from slurmtrain.runtime.finish_attempt import run_hook_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count
 from slurmtrain.slurm.job_states import JobState
+from slurmtrain.supervise.abandoned import close_abandoned
+from slurmtrain.supervise.evidence import node_records, progress_is_visible
+from slurmtrain.supervise.finish import run_hook_of
+from slurmtrain.supervise.policy import policy
+from slurmtrain.system.patience import RESTORE, patiently
+
+log = logging.getLogger(__name__)
+
+
+class Start(StrEnum):
+    """What a job that starts has to do for a run."""
+
+    GO = "go"
+    DONE = "done"  # nothing: it has finished
+    END = "end"  # nothing: it has ended in another way, or another job has it
+    ELSEWHERE = "elsewhere"  # SLURM has started this job again by itself, but the run goes on with another script
+
+
+def look(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Start:
+    """Say what a job that starts has to do for a run. If it is nothing, the rest of its chain is taken out of the queue."""
+    restart_count = own_restart_count()
+
+    def ended() -> tuple[bool, Verdict | None]:
+        in_chain = bool(chain.links(run_dir.info()))
+        return in_chain, chain.ended_before(run_dir) if in_chain else ended_before(run_dir, job_id, restart_count)
+
+    # A node that has just come up may not have its file systems right. Without an answer, the job trains what has ended.
+    in_chain, over = patiently(ended, RESTORE)
+    if over is None and not restart_count:
+        over = scancelled_before(run_dir, job_id, client)
+    if over is None and (restart_count or in_chain):
+        over = budget_used_up(run_dir, config, client)
+    if over is not None:
+        log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
+        if restart_count:
+            with contextlib.suppress(OSError):  # a full disk must not start what has ended
+                record_leaving(run_dir, job_id)
+        cancel_rest(run_dir, job_id, client)
+        return Start.DONE if over is Verdict.DONE else Start.END
+    changes = restart_count and run_dir.next_change_file.exists() and run_dir.attempt_numbers()
+    return Start.ELSEWHERE if changes and not make_in_this_job(run_dir) else Start.GO
+
+
+def cancel_rest(run_dir: RunDir, job_id: str, client: SlurmClient) -> None:
+    """Take the rest of the chain out of the queue; if SLURM refuses, each of its jobs finds out when it starts."""
+    try:
+        chain.cancel_rest(run_dir, job_id, client)
+    except ClusterError as error:
+        log.warning("cannot cancel the rest of the chain: %s", error.message)
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:

@@ -1,6 +1,6 @@
 """Copies of the code, the environment and data on the local disk of each node (cluster.stage), made before the ranks start.
 
-The batch shell has the environment packed into a tar once; then one process on each node copies. The ranks of a node begin
+The supervisor packs the environment into a tar once; then one process on each node copies. The ranks of a node begin
 with the file `use` in its folder: lines of shell that put the copies first. It is written last, so a node on which anything
 failed has none, and its ranks use the shared folders.
 """
@@ -10,26 +10,37 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
+import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import JobKind
+from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.launch.srun import rank_python
 from slurmtrain.runs.code_record import read_code_record
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.system.files import replace_file, temporary_beside
 from slurmtrain.system.modes import make_own_folder, open_parent
 from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED_PYTHON
 
+log = logging.getLogger(__name__)
+
+FOLDER = "SLURMTRAIN_STAGE"  # the variable that names the folder of this job on each node
+FAILURES = (SlurmtrainError, OSError, tarfile.TarError)
 KEPT_DAYS = 14  # an archive that no job has used for so long is removed when another one is made
 LEFT_AFTER_S = (
     3600  # a folder that is younger may be that of a job that has started since SLURM was asked for live jobs
@@ -45,6 +56,76 @@ OF_CONDA_ALONE = (
 )  # downloads and other environments at the top of conda's base environment
 QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
 ASK_S = 300
+
+
+def stage(
+    run_dir: RunDir, config: Config, number: int, beside: Callable[[Sequence[str]], subprocess.Popen[bytes]]
+) -> dict[str, str]:
+    """Copy what cluster.stage names to each node of this job, and return variables by which the ranks find the copies.
+
+    Done once before the first ranks start: no node joins later. A signal to stop ends srun and with it the copying; the ranks
+    ask SLURM about it when they start.
+
+    Args:
+        number: the attempt.
+        beside: starts a process on each node.
+    """
+    wanted, workdir = config.cluster.stage, run_dir.path / run_dir.info()["workdir"]
+    data = run_dir.attempt(number).path / "stage" / "data"
+    data.mkdir(parents=True)
+    for source in wanted.data:
+        (data / Path(source).name).symlink_to(source)
+    restarts, cluster = own_restart_count(), os.environ.get("SLURM_CLUSTER_NAME", "cluster")
+    folder = (
+        f"{_local_folder(wanted.dir)}/slurmtrain-stage-{os.getuid()}/{cluster}-{os.environ['SLURM_JOB_ID']}-{restarts}"
+    )
+    python = rank_python(config.cluster)
+    archive: list[str] = []
+    if wanted.environment:
+        try:
+            archive = ["--archive", str(archive_of(python, run_dir.environments))]
+        except FAILURES as error:
+            log.warning("all nodes use the shared folders instead of copies (cluster.stage): %s", _words(error))
+            return {}
+    jobs = SlurmClient().glance(["squeue", "--me", "--noheader", "--format=%A"], within_s=ASK_S) or ""
+    words = ["--stage-to", folder, "--python", python, *archive, "--live", " ".join(jobs.split())]
+    copying = beside([sys.executable, "-m", "slurmtrain", "supervise", str(run_dir.path), *words])
+    for seconds, end in ((60 * wanted.limit_min, copying.terminate), (60, copying.kill)):
+        try:
+            copying.wait(seconds)
+            break
+        except subprocess.TimeoutExpired:
+            log.warning("the copying was ended after %d min (cluster.stage.limit_min)", wanted.limit_min)
+            end()
+    copying.wait()
+    return {FOLDER: folder, "SLURMTRAIN_CODE": str(workdir), "SLURMTRAIN_DATA": str(data)}
+
+
+def _local_folder(wanted: str | None) -> str:
+    """Return the folder of a node under which its copies lie; cluster.stage.dir may begin with a variable of the job."""
+    name, slash, below = (wanted or "$TMPDIR").partition("/")
+    return f"{os.environ.get(name[1:]) or '/tmp'}{slash}{below}" if name else str(wanted)
+
+
+def stage_this_node(run_dir: RunDir, folder: Path, python: str, archive: str | None, live: Sequence[str]) -> int:
+    """Make the copies of this node in the folder of its job, and return the exit code; see `stage_node`."""
+    node = own_node_name() or socket.gethostname()
+    try:
+        config = load_frozen(run_dir.config_file, with_secrets=False)
+        packed = Path(archive) if archive else None
+        stage_node(run_dir, config, folder / node, python=python, archive=packed, live=live)
+    except FAILURES as error:
+        log.warning("%s uses the shared folders instead of copies (cluster.stage): %s", node, _words(error))
+        return 1
+    return 0
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, SlurmtrainError):
+        return error.message
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def archive_of(python: str, folder: Path) -> Path:

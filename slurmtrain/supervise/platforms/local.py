@@ -1,7 +1,6 @@
 """cluster=local: the same job as processes of this machine, in the foreground.
 
-It does what srun and the batch script do on a cluster: it starts one process per rank, ends all of them when one fails,
-finishes the record of an attempt after the last rank has exited, and starts another one if the verdict says so.
+It does what srun does on a cluster: it starts one process per rank, and ends all of them when one fails.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,16 +28,18 @@ from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
-from slurmtrain.launch.import_paths import pythonpath_folders
-from slurmtrain.launch.plain_log import PlainLog
+from slurmtrain.launch.next_change import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
-from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import record_killed_task
-from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
-from slurmtrain.slurm.command_environment import belongs_to_a_job
+from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
+from slurmtrain.supervise.loop import supervise
+from slurmtrain.supervise.platforms import rank_environment, working_directory
+from slurmtrain.supervise.platforms.plain_log import PlainLog
 from slurmtrain.system import process as processes
 from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
@@ -66,44 +67,73 @@ def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
 
 def run_local(run_dir: RunDir) -> int:
     """Run attempts until one is the last, and return the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
-    config = load_frozen(run_dir.config_file)
-    secrets.take(config.secrets)
-    while True:
-        attempt = LocalAttempt(run_dir, config)
+    return supervise(run_dir, ThisMachine(run_dir))
+
+
+class ThisMachine:
+    """A run in the foreground. Ctrl-C, or TERM to this process, stops it for good."""
+
+    client = None
+    can_start_again = False
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._read_config()
+        secrets.take(self.config.secrets)
+
+    def _read_config(self) -> None:
+        self.config = load_frozen(self._run_dir.config_file)
+
+    def begin(self) -> int | None:
+        """Nobody but this process starts the run here."""
+        return None
+
+    def claim(self) -> int:
+        """Claim the next attempt."""
+        return self._run_dir.new_attempt()
+
+    def run(self, number: int, nodes: Sequence[str]) -> int:
+        """Run the ranks of an attempt; see `LocalAttempt`."""
+        attempt = LocalAttempt(self._run_dir, number, self.config)
         code = attempt.run()
-        if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
-            config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
-        outcome = finish_attempt(run_dir, attempt.number, code, config, None)
-        run_hook_of(run_dir, attempt.number, config)
+        if attempt.told_to_stop:
+            never = dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
+            self.config = dataclasses.replace(self.config, requeue=never)
+        return code
+
+    def has_left(self) -> None:
+        """Signals end this process again, as any other."""
+
+    def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
+        """Say how the attempt has ended; return the exit code, or None if another attempt begins."""
         ended = outcome.verdict is Verdict.END
-        goes_on = f". {how_to_continue(run_dir, run_dir.info(), outcome.reason)}" if ended else ""
+        how = f". {how_to_continue(self._run_dir, self._run_dir.info(), outcome.reason)}" if ended else ""
         try:
-            print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
+            print(f"slurmtrain: {outcome.sentence}{how}", flush=True)  # the result of the verb
         except BrokenPipeError:
             _go_on_unseen()
-        own_is_done = outcome.verdict is Verdict.DONE and config.job.kind == JobKind.COMMAND
-        if (ended or own_is_done) and config.checkpoint.local is not None:
+        own_is_done = outcome.verdict is Verdict.DONE and self.config.job.kind == JobKind.COMMAND
+        if (ended or own_is_done) and self.config.checkpoint.local is not None:
             # It loads numpy, for which `submit` has no time.
             from slurmtrain.checkpoint.node_copies.folder import remove_run
 
-            remove_run(Path(config.checkpoint.local), run_dir.checkpoints, run_dir.id)
+            remove_run(Path(self.config.checkpoint.local), self._run_dir.checkpoints, self._run_dir.id)
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
-        if run_dir.next_change_file.exists():
-            from slurmtrain.launch.next_change import apply_next_change
-
-            apply_next_change(run_dir)
-            config = load_frozen(run_dir.config_file)
+        if self._run_dir.next_change_file.exists():
+            apply_next_change(self._run_dir)
+            self._read_config()
+        return None
 
 
 class LocalAttempt:
     """One start of all ranks, and the wait for their end."""
 
-    def __init__(self, run_dir: RunDir, config: Config):
-        self.number = run_dir.new_attempt()
+    def __init__(self, run_dir: RunDir, number: int, config: Config):
         self.told_to_stop = False
-        self._run_dir, self._config = run_dir, config
-        self._attempt_dir = run_dir.attempt(self.number)
+        self._run_dir, self._number, self._config = run_dir, number, config
+        self._attempt_dir = run_dir.attempt(number)
+        self._copiers: list[threading.Thread] = []
         # SimpleQueue.put may be called from a signal handler; Queue.put may not.
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
@@ -162,17 +192,12 @@ class LocalAttempt:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
-    _copiers: list[threading.Thread]
-
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        if rank == 0:
-            self._copiers = []
         ours, theirs = _terminal_like_ours() if rank == 0 else os.pipe()
-        workdir = str(self._run_dir.path / self._run_dir.info()["workdir"])
         process = subprocess.Popen(
             [self._config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
-            cwd=workdir,
-            env=self._environment(rank, workdir),
+            cwd=working_directory(self._run_dir),
+            env=self._environment(rank),
             stdin=subprocess.DEVNULL,
             stdout=theirs,
             stderr=theirs,
@@ -188,22 +213,15 @@ class LocalAttempt:
         left.start()
         return process
 
-    def _environment(self, rank: int, workdir: str) -> dict[str, str]:
-        cluster = self._config.cluster
-        variables = {name: value for name, value in os.environ.items() if not belongs_to_a_job(name)}
-        folders = pythonpath_folders(workdir, self._run_dir.info().get("import_roots", ()))
-        roots = [*(str(self._run_dir.path / each) for each in folders), *filter(None, [variables.get("PYTHONPATH")])]
+    def _environment(self, rank: int) -> dict[str, str]:
         shape = node_shape(self._config)
         size = str(shape.tasks)
+        variables = {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
+        variables |= waits_of_threads(variables)
         return {
-            **variables,
-            "PYTHONPATH": ":".join(dict.fromkeys(roots)),
-            **waits_of_threads(variables),
-            "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", str(shape.threads)),
-            **cluster.env,
+            **rank_environment(self._run_dir, self._number, variables, shape.threads),
+            **self._config.cluster.env,
             LAUNCHER_VARIABLE: "local",
-            RUN_DIR_VARIABLE: str(self._run_dir.path),
-            ATTEMPT_VARIABLE: str(self.number),
             "RANK": str(rank),
             "WORLD_SIZE": size,
             "LOCAL_RANK": str(rank),

@@ -1,9 +1,7 @@
-"""Continue a run: its job is requeued, or the run gets a further job.
+"""Let a run go on after its job: SLURM requeues the job, or a further one is submitted (requeue.mode).
 
-A further job is submitted after a stop (requeue.mode=resubmit), with all others at once (chain), or by `resume`.
-
-No job is submitted twice: a job that continues after a stop has a token in its comment, by which it is looked for
-first. No two jobs of a run work at the same time: each waits for all before it.
+Called when every rank has exited. No job is submitted twice: the further job has a token in its comment, by which it is looked
+for first. No two jobs of a run work at the same time: each waits for the one before.
 """
 
 from __future__ import annotations
@@ -12,12 +10,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.directives import directive
+from slurmtrain.launch.further_jobs import token, waiting_for
+from slurmtrain.launch.next_change import apply_next_change
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.submit import note, submit_existing_script
 from slurmtrain.launch.submit_once import Patience, TransientError, look_for
@@ -28,12 +27,13 @@ from slurmtrain.runs.outcome import is_cancelled
 from slurmtrain.runs.reasons import ENDS_RUN, PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.job_states import ENDED
 
 log = logging.getLogger(__name__)
 
-# Pauses between tries to submit. SLURM may kill the batch shell KillWait, 30 s, after its first TERM.
+# Pauses between tries to submit. SLURM may kill this process KillWait, 30 s, after its first TERM.
 TRIES_S = (1.0, 4.0)
 # While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
@@ -44,49 +44,27 @@ class NotRequeuedError(ClusterError):
     """SLURM has refused to requeue the job, which has as many restarts as before."""
 
 
-def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
-    """Submit a run that has ended, as one job or a chain of them, and return their ids.
-
-    A job that is already in the queue for it, and was never noted, is the first of them.
+def go_on(runs: Sequence[tuple[RunDir, int]], config: Config, job_id: str, client: SlurmClient) -> None:
+    """Let these runs go on, which share a job, after their attempts with these numbers; a sentence in the log says how.
 
     Raises:
-        ClusterError: sbatch is missing or refused.
+        ClusterError: no new job could be submitted. A job that cannot be requeued only has a sentence in the log: then all has
+            been tried.
     """
-    config = load_frozen(run_dir.config_file, with_secrets=False)
-    job_id = _unnoted(run_dir, client)
-    if job_id is not None:
-        note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
-    else:
-        job_id = submit_existing_script(run_dir)
-    length = config.requeue.chain_length if config.requeue.mode == RequeueMode.CHAIN else 1
-    return submit_links(run_dir, job_id, length, client)
-
-
-def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) -> list[str]:
-    """Submit the rest of the chain that begins with the job `first`, and return all its jobs; with length 1, only the first.
-
-    Raises:
-        ClusterError: sbatch refused a job; those before it are cancelled.
-    """
-    links = [first]
-    if length == 1:
-        return links
-    numbers = run_dir.attempt_numbers()
-    run_dir.update_info(chain=links, chain_after=numbers[-1] if numbers else 0)
+    in_new_job = False
+    if len(runs) == 1 and runs[0][0].next_change_file.exists():
+        in_new_job = apply_next_change(runs[0][0])  # this job has the script of before
+    if in_new_job or config.requeue.mode != RequeueMode.REQUEUE:
+        log.info(submit_each_again(runs, job_id, client))
+        return
     try:
-        while len(links) < length:
-            # Each waits for all before it: if it waited only for the one before, a scancel of that one would start it
-            # beside those that still run.
-            links.append(
-                submit_existing_script(
-                    run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length
-                )
-            )
-            run_dir.update_info(chain=links)
-    except BaseException:
-        client.cancel(*reversed(links))
-        raise
-    return links
+        delay_s = config.requeue.restart_delay_s
+        log.info(requeue(runs, job_id, client, restart_count=own_restart_count(), delay_s=delay_s))
+    except ClusterError as error:
+        resume = ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs)
+        named = (error.hint or "").startswith("continue with: ")  # of a pack: only those runs that have no job
+        hint = error.hint if named else f"continue with: {resume}"
+        log.error("job %s is not requeued: %s; %s", job_id, error.message, hint)
 
 
 def requeue(
@@ -96,8 +74,6 @@ def requeue(
     *,
     restart_count: int,
     delay_s: int = 0,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """Let SLURM start the job `job_id` of these attempts again, whose ranks have all exited.
 
@@ -122,10 +98,10 @@ def requeue(
         return "cancelled: not requeued"
     try:
         told = attempts.read_attempt(*going_on[0]).facts_when_told
-        requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
+        requeued = _requeue(job_id, client, restart_count, told)
     except NotRequeuedError as error:
         log.warning("%s; submitting a new job instead", error.message)
-        return submit_each_again(going_on, job_id, client, sleep)
+        return submit_each_again(going_on, job_id, client)
     except ClusterError as error:
         for run_dir, number in going_on:
             _end(run_dir, number, f"its job could not be requeued: {error.message}")
@@ -152,8 +128,6 @@ def _requeue(
     client: SlurmClient,
     restart_count: int,
     told: JobFacts | None,
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
 ) -> bool:
     """Requeue a job and check that it is requeued; return False if it has been cancelled.
 
@@ -164,7 +138,7 @@ def _requeue(
         NotRequeuedError: SLURM answers, and refuses.
         ClusterError: SLURM cannot be reached for UNREACHED_S.
     """
-    give_up = clock() + UNREACHED_S
+    give_up = time.monotonic() + UNREACHED_S
     pauses = list(TRIES_S)
     pause, refused = 1.0, ""
     while True:
@@ -179,7 +153,7 @@ def _requeue(
             if refused:  # SLURM is there, and the job is not back in the queue
                 if not pauses:
                     raise NotRequeuedError(refused)
-                sleep(pauses.pop(0))
+                time.sleep(pauses.pop(0))
             refused = f"job {job_id} has no more restarts than before"
             try:
                 client.requeue(job_id, ended=facts.state in ENDED)
@@ -188,9 +162,9 @@ def _requeue(
         except NotRequeuedError:
             raise
         except ClusterError:
-            if clock() >= give_up:
+            if time.monotonic() >= give_up:
                 raise
-            sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
+            time.sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
             pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
 
 
@@ -198,7 +172,6 @@ def submit_each_again(
     runs: Sequence[tuple[RunDir, int]],
     job_id: str,
     client: SlurmClient,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Submit the script of each of these runs again, as `submit_again`, and return what was done, as a sentence.
 
@@ -210,7 +183,7 @@ def submit_each_again(
     failed: dict[str, str] = {}
     for run_dir, number in runs:
         try:
-            new = submit_again(run_dir, number, job_id, client, sleep)
+            new = submit_again(run_dir, number, job_id, client)
         except Exception as error:  # the runs after it have nobody else who would submit them
             if len(runs) == 1:
                 raise
@@ -227,9 +200,7 @@ def submit_each_again(
     )
 
 
-def submit_again(
-    run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
-) -> str | None:
+def submit_again(run_dir: RunDir, number: int, job_id: str, client: SlurmClient) -> str | None:
     """Submit the script again after attempt `number` in job `job_id`, whose ranks have all exited.
 
     Returns:
@@ -241,7 +212,7 @@ def submit_again(
     if _ended_by_cancel(run_dir, number):
         return None
     try:
-        new = _find_or_submit(run_dir, number, job_id, client, sleep)
+        new = _find_or_submit(run_dir, number, job_id, client)
     except Exception as error:
         words = error.message if isinstance(error, SlurmtrainError) else str(error)
         _end(run_dir, number, f"no new job could be submitted: {words}")
@@ -263,31 +234,7 @@ def submit_again(
     return new
 
 
-def token(run_dir: RunDir, number: int | None = None) -> str:
-    """Return the token of the job that continues after attempt `number`; without a number, the prefix of all such tokens."""
-    return f"{run_dir.id}:{'' if number is None else number}"
-
-
-def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
-    """Return the option by which a job waits until these have ended, in whatever way, besides what its script waits for."""
-    own = directive(script, "dependency")
-    return [f"--dependency=afterany:{':'.join(job_ids)}{f',{own}' if own else ''}"]
-
-
-def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
-    """Return a job that was to continue the run and whose submitter was killed before it could note it.
-
-    The result is None if there is none.
-    """
-    known = run_dir.info()["job_ids"]
-    return next(
-        (job_id for job_id in client.find_by_comment(TOKEN_PREFIX + token(run_dir)) if job_id not in known), None
-    )
-
-
-def _find_or_submit(
-    run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None]
-) -> str:
+def _find_or_submit(run_dir: RunDir, number: int, job_id: str, client: SlurmClient) -> str:
     mine = token(run_dir, number)
 
     def options(script: str) -> list[str]:
@@ -297,15 +244,15 @@ def _find_or_submit(
     unsure = False  # whether an sbatch before this may have worked
     for pause in (*TRIES_S, None):
         try:
-            found = _job_with(mine, run_dir, client, sleep) if unsure else _job_seen_with(mine, client)
+            found = _job_with(mine, run_dir, client) if unsure else _job_seen_with(mine, client)
             if found is None:
                 return submit_existing_script(run_dir, options, token=mine, after_attempt=number)
         except ClusterError as error:  # the controller may be busy
             unsure = unsure or (isinstance(error, TransientError) and error.may_be_there)
             if pause is not None:
-                sleep(pause)
+                time.sleep(pause)
                 continue
-            found = _job_with(mine, run_dir, client, sleep) if unsure else None
+            found = _job_with(mine, run_dir, client) if unsure else None
             if found is None:
                 raise
         if found not in run_dir.info()["job_ids"]:
@@ -318,12 +265,12 @@ def _job_seen_with(mine: str, client: SlurmClient) -> str | None:
     return next(iter(client.find_by_comment(TOKEN_PREFIX + mine)), None)
 
 
-def _job_with(mine: str, run_dir: RunDir, client: SlurmClient, sleep: Callable[[float], None]) -> str | None:
+def _job_with(mine: str, run_dir: RunDir, client: SlurmClient) -> str | None:
     """Return the job with this token, or None when SLURM has said often enough that there is none.
 
     It may take a job a little after sbatch has given up. Two jobs would both start when this one is gone.
     """
-    return look_for(mine, client, Patience(), sleep, f"`resume {run_dir.id}` looks for it first")
+    return look_for(mine, client, Patience(), time.sleep, f"`resume {run_dir.id}` looks for it first")
 
 
 def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmClient) -> None:
@@ -340,7 +287,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
     """Return whether a person has cancelled the run since the outcome of attempt `number` was decided; if so, record it."""
-    request = requests.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
+    request = requests.read_request(run_dir.request_file)  # the judge has taken the one that it has seen
     if request is None or request.action not in ENDS_RUN:
         return False
     if request.action == RunAction.PRUNE:

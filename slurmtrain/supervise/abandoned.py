@@ -12,17 +12,17 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import decide_abandoned_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog
-from slurmtrain.runtime.attempt_evidence import evidence_of, find_last_steps, last_sign
-from slurmtrain.runtime.attempt_policy import policy
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
+from slurmtrain.supervise.evidence import evidence_of, find_last_steps, last_sign
+from slurmtrain.supervise.policy import policy
 
 log = logging.getLogger(__name__)
 
 
 def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> dict[int, Attempt]:
-    """Complete the records of earlier attempts that nobody finished: their node is gone, or the batch shell died.
+    """Complete the records of earlier attempts that nobody finished: their node is gone, or the supervisor was killed.
 
     An attempt that may still be at work is left alone: it has a record of its own to write. Return the records of the
     others, by number, also those that cannot be written because the disk is full.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
+from slurmtrain.launch.node_exclusion import blame_policy
 from slurmtrain.runs.evidence import Policy
-from slurmtrain.slurm.node_ledger import BlamePolicy
 
 
 def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False) -> Policy:
@@ -32,8 +32,3 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         in_place=can_start_again and config.requeue.starts_in_place,
         node_counts=tuple(reversed(usable_sizes(config))),
     )
-
-
-def blame_policy(config: Config) -> BlamePolicy:
-    """Return the part of the config that decides which nodes are left out."""
-    return BlamePolicy(config.requeue.blame_threshold, 3600 * config.requeue.blame_expiry_h)

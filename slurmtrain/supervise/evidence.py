@@ -13,7 +13,8 @@ from pathlib import Path
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
-from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step
+from slurmtrain.launch.node_exclusion import blame_policy
+from slurmtrain.runs import attempt_history, batch_claim, node_blame, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence
@@ -21,9 +22,8 @@ from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, cancelled_due_to, last_words, node_of_killed_tasks, with_last_words
-from slurmtrain.runtime.attempt_policy import blame_policy
-from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
+from slurmtrain.runs.srun_log import SrunLog, last_words, node_of_killed_tasks, with_last_words
+from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
@@ -158,7 +158,7 @@ def evidence_of(
         request=request,
         facts=facts,
         told=attempt.facts_when_told,
-        preempted_when_told=was_preempted(run_dir, attempt),
+        preempted_when_told=attempt_history.was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=progress_is_visible(attempt, config),
@@ -222,20 +222,6 @@ def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure
     if alive:
         return f"{name} goes on with this run"
     return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
-
-
-def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
-    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
-
-    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
-    with that the time of its preemption is gone from what `scontrol show job` prints.
-    """
-    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
-        return True
-    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
-    before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
-    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
-    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"
 
 
 def progress_is_visible(attempt: Attempt, config: Config) -> bool:

@@ -1,12 +1,10 @@
 """The steps after the last rank has exited: gather the evidence, decide the outcome, complete the record, tell the ledger.
 
-`attempt_evidence` gathers, and runs/outcome.py decides. All this is called by the batch script, outside of srun and of any
-container. This module imports no torch and is quick: in a preemption the grace time is still running.
+`evidence` gathers, and runs/outcome.py decides. It has to be quick: in a preemption the grace time is still running.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import subprocess
 import sys
@@ -18,21 +16,18 @@ from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain, node_blame, requests
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
 from slurmtrain.runs.reasons import FAILURES, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog
-from slurmtrain.runtime import in_place
-from slurmtrain.runtime.attempt_evidence import evidence_of, find_last_steps, node_records, was_preempted
-from slurmtrain.runtime.attempt_policy import policy
-from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.node_ledger import append_to_ledger, is_worth_telling, ledger_file, read_ledger
+from slurmtrain.supervise import in_place
+from slurmtrain.supervise.evidence import evidence_of, find_last_steps, node_records
+from slurmtrain.supervise.policy import policy
 
 log = logging.getLogger(__name__)
 
@@ -126,30 +121,15 @@ def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
         time.sleep(min(WORD_POLL_S, left))
 
 
-def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
-    """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
-
-    They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
-    `slurm.versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
-    """
-    job_id = attempt.job_id
-    if job_id is None or not (attempt.restart_count or was_preempted(run_dir, attempt)):
-        return
-    if not versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
-        return
-    try:
-        freed = client.free_dependents(job_id)
-    except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
-        log.warning("jobs that wait for this run may start late or never: %s", error.message)
-        return
-    if freed:
-        with contextlib.suppress(OSError):  # a full disk; they are free all the same
-            run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
+def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.Popen[bytes]]:
+    """Start the hook for the outcome of attempt `number`, in a process of its own; none where the config has no hooks."""
+    if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
+        return []
+    words = ["supervise", str(run_dir.path), "--hook", str(number)]
+    return [subprocess.Popen([sys.executable, "-m", "slurmtrain", *words])]
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
-    """Run the hook for the outcome of attempt `number` outside of a batch script, as the script would."""
-    hooks = config.hooks
-    if hooks.on_finish or hooks.on_failure or hooks.on_preemption:
-        words = ["hook", str(run_dir.path), "--attempt", str(number)]
-        subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
+    """Run the hook for the outcome of attempt `number`, and wait for its end."""
+    for hook in start_hook(run_dir, number, config):
+        hook.wait()

@@ -1,1 +1,0 @@
-"""The verbs that only the batch script calls."""

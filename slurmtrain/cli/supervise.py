@@ -1,0 +1,63 @@
+"""supervise: what a batch script runs, and the roles of the processes that it starts beside the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurmtrain.choices import RequeueMode
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.runs.run_dir import RunDir
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser.add_argument("run_dir", type=Path, nargs="+", help="a run, or several that share the job")
+    parser.add_argument("--environment", type=int, metavar="FD", help="where the environment of the submission is read")
+    parser.add_argument(
+        "--set-up-failed", metavar="WHY", help="no rank can be started: record that, and end the attempt"
+    )
+    parser.add_argument("--hook", type=int, metavar="ATTEMPT", help="run the hook for the end of an attempt")
+    parser.add_argument("--watch", metavar="NODE", help="from another node, watch whether the job still has this one")
+    parser.add_argument("--stage-to", type=Path, metavar="FOLDER", help="copy what cluster.stage names to this node")
+    parser.add_argument("--job", default="", help="with --watch: the job")
+    parser.add_argument("--python", default="python", help="with --stage-to: what starts the ranks' interpreter")
+    parser.add_argument("--archive", metavar="FILE", help="with --stage-to: the packed environment")
+    parser.add_argument("--live", default="", metavar="JOBS", help="with --stage-to: this user's jobs in the queue")
+    options = parser.parse_args(words)
+    run_dirs = [RunDir(path) for path in options.run_dir]
+    if options.hook is not None:
+        from slurmtrain.supervise.hooks import run_hook
+
+        run_hook(run_dirs[0], options.hook)
+        return 0
+    if options.watch is not None:
+        from slurmtrain.supervise.watch import watch_over
+
+        requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
+        watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
+        return 0
+    if options.stage_to is not None:
+        from slurmtrain.supervise.staging import stage_this_node
+
+        live = options.live.split()
+        return stage_this_node(run_dirs[0], options.stage_to, options.python, options.archive, live)
+    submitted = _read_environment(options.environment) if options.environment is not None else None
+    if len(run_dirs) > 1:
+        from slurmtrain.supervise.packed import supervise_together
+
+        return supervise_together(run_dirs, submitted, options.set_up_failed)
+    from slurmtrain.supervise.loop import supervise
+    from slurmtrain.supervise.platforms.slurm import SlurmJob
+
+    return supervise(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
+
+
+def _read_environment(descriptor: int) -> Mapping[str, str]:
+    """Return the variables that `env -0` has written there. They are kept in memory only: there may be secrets among them."""
+    with os.fdopen(descriptor, "rb") as file:
+        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

@@ -1,0 +1,45 @@
+"""The life of a run in one job, or in one command on this machine: attempt after attempt."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+from slurmtrain.errors import EXIT_CONFIG
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.finish import finish_attempt, start_hook
+from slurmtrain.supervise.platforms import Platform
+
+log = logging.getLogger(__name__)
+
+
+def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = None) -> int:
+    """Run attempts until the ranks are not to start again here, and return the exit code of the job.
+
+    Args:
+        set_up_failure: why no rank can be started here, in words; None: the set-up has worked.
+    """
+    code = platform.begin()
+    if code is not None:
+        return code
+    hooks: list[subprocess.Popen[bytes]] = []
+    outcome = None
+    while code is None:
+        number = platform.claim()
+        if set_up_failure is None:
+            left_with = platform.run(number, outcome.nodes if outcome is not None else ())
+        else:
+            print(f"slurmtrain: {set_up_failure}", file=sys.stderr)
+            run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
+            left_with = EXIT_CONFIG
+        platform.has_left()
+        outcome = finish_attempt(
+            run_dir, number, left_with, platform.config, platform.client, can_start_again=platform.can_start_again
+        )
+        log.info("run %s, attempt %d: %s", run_dir.id, number, outcome.sentence)
+        code = platform.go_on(number, outcome, left_with)
+        hooks += start_hook(run_dir, number, platform.config)
+    for hook in hooks:  # last: after a requeue, SLURM soon kills this job
+        hook.wait()
+    return code

@@ -1,0 +1,322 @@
+"""A batch job of SLURM: its ranks are a step of srun's, and the run goes on by a requeue or in a further job.
+
+SLURM's signals are meant for the ranks. This process survives them, since it has to go on after the last rank has left: SLURM
+itself does not requeue a job that ends within its grace time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from slurmtrain.choices import JobKind, RequeueMode
+from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.launched_program import as_started, node_shape
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError
+from slurmtrain.launch.dependencies import free_dependents
+from slurmtrain.launch.node_exclusion import leave_out
+from slurmtrain.launch.srun import explained_srun, srun_node_options
+from slurmtrain.runs import chain
+from slurmtrain.runs.attempts import read_attempt
+from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
+from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.supervise import begin, go_on, staging
+from slurmtrain.supervise.begin import Start
+from slurmtrain.supervise.platforms import rank_environment, working_directory
+
+log = logging.getLogger(__name__)
+
+STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
+GLANCE_S = 10  # how long SLURM may take to say how many nodes are left
+CLEAN_UP_S = 20.0  # how long the removal of copies from the nodes may hold up the end of the job
+# With the first, srun 22.05 refuses --gres=none; with the others, any srun ignores --ntasks-per-node.
+NOT_BESIDE = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS")
+READY = re.compile(r"^(\s*\d+: )?ready$", re.MULTILINE)  # "0: " by srun --label
+
+
+class SlurmJob:
+    """The batch job that this process belongs to."""
+
+    def __init__(self, run_dir: RunDir, submitted: Mapping[str, str] | None, *, sharing: int = 1) -> None:
+        """Look at the config of a run of this job.
+
+        Args:
+            submitted: the environment of the submission, for the next job; None: that of this process.
+            sharing: runs that share the job (sweep.pack).
+        """
+        self.config = load_frozen(run_dir.config_file, with_secrets=False)
+        self.client = SlurmClient()
+        self.can_start_again = self.config.requeue.starts_in_place
+        self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
+        self.job_id = own_job_id() or ""
+        self._cluster = as_started(self.config).cluster
+        self._workdir = working_directory(run_dir)
+        spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
+        self._keeps_nodes = spare and self.can_start_again and sharing == 1
+        self._ranks: subprocess.Popen[bytes] | None = None
+        self._standby: subprocess.Popen[bytes] | None = None
+        self._standby_log = Path(os.devnull)
+        self._starts = 0
+        self._staged: dict[str, str] = {}
+
+    def begin(self) -> int | None:
+        """Return the exit code where nothing is left to do for the run, else None."""
+        if self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1:
+            return None
+        start = begin.look(self._run_dir, self.config, self.job_id, self.client)
+        if start is Start.ELSEWHERE and self._sharing == 1:
+            self.has_left()
+            self._go_on(self._run_dir.attempt_numbers()[-1])
+            return EXIT_REQUEUE
+        # Not 0 after another end, which would start jobs that wait for the success of this run.
+        return {Start.DONE: 0, Start.END: 1}.get(start)
+
+    def claim(self) -> int:
+        """Claim the next attempt, for this job.
+
+        Raises:
+            ConfigError: its folder cannot be made.
+        """
+        try:
+            number = self._run_dir.new_attempt()
+            # A cancel from now on is meant for this attempt.
+            claim = f"{self.job_id} {own_restart_count()} {time.time()}\n"
+            self._run_dir.attempt(number).claim_file.write_text(claim)
+        except OSError as error:
+            where = f"{error.filename or self._run_dir.attempts} on {socket.gethostname()}"
+            raise ConfigError(f"cannot create {where}: {error.strerror}") from None
+        return number
+
+    def run(self, number: int, nodes: Sequence[str]) -> int:
+        """Start the ranks of an attempt and wait until every one has left: SLURM drains the node of a rank that lingers."""
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # and the default for srun, which passes it on
+        attempt_dir = self._run_dir.attempt(number)
+        threads = node_shape(self.config).threads // self._sharing
+        variables = {**os.environ, "SLURM_EXPORT_ENV": "ALL"}  # or srun passes on what SBATCH_EXPORT told sbatch to
+        environment = rank_environment(self._run_dir, number, variables, threads)
+        if self._starts == 0:
+            self._prepare_nodes(number)
+        environment |= self._staged
+        self._starts += 1
+        if not self._use_standby(number, attempt_dir.srun_log):
+            with attempt_dir.srun_log.open("ab") as srun_log:
+                self._ranks = subprocess.Popen(
+                    self._srun(attempt_dir.path, nodes), cwd=self._workdir, env=environment, stderr=srun_log
+                )
+        assert self._ranks is not None
+        if self.config.requeue.standby_ranks:
+            while self._ranks.poll() is None and read_attempt(self._run_dir, number).stepping is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._ranks.wait(STEPPING_POLL_S)
+            if self._ranks.poll() is None:
+                self._start_standby(attempt_dir.path, nodes, environment)
+        code = self._ranks.wait()
+        return code if code >= 0 else 128 - code
+
+    def has_left(self) -> None:
+        """From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
+        """Do what was decided, and return the exit code of the job; None if the ranks start again in it.
+
+        Of a run that shares its job, EXIT_REQUEUE says that the job is to be requeued for it.
+        """
+        verdict = outcome.verdict
+        if verdict is Verdict.IN_PLACE:
+            return None
+        removing = self._clean_up(code)
+        # srun also exits with 0 when it has lost the ranks. Jobs that wait for the success of this run must not take that
+        # for one.
+        code = 1 if code == 0 and verdict is not Verdict.DONE else code
+        if verdict in (Verdict.REQUEUE, Verdict.RESUBMIT):
+            if self._sharing == 1 or verdict is Verdict.RESUBMIT:
+                self._go_on(number)
+            code = EXIT_REQUEUE if self._sharing == 1 or verdict is Verdict.REQUEUE else 1
+        elif self._sharing > 1 and code == EXIT_REQUEUE:
+            code = 1
+        self._tell_other_jobs(number, outcome)
+        for process in removing:  # after the requeue, so that nothing waits for slow disks
+            _wait_or_kill(process)
+        return code
+
+    def _go_on(self, number: int) -> None:
+        with environment_of(self._submitted):
+            continue_in_a_job([(self._run_dir, number)], self)
+
+    def _tell_other_jobs(self, number: int, outcome: AttemptOutcome) -> None:
+        """Tell the jobs that wait for this one, or for its run, what has become of it."""
+        if outcome.verdict is Verdict.DONE:
+            free_dependents(self._run_dir, read_attempt(self._run_dir, number), self.client)
+        if outcome.verdict is Verdict.NEXT:
+            for link in chain.waiting_after(self._run_dir, self.job_id, self.client)[:1]:
+                leave_out([self._run_dir], link, self.client)
+        over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
+        if self.config.requeue.mode == RequeueMode.CHAIN and over:
+            begin.cancel_rest(self._run_dir, self.job_id, self.client)
+
+    def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
+        """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch."""
+        cluster, version = self._cluster, self.client.version() if "%" in str(attempt_dir) else None
+        options: list[str] = []
+        if nodes:
+            options = srun_node_options(cluster, len(nodes), nodes)
+        elif cluster.node_range.elastic:
+            there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) - cluster.spare_nodes
+            sizes = usable_sizes(self.config)
+            options = srun_node_options(cluster, max([size for size in sizes if size <= there], default=sizes[0]))
+        elif cluster.spare_nodes:
+            options = srun_node_options(cluster, cluster.node_range.most)
+        explained = explained_srun(
+            self.config,
+            self._run_dir.path,
+            attempt_dir,
+            self._workdir,
+            nodes=options,
+            packed=self._sharing > 1,
+            standby=standby,
+            version=version,
+        )
+        return [word for each in explained for word in each.words]
+
+    def _prepare_nodes(self, number: int) -> None:
+        """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""
+        if self._cluster.stage.wanted:
+            options = [
+                *["--no-kill"] * self._keeps_nodes,
+                "--kill-on-bad-exit=0",
+                "--wait=0",
+                *_on_nodes(self._allocated),
+            ]
+            self._staged = staging.stage(self._run_dir, self.config, number, lambda words: self._beside(options, words))
+        if self._keeps_nodes:
+            # If the node of this process fails, nothing is left that would start the ranks again or end the job.
+            last = expand_nodelist(os.environ["SLURM_JOB_NODELIST"])[-1]
+            words = ["--watch", own_node_name() or "", "--job", self.job_id]
+            self._beside(
+                ["--no-kill", "--nodes=1", "--ntasks=1", f"--nodelist={last}"],
+                [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path), *words],
+            )
+
+    def _beside(self, options: Sequence[str], words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start processes beside the ranks, without GPUs and memory of their own."""
+        shared = ["--overlap", "--cpus-per-task=1", "--mem=0", "--gres=none", *options]
+        variables = {name: value for name, value in os.environ.items() if name not in NOT_BESIDE}
+        variables["SLURM_EXPORT_ENV"] = "ALL"
+        return subprocess.Popen(["srun", *shared, *words], cwd=self._workdir, env=variables, stdin=subprocess.DEVNULL)
+
+    @property
+    def _allocated(self) -> int:
+        return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+    def _remove(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start to remove folders from each node that the job still has."""
+        count = None
+        if self._keeps_nodes:
+            count = self.client.glance(
+                ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%D"], within_s=GLANCE_S
+            )
+        return self._beside([*_on_nodes(int(count or self._allocated)), "--output=none"], words)
+
+    def _clean_up(self, code: int) -> list[subprocess.Popen[bytes]]:
+        """End what waits beside the ranks, and remove from the nodes what nothing else would; return what still does so."""
+        if self._standby is not None:
+            self._standby.terminate()
+        local = self.config.checkpoint.local if self.config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None
+        # Our own ranks that finish or stop remove the copies of checkpoints from their nodes. Those that crash do not, nor does
+        # anybody on nodes that were left out since, and a program may leave copies.
+        everywhere = self._starts == 1 or not self._keeps_nodes
+        removed = self.config.job.kind == JobKind.TRAIN and everywhere and code in (0, EXIT_REQUEUE)
+        if local is not None and self._starts and not removed:
+            script = 'rm -rf -- "$1/slurmtrain-$(id -u)/$2"-*'
+            _wait_or_kill(self._remove(["bash", "-c", script, "remove", str(local), self._run_dir.path.name]))
+        return [self._remove(["rm", "-rf", "--", self._staged[staging.FOLDER]])] if self._staged else []
+
+    def _start_standby(self, attempt_dir: Path, nodes: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start ranks for the next attempt in this job: they load PyTorch and wait for its number."""
+        self._standby_log = attempt_dir / "standby.log"
+        with self._standby_log.open("ab") as standby_log:
+            self._standby = subprocess.Popen(
+                self._srun(attempt_dir, nodes, standby=True),
+                cwd=self._workdir,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=standby_log,
+                stderr=standby_log,
+            )
+
+    def _use_standby(self, number: int, srun_log: Path) -> bool:
+        """Let the standby ranks begin if all of them are ready, and return whether they are."""
+        standby, self._standby = self._standby, None
+        if standby is None or standby.poll() is not None:
+            return False
+        ready = len(READY.findall(self._standby_log.read_text(errors="replace")))
+        if ready != self.config.world_size or standby.stdin is None:
+            standby.terminate()
+            return False
+        shutil.move(self._standby_log, srun_log)
+        standby.stdin.write(f"{number}\n".encode())
+        standby.stdin.close()
+        self._ranks = standby
+        return True
+
+
+def _on_nodes(count: int) -> list[str]:
+    return [f"--nodes={count}", "--ntasks-per-node=1"]
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(CLEAN_UP_S)
+    process.kill()
+
+
+def continue_in_a_job(runs: Sequence[tuple[RunDir, int]], job: SlurmJob) -> None:
+    """Let runs go on that share a job; by a plain requeue where that fails because of an error of ours."""
+    try:
+        go_on.go_on(runs, job.config, job.job_id, job.client)
+        return
+    except ClusterError as error:
+        log.error("%s", error)
+    except Exception:
+        log.exception("job %s cannot go on as it should", job.job_id)
+        facts = job.client.job(job.job_id)
+        if facts is not None and facts.restarts > own_restart_count():
+            return
+        if job.config.requeue.mode == RequeueMode.REQUEUE:
+            with contextlib.suppress(ClusterError):
+                job.client.requeue(job.job_id)
+                return
+    log.error("no new job was submitted; continue with: %s", ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs))
+
+
+@contextlib.contextmanager
+def environment_of(variables: Mapping[str, str] | None) -> Iterator[None]:
+    """Give this process these variables for a while, since the next job inherits them; None: leave its own."""
+    if variables is None:
+        yield
+        return
+    own = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
