@@ -147,6 +147,22 @@ while rank == "0" and os.environ["SLURMTRAIN_ATTEMPT"] == "1":  # it waits for t
 """
 
 
+ALONE = """
+import ctypes, os, signal, time
+import slurmtrain
+
+slurmtrain.init(device="cpu", watchdog=3)
+attempt = os.environ["SLURMTRAIN_ATTEMPT"]
+for step in range(5 if attempt == "3" else 100):
+    time.sleep(0.3)
+    slurmtrain.should_stop()
+    if step == 18 and attempt == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if step == 18 and attempt == "2":
+        ctypes.PyDLL(None).sleep(1000)
+"""
+
+
 class Hanging(NamedTuple):
     run: RunDir
     ranks: Ranks
@@ -202,10 +218,37 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(hung: dict[Fault
         assert frame in found.sentence
 
 
-def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(project: Project) -> None:
+def submit_program(project: Project, text: str, *overrides: str) -> LocalRun:
+    (project.path / "own.py").write_text(text)
+    command = f"{sys.executable} -u own.py"
+    words = ("+cluster=local", "job=command", f"job.command='{command}'", "cluster.cpus_per_task=1")
+    return project.submit(*words, *overrides, small=False)
+
+
+TWO = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=20")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalRun]]:
+    """Runs of the command line that go on at the same time, since all of them wait most of it."""
+    names = ("hang and crash", "loop of one's own", "alone")
+    first, second, third = projects = [Project(tmp_path_factory.mktemp("run") / "project") for _ in names]
+    (first.path / "faulty.py").write_text(FAULTY.format(faults=[("worker", 1), ("raises", 1)]))
+    try:
+        started = [
+            first.submit(*SMALL_RUN, *WATCHED, "requeue.max_attempts_without_progress=20", small=False),
+            submit_program(second, OWN_LOOP, *TWO),
+            submit_program(third, ALONE, "watchdog.min_s=3", "watchdog.factor=1"),
+        ]
+        yield dict(zip(names, started, strict=True))
+    finally:
+        for project in projects:
+            project.reap()
+
+
+def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dict[str, LocalRun]) -> None:
     """When a rank raises the others leave within seconds, too, though nothing tells them."""
-    (project.path / "faulty.py").write_text(FAULTY.format(faults=[("worker", 1), ("raises", 1)]))
-    run = project.submit(*SMALL_RUN, *WATCHED, "requeue.max_attempts_without_progress=20", small=False).finish()
+    run = runs["hang and crash"].finish()
     hang, crash, last = run.attempts()
     assert [(each.reason, each.verdict) for each in (hang, crash, last)] == [
         ("hang", "requeue"),
@@ -220,17 +263,8 @@ def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(project: 
     wait_until(lambda: not run.processes(), "gone", 10)
 
 
-def run_program(project: Project, text: str, *overrides: str) -> LocalRun:
-    """Until it has finished: a program of two ranks, the second of which hangs in its first attempt."""
-    (project.path / "own.py").write_text(text)
-    command = f"{sys.executable} -u own.py"
-    two = ("cluster.tasks_per_node=2", "cluster.cpus_per_task=1", "cluster.srun_wait_s=20")
-    run = project.submit("+cluster=local", "job=command", f"job.command='{command}'", *two, *overrides, small=False)
-    return run.finish()
-
-
-def test_a_rank_that_hangs_in_a_loop_of_ones_own_is_named(project: Project) -> None:
-    run = run_program(project, OWN_LOOP)
+def test_a_rank_that_hangs_in_a_loop_of_ones_own_is_named(runs: dict[str, LocalRun]) -> None:
+    run = runs["loop of one's own"].finish()
     first, _ = run.attempts()
     assert first.reason == "hang"
     named = f"hung: rank 1 on {first.nodes[0]} did not come to where the others wait in step 4"
@@ -241,7 +275,9 @@ def test_a_rank_that_hangs_in_a_loop_of_ones_own_is_named(project: Project) -> N
 
 
 def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(project: Project) -> None:
-    run = run_program(project, OWN_PROGRAM, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.min_s=3")
+    run = submit_program(
+        project, OWN_PROGRAM, *TWO, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.min_s=3"
+    ).finish()
     first, second = run.attempts()
     assert (first.reason, second.reason) == ("hang", "finished")
     assert first.sentence is not None
@@ -255,27 +291,10 @@ def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(proje
     assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
 
 
-ALONE = """
-import ctypes, os, signal, time
-import slurmtrain
-
-slurmtrain.init(device="cpu", watchdog=3)
-attempt = os.environ["SLURMTRAIN_ATTEMPT"]
-for step in range(5 if attempt == "3" else 100):
-    time.sleep(0.3)
-    slurmtrain.should_stop()
-    if step == 18 and attempt == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if step == 18 and attempt == "2":
-        ctypes.PyDLL(None).sleep(1000)
-"""
-
-
-def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(project: Project) -> None:
-    (project.path / "own.py").write_text(ALONE)
-    command = f"{sys.executable} -u own.py"
-    words = ("cluster.cpus_per_task=1", "watchdog.min_s=3", "watchdog.factor=1")
-    run = project.submit("+cluster=local", "job=command", f"job.command='{command}'", *words, small=False).finish()
+def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(
+    runs: dict[str, LocalRun],
+) -> None:
+    run = runs["alone"].finish()
     stopped, held, finished = run.attempts()
     assert (stopped.reason, held.reason, finished.reason) == ("hang", "hang", "finished")
     node = stopped.nodes[0]
@@ -303,12 +322,23 @@ def wait_for_a_stopped_rank(world: DistributedContext, folder: Path) -> None:
             watchdog.collective_timed_out(error)
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Ranks]]:
+    """Ranks of which the second is stopped in a collective, and others where it is while the groups are made."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with GlooRanks(folder) as ranks:
+        yield (
+            ranks.start_joined(2, wait_for_a_stopped_rank, folder),
+            ranks.start(2, be_stopped_while_the_groups_are_made),
+        )
+
+
 def test_a_collective_whose_own_time_out_comes_first_names_the_rank_that_did_not_come(
-    gloo_ranks: GlooRanks, tmp_path: Path
+    stopped: tuple[Ranks, Ranks],
 ) -> None:
-    first, second = gloo_ranks.start_joined(2, wait_for_a_stopped_rank, tmp_path).endings(90)
+    first, second = stopped[0].endings(90)
     assert (first.error, first.exit_code, second.exit_code) == (None, 1, -signal.SIGKILL)
-    found = found_hang(AttemptDir(tmp_path))
+    found = found_hang(AttemptDir(stopped[0].directory.parent))
     assert found is not None
     assert found.sentence.startswith(f"rank 1 on {found.node} was stopped (SIGSTOP), start")
 
@@ -328,12 +358,11 @@ def be_stopped_while_the_groups_are_made(directory: Path) -> None:
     main._run(lambda: (config, lambda: context.run_dir), context, strict=False)
 
 
-def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(stopped: tuple[Ranks, Ranks]) -> None:
     """As it is with NCCL, which has no time-out for that."""
-    started = gloo_ranks.start(2, be_stopped_while_the_groups_are_made)
-    first, second = started.endings(90)
+    first, second = stopped[1].endings(90)
     assert (first.exit_code, second.exit_code) == (1, -signal.SIGKILL)
-    found = found_hang(RunDir(started.directory).attempt(1))
+    found = found_hang(RunDir(stopped[1].directory).attempt(1))
     assert found is not None
     assert found.sentence.startswith(f"rank 1 on {found.node} was stopped (SIGSTOP), start")
 

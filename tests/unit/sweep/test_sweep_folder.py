@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.runs import staging_dir
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import PREPARING
@@ -29,6 +30,14 @@ from tests.support.fake_slurm import FakeSlurm
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+
+
+@pytest.fixture(autouse=True)
+def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an sbatch that failed nobody waits between two looks for its job: the stand-in has it, or not."""
+    monkeypatch.setitem(
+        submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(first_delay_s=0.0, confirm_every_s=0.0)
+    )
 
 
 def the_sweep(project: Path) -> Sweep:
