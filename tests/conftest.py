@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -64,6 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(folder) if folder in LONG else len(LONG), -sizes[item.path]
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported lives to the end: the garbage collector, an eighth of the time of a composition, leaves it alone."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
