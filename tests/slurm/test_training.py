@@ -189,9 +189,9 @@ def copied(project: Project, lane: Lane) -> Copied:
     return Copied(run, folder, lane[1], commands)
 
 
-def cancelled(project: Project, lane: Lane) -> Run:
+def cancelled(project: Project, node: str) -> Run:
     """By scancel; then resumed, and cancelled by our verb."""
-    run = project.submit(*LONG, *ONE, nodes=lane[0])
+    run = project.submit(*LONG, *ONE, nodes=node)
     run.wait_for_step(8)
     run.cluster.run(["scancel", run.job_id])
     run.wait_for_end()
@@ -204,16 +204,16 @@ def cancelled(project: Project, lane: Lane) -> Run:
     return run
 
 
-def told_too_early(project: Project, lane: Lane) -> Run:
+def told_too_early(project: Project, node: str) -> Run:
     """Preempted before its rank has handlers: the interpreter takes its time, as one on a slow file system does."""
     slow, started, preempted = (project.path.parent / name for name in ("slow-python", "started", "preempted"))
     wait = f"touch {started}.$SLURM_PROCID; until [ -e {preempted} ]; do sleep 0.05; done"
     slow.write_text(f'#!/bin/bash\n{wait}\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    run = project.submit("train.steps=20", *ONE, f"cluster.python={slow}", nodes=lane[0])
+    run = project.submit("train.steps=20", *ONE, f"cluster.python={slow}", nodes=node)
     # Not that of `submit`, which asks the interpreter where it finds packages.
     run.wait_until(started.with_name("started.0").exists, "started")
-    run.cluster.submit_high(nodes=[lane[0]], seconds=0.1)
+    run.cluster.submit_high(nodes=[node], seconds=0.1)
     run.cluster.wait_for(run.job_id, lambda job: job["PreemptTime"] != "None")
     preempted.touch()
     run.finish()
@@ -231,8 +231,9 @@ def time_limited(project: Project, node: str) -> Run:
 
 
 SCENES: tuple[Callable[[Project, Lane], object], ...] = (
-    *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied, cancelled, told_too_early),
+    *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied),
 )
+SCENES_ON_ONE_NODE: tuple[Callable[[Project, str], object], ...] = (cancelled, told_too_early)
 Scenes = dict[Callable[..., object], Future[Any]]
 
 
@@ -243,7 +244,10 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 @pytest.fixture(scope="module")
 def scenes(project: Project) -> Iterator[Scenes]:
-    """All scenes, two at a time, each on nodes of its own: most of the time they wait for SLURM. The longest is beside them."""
+    """All scenes, each on nodes of its own: most of the time they wait for SLURM.
+
+    Two at a time, and beside them the longest, and those on one node, one after the other.
+    """
     lanes: SimpleQueue[Lane] = SimpleQueue()
     for lane in LANES:
         lanes.put(lane)
@@ -255,9 +259,10 @@ def scenes(project: Project) -> Iterator[Scenes]:
         finally:
             lanes.put(lane)
 
-    with ThreadPoolExecutor(1 + len(LANES)) as pool:
-        limited = pool.submit(time_limited, project, "n7")
-        yield {time_limited: limited} | {scene: pool.submit(play, scene) for scene in SCENES}
+    with ThreadPoolExecutor(1 + len(LANES)) as pool, ThreadPoolExecutor(1) as beside:
+        found: Scenes = {time_limited: pool.submit(time_limited, project, "n7")}
+        found |= {scene: pool.submit(play, scene) for scene in SCENES}
+        yield found | {scene: beside.submit(scene, project, "n6") for scene in SCENES_ON_ONE_NODE}
 
 
 def test_ranks_on_two_nodes_train_together(scenes: Scenes) -> None:
