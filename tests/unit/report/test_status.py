@@ -345,12 +345,14 @@ def test_a_run_that_has_filled_the_disk_can_be_cancelled_and_what_needs_room_say
 
     job.monkeypatch.setattr(files, "_write", fail)
     job.monkeypatch.setattr(records, "append_line", fail)
+    before = sorted(job.run.path.rglob("*"))
     assert main([verb, RUN_ID]) == (0 if verb == "cancel" else 1)
     told = capsys.readouterr()
     if verb == "cancel":
         assert changes(job) == ["scancel 7"] and "is told to end" in told.out
     else:
         assert "No space left on device" in told.err and "hint: " in told.err and changes(job) == []
+        assert sorted(job.run.path.rglob("*")) == before
 
 
 def test_a_suspended_run_has_no_end_in_sight_and_cannot_save(job: Job, capsys: Out) -> None:
