@@ -86,9 +86,14 @@ def test_the_shipped_layouts(overrides: list[str], text: str) -> None:
 
 
 def test_a_step_has_a_micro_batch_for_every_stage_unless_told_otherwise() -> None:
-    rows = (([], 1, 2), (["parallel.cp=2"], 1, 4), (["parallel.pp=2"], 2, 2), (["train.micro_batch_size=1"], 2, 1))
-    for overrides, count, size in rows:
-        config = compose(["cluster=a100x8", "model.tie_embeddings=false", *overrides])
+    rows = (
+        ("parallel.cp=1", 1, 2),
+        ("parallel.cp=2", 1, 4),
+        ("parallel.pp=2", 2, 2),
+        ("train.micro_batch_size=1", 2, 1),
+    )
+    for override, count, size in rows:
+        config = compose(["cluster=a100x8", "model.tie_embeddings=false", override])
         dims = parallel_dims_of(config)
         assert (dims.micro_batches(config.train), dims.micro_batch_size(config.train)) == (count, size)
 
