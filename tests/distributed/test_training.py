@@ -118,6 +118,17 @@ class RaggedText:
 RAGGED = [*SLOW_RATE, f"data._target_={__name__}.RaggedText"]
 
 
+def dropped_out(distributed: DistributedContext, run_path: Path) -> Tensor:
+    """What dropout leaves of ones on a rank that is about to train."""
+    trainer(distributed, run_path, ["cluster.tasks_per_node=2"])
+    return torch.nn.functional.dropout(torch.ones(64))
+
+
+def test_dropout_hits_other_elements_on_each_rank(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    first, second = gloo_ranks(2, dropped_out, tmp_path / "run")
+    assert not torch.equal(first, second)
+
+
 class Listener(TrainingHook):
     """Notes what it is called for, and after how many steps."""
 

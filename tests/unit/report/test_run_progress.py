@@ -6,6 +6,12 @@ import io
 import json
 import math
 import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -343,3 +349,28 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
 def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, project: Path, capsys: Out) -> None:
     assert main(["status", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("status",), ("sweep", "status", "last")])
+def test_what_runs_is_watched_above_what_waits_and_that_above_what_has_ended(
+    words: tuple[str, ...], project: Path, slurm: FakeSlurm
+) -> None:
+    """A terminal shows the beginning of a long table."""
+    sweep = json.loads(printed("-m", "cluster=a100x4", "train.seed=1,2,3,4", "submit", "--json"))
+    ended, _, trains, _ = (RunDir(path.parent) for path in sorted(Path(sweep["path"]).glob("*/run.json")))
+    add_attempt(ended, job_id="101_0", ended=time.time(), verdict="done", reason="finished", sentence="finished")
+    slurm.change("101_0", state="COMPLETED")
+    add_attempt(trains, job_id="101_2", host="elsewhere", pid=1)
+    slurm.change("101_2", state="RUNNING")
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 200))
+    command = [sys.executable, "-m", "slurmtrain", *words, "--watch"]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        screen = ""
+        while "Ctrl-C leaves" not in screen and select.select([controller], [], [], 60)[0]:
+            screen += os.read(controller, 100_000).decode()
+        process.send_signal(signal.SIGINT)
+    os.close(controller)
+    states = [word for word in screen.split() if word in ("running", "waiting", "finished")]
+    assert states[-4:] == ["running", "waiting", "waiting", "finished"]

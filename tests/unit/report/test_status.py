@@ -22,7 +22,7 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sandbox import default_directory
-from slurmtrain.system import files, records
+from slurmtrain.system import records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.report_runs import write_config
 from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, started, submitted_run
@@ -343,14 +343,16 @@ def test_a_run_that_has_filled_the_disk_can_be_cancelled_and_what_needs_room_say
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    job.monkeypatch.setattr(files, "_write", fail)
+    job.monkeypatch.setattr(os, "fsync", fail)  # what a full disk says last
     job.monkeypatch.setattr(records, "append_line", fail)
+    before = sorted(job.run.path.rglob("*"))
     assert main([verb, RUN_ID]) == (0 if verb == "cancel" else 1)
     told = capsys.readouterr()
     if verb == "cancel":
         assert changes(job) == ["scancel 7"] and "is told to end" in told.out
     else:
         assert "No space left on device" in told.err and "hint: " in told.err and changes(job) == []
+        assert sorted(job.run.path.rglob("*")) == before
 
 
 def test_a_suspended_run_has_no_end_in_sight_and_cannot_save(job: Job, capsys: Out) -> None:

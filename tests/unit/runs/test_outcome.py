@@ -38,6 +38,7 @@ PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0,
 IN_GRACE = JobFacts("RUNNING", "None", start_time=1000.0, preempt_time=1500.0, end_time=1510.0)
 CANCELLED_IN_GRACE = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1500.0, end_time=1504.0)
 GRACE_IS_OVER = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1510.0, end_time=1511.0)
+GRACE_ENDS_NOW = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1510.0, end_time=1510.0)
 
 HUNG = "rank 1 on n2 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"
 STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
@@ -119,6 +120,11 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         (
             "preempted, grace time over, where SLURM cancels",
             {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
+            "preempted",
+        ),
+        (
+            "preempted, grace time over, both times in the same second",
+            {**KILLED, "cause": "SIGTERM", "facts": GRACE_ENDS_NOW, "told": IN_GRACE, "preempted_when_told": True},
             "preempted",
         ),
         (

@@ -99,7 +99,12 @@ def test_a_loop_of_the_users_own_leaves_with_the_code_of_its_failure_whatever_ca
     run.new_attempt()
     done = subprocess.run(
         [sys.executable, "-c", LOOP, what],
-        env={**clean_environment(), "SLURMTRAIN_RUN_DIR": str(run.path), "SLURMTRAIN_ATTEMPT": "1"},
+        env={
+            **clean_environment(),
+            "PYTHONUNBUFFERED": "",  # its last line is in a buffer when it leaves
+            "SLURMTRAIN_RUN_DIR": str(run.path),
+            "SLURMTRAIN_ATTEMPT": "1",
+        },
         capture_output=True,
         text=True,
         timeout=180,
