@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -276,15 +275,10 @@ LONG = ["train.steps=30", "train.eval_every=15", "checkpoint.every_steps=8", "re
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], LocalRun]:
-    """The run with so many ranks that others are compared with."""
-
-    @cache
-    def run(ranks: int) -> LocalRun:
-        project = Project(tmp_path_factory.mktemp("undisturbed") / "project")
-        return project.submit(*LONG, f"cluster.tasks_per_node={ranks}").finish()
-
-    return run
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """The run that others are compared with."""
+    project = Project(tmp_path_factory.mktemp("undisturbed") / "project")
+    return project.submit(*LONG, "cluster.tasks_per_node=2").finish()
 
 
 def pause(project: Project) -> None:
@@ -312,31 +306,26 @@ def wait_for_attempt(run: LocalRun, number: int) -> None:
     wait_until(trains, f"in attempt {number}")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "workers"),
-    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), pytest.param(4, 0, marks=pytest.mark.slow)],
-)
 def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
-    project: Project, undisturbed: Callable[[int], LocalRun], ranks: int, workers: int
+    project: Project, undisturbed: LocalRun
 ) -> None:
     pause(project)
-    run = project.submit(*LONG, f"cluster.tasks_per_node={ranks}", f"train.data_workers={workers}")
-    dice = random.Random(ranks)
-    for number in (1, 2):
+    run = project.submit(*LONG, "cluster.tasks_per_node=2", "train.data_workers=2")
+    for number, steps, rank in ((1, 1, 0), (2, 2, 1)):
         wait_for_attempt(run, number)
-        run.wait_for_step((run.attempts()[-1].first_step or 0) + dice.randint(1, 9))
-        os.kill(run.rank_pid(dice.randrange(ranks)), signal.SIGTERM)
+        run.wait_for_step((run.attempts()[-1].first_step or 0) + steps)
+        os.kill(run.rank_pid(rank), signal.SIGTERM)
     wait_for_attempt(run, 3)
     go_on(project)
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", "finished"]
     assert_steps_join(run, total=30)
-    assert_same_bits(run, undisturbed(ranks))
+    assert_same_bits(run, undisturbed)
     assert run.processes() == []
 
 
 def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_bits(
-    project: Project, undisturbed: Callable[[int], LocalRun]
+    project: Project, undisturbed: LocalRun
 ) -> None:
     pause(project)
     run = project.submit(*LONG, "cluster.tasks_per_node=2")
@@ -350,7 +339,7 @@ def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_b
     assert first.exit_code == 128 + signal.SIGKILL
     assert second.first_step in (8, 16, 24)
     assert second.first_step == first.committed_step
-    assert_same_bits(run, undisturbed(2))
+    assert_same_bits(run, undisturbed)
     spent = check_time_adds_up(run.run_dir)
     assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == ((first.last_step or 0) > second.first_step)
     assert spent.seconds[Cause.EVALUATION] > 0 and spent.seconds[Cause.CHECKPOINT] > 0
@@ -358,7 +347,7 @@ def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_b
 
 
 def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
-    project: Project, undisturbed: Callable[[int], LocalRun]
+    project: Project, undisturbed: LocalRun
 ) -> None:
     node = project.path / "node"
     node.mkdir()
@@ -377,7 +366,7 @@ def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
     assert second.first_step % 3 == 0
     assert "the copy on" in run.events("restored")[0]["origin"]
     assert [path.name for path in committed(run.run_dir.checkpoints)] == ["checkpoint_0000030"]
-    assert_same_bits(run, undisturbed(2))
+    assert_same_bits(run, undisturbed)
     assert list(node.iterdir()) == []
 
 
@@ -418,9 +407,7 @@ def test_a_crash_loop_ends_after_the_budget_and_status_says_why(project: Project
     assert "Traceback" in log
 
 
-def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
-    project: Project, undisturbed: Callable[[int], LocalRun]
-) -> None:
+def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(project: Project, undisturbed: LocalRun) -> None:
     pause(project)
     run = project.submit(*LONG, "cluster.tasks_per_node=2")
     run.wait_for_step(5)
@@ -434,7 +421,7 @@ def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
     go_on(project)
     resumed = project.resume().finish()
     assert_steps_join(resumed, total=30)
-    assert_same_bits(resumed, undisturbed(2))
+    assert_same_bits(resumed, undisturbed)
 
 
 def test_a_finished_run_that_is_given_more_steps_trains_on_to_them_and_with_a_smaller_lr_where_it_diverged(

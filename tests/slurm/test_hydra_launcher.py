@@ -39,12 +39,18 @@ class TestOnThisMachine(LauncherTestSuite):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("slurmtrain", ["hydra.sweeper.max_batch_size=2", LOCAL])])
+class TestInBatches(BatchedSweeperTestSuite):
+    pass
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/launcher=slurmtrain", LOCAL])])
 class TestProgramsOnThisMachine(IntegrationTestSuite):
     pass
 
 
-# In SLURM by default one test of each suite: what else they ask has nothing to do with where a job runs.
+# In SLURM one test of each suite: what else they ask has nothing to do with where a job runs.
 
 ONE_TASK = "cluster.tasks_per_node=1"
 
@@ -66,32 +72,12 @@ class TestSweepInSlurm:
     test_sweep_2_jobs = LauncherTestSuite.test_sweep_2_jobs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
-class TestInSlurm(LauncherTestSuite):
-    pass
-
-
 @pytest.mark.usefixtures("hydra_restore_singletons")
 @pytest.mark.parametrize("task_launcher_cfg", [{}])
 class TestProgramInSlurm:
     get_test_scratch_dir = IntegrationTestSuite.get_test_scratch_dir
     generate_custom_cmd = IntegrationTestSuite.generate_custom_cmd
     test_get_orig_dir_multirun = IntegrationTestSuite.test_get_orig_dir_multirun
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task_launcher_cfg", [{}])
-class TestProgramsInSlurm(IntegrationTestSuite):
-    pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
-class TestInBatches(BatchedSweeperTestSuite):
-    @pytest.fixture
-    def overrides(self, sandbox: Cluster) -> list[str]:
-        return ["hydra.sweeper.max_batch_size=2", *settings(sandbox, ONE_TASK)]
 
 
 PROGRAM = """

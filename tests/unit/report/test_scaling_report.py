@@ -44,6 +44,12 @@ def test_a_slow_link_is_named_with_its_axis_at_the_size_where_it_begins() -> Non
     assert found.missing == []
 
 
+def test_data_that_come_too_slowly_are_named_without_an_axis() -> None:
+    found = a_test(times(1.0, 0.0), times(1.0, 0.0, data=0.6))
+    named = found.bottlenecks[0]
+    assert named is not None and (named.kind, named.axis) == ("data", None)
+
+
 def test_the_plan_beside_it_has_the_rates_of_the_smallest_size() -> None:
     found = a_test(times(1.0, 0.0), times(1.0, 0.04), times(1.0, 0.60))
     assert found.why_no_plan is None
