@@ -20,6 +20,7 @@ from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
 from slurmtrain.runs.code_record import CodeRecord, write_code_record
+from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, ENVIRONMENTS, PREPARING, RunDir
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.paths import absolute
@@ -237,8 +238,9 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     root = source.root.resolve()
     names = _files_in_git(root) if source.git else _visible_files(root)
     runs, target = runs.resolve(), target.resolve()
-    if runs.parent.name == DRILLS:  # the runs of a drill lie below those of the person
+    if runs.parent == folder_of(runs.parent.parent, DRILLS):  # the runs of a drill lie below those of the person
         runs = runs.parent.parent
+    apart = {PREPARING, DRILLS, *(folder_of(runs, name).name for name in (PREPARING, DRILLS))}
     known: dict[Path, bool] = {}
 
     def belongs_to_a_run(path: Path) -> bool:
@@ -247,7 +249,7 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
         if runs not in path.parents:
             return False
         name, *below = path.relative_to(runs).parts
-        if name in (PREPARING, DRILLS) or (below and is_one(runs / name, lookup.is_sweep)):
+        if name in apart or (below and is_one(runs / name, lookup.is_sweep)):
             return True
         if below and name.startswith(ENVIRONMENTS):  # gigabytes that no code needs
             return True

@@ -26,7 +26,8 @@ from slurmtrain.launch.script import explain_script, render_script
 from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit_once import NotSubmittedError, comment_option, export_option, sbatch, submit_exactly_once
-from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs import ownership
+from slurmtrain.runs.create import create_run_dir, folder_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
@@ -62,7 +63,7 @@ def explained(config: Config, cwd: Path, version: Version | None, order: str | N
 
 
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
-    run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
     source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
     return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
 
@@ -213,7 +214,11 @@ def submit_existing_script(
         options: returns further options for sbatch, given the script.
         token: token of a caller that looks for the job by it and tries again: sbatch is called once.
         facts: facts for the record.
+
+    Raises:
+        UsageError: the run belongs to somebody else, who may have put it in the place of this user's.
     """
+    ownership.require_own(run_dir)
     slurm_conf = run_dir.slurm_conf()
     check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 import time
@@ -13,6 +14,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import user
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.paths import located
+from slurmtrain.system.trust import is_mine, others_may_write
 
 
 def new_run_id() -> str:
@@ -28,11 +30,11 @@ def create_run_dir(runs_dir: Path, name: str) -> RunDir:
         ConfigError: the folder cannot be created.
     """
     try:
-        make_folder(runs_dir, name)
+        folder = make_folder(runs_dir, name)
         while True:
-            path = runs_dir / name / new_run_id()
+            path = folder / new_run_id()
             try:
-                path.mkdir(mode=folder_mode(path.parent))
+                path.mkdir(mode=folder_mode(folder))
                 break
             except FileExistsError:
                 continue
@@ -42,50 +44,71 @@ def create_run_dir(runs_dir: Path, name: str) -> RunDir:
             hint="set job.runs_dir to a folder that you can write to and that the compute nodes can see",
         ) from None
     run_dir = RunDir(located(path))
-    for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=folder_mode(run_dir.path))
+    for part in (run_dir.attempts, run_dir.checkpoints):
+        part.mkdir(mode=folder_mode(run_dir.path))
     return run_dir
 
 
-def make_folder(runs_dir: Path, *names: str) -> None:
-    """Make the folders in which runs of several people may lie, and check that nobody else can replace what is in them.
+def folder_of(runs_dir: Path, name: str) -> Path:
+    """Return this user's folder of a name in a folder of runs: `name`, or `name-USER` if somebody else has made that one.
 
-    A user who may rename a run's directory can put another in its place, and the next attempt runs that. In a team's
-    folder (of a group, with the setgid bit) the folders made here are the group's, too, and sticky: each member can add
-    runs, and rename none but their own.
+    The owner of a folder may rename whatever is in it, in spite of its sticky bit. So whoever had a name first could
+    replace the waiting runs of all others of that name.
+    """
+    folder = runs_dir / name
+    if not os.path.lexists(folder) or is_mine(folder):
+        return folder
+    return runs_dir / f"{name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', user.own_user())}"
+
+
+def make_folder(runs_dir: Path, name: str, *below: str) -> Path:
+    """Make this user's folder of a name (see `folder_of`), and those below it, in a folder of runs; return the last.
+
+    A user who may rename a run's directory can put another in its place, and the next attempt runs that. So the folder
+    of a name belongs to this user alone. The folder of runs, made in a team's folder (of a group, with the setgid bit), is
+    the group's, too, and sticky: each member can add to it, and rename only what is theirs.
 
     Raises:
         OSError: a folder cannot be made.
-        ConfigError: everybody, or the owner of a folder, can replace what is in it.
+        ConfigError: somebody else can replace what is in it. The owner of a team's folder is trusted.
     """
     runs_dir.parent.mkdir(parents=True, exist_ok=True)
-    above, folder = runs_dir.parent, runs_dir
-    for folder in (runs_dir, *(runs_dir.joinpath(*names[:depth]) for depth in range(1, len(names) + 1))):
-        try:
-            os.mkdir(folder, 0o775)
-        except FileExistsError:
-            pass
-        else:
-            team = os.stat(above)
-            if team.st_mode & stat.S_ISGID and team.st_mode & stat.S_IWGRP:
-                os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXG | stat.S_ISGID | stat.S_ISVTX)
-        _check_folder(folder)
-        above = folder
+    try:
+        os.mkdir(runs_dir, 0o755)
+    except FileExistsError:
+        pass
+    else:
+        team = os.stat(runs_dir.parent)
+        if team.st_mode & stat.S_ISGID and team.st_mode & stat.S_IWGRP:
+            os.chmod(runs_dir, stat.S_IMODE(os.stat(runs_dir).st_mode) | stat.S_IRWXG | stat.S_ISGID | stat.S_ISVTX)
+    found = _check_mode(runs_dir)
+    of_a_team = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
+    if found.st_uid not in (os.geteuid(), 0) and not of_a_team and os.access(runs_dir, os.W_OK):
+        raise _replaceable(runs_dir, found)
+    folder = folder_of(runs_dir, name)
+    for path in (folder, *(folder.joinpath(*below[:depth]) for depth in range(1, len(below) + 1))):
+        path.mkdir(mode=0o755, exist_ok=True)
+        found = _check_mode(path)
+        if found.st_uid != os.geteuid():
+            raise _replaceable(path, found)
+    return folder.joinpath(*below)
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ConfigError if a user who is in no group with this user can replace what is in a folder."""
+def _check_mode(folder: Path) -> os.stat_result:
+    """Return the facts of a folder. Raise ConfigError if its mode lets others rename what is not theirs."""
     found = os.stat(folder)
-    hint = "set job.runs_dir or job.name to a folder of your own, or of your group"
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if others_may_write(found) and not found.st_mode & stat.S_ISVTX:
+        who = "everybody" if found.st_mode & stat.S_IWOTH else "every member of its group"
+        its_owner = "" if found.st_uid == os.geteuid() else f" by {user.in_words(found.st_uid)}"
         raise ConfigError(
-            f"everybody can replace files in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run them",
-            hint=f"chmod o-w {folder}, or chmod +t",
+            f"{who} can replace files in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run them",
+            hint=f"chmod +t {folder}{its_owner}, or set job.runs_dir to a folder of your own",
         )
-    own = found.st_uid in (os.geteuid(), 0)
-    ours = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
-    if not own and not ours and os.access(folder, os.W_OK):
-        raise ConfigError(
-            f"{folder} belongs to {user.in_words(found.st_uid)}, who can replace files in it that a job would run",
-            hint=hint,
-        )
+    return found
+
+
+def _replaceable(folder: Path, found: os.stat_result) -> ConfigError:
+    return ConfigError(
+        f"{folder} belongs to {user.in_words(found.st_uid)}, who can replace files in it that a job would run",
+        hint="set job.runs_dir or job.name to a folder of your own, or job.runs_dir to one of your group",
+    )

@@ -12,6 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
+from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.system.process_mark import ProcessMark
 
@@ -24,12 +25,12 @@ def folder(runs: Path, name: str) -> Path:
     me = ProcessMark.own()
     namespace = re.sub(r"\D", "", me.namespace or "")
     maker = f"{me.pid}-{me.born}{f'.{namespace}' if namespace else ''}-{me.host}"
-    return runs / PREPARING / f"{name}.by-{secrets.token_hex(3)}-{maker}"
+    return folder_of(runs, PREPARING) / f"{name}.by-{secrets.token_hex(3)}-{maker}"
 
 
 def remove_left_over(runs: Path) -> None:
     """Remove what shells that were killed have left."""
-    for path in (runs / PREPARING).iterdir():
+    for path in folder_of(runs, PREPARING).iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has just become what it was to be
             if _is_left(path):
                 shutil.rmtree(path, ignore_errors=True)

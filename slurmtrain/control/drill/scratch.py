@@ -78,12 +78,10 @@ def make_drill_folder(runs_dir: Path) -> Path:
     """Make the folder of a new drill below the folder of runs.
 
     Raises:
-        ConfigError: everybody can replace files in it.
+        ConfigError: somebody else can replace files in it.
         OSError: it cannot be made.
     """
-    name = new_run_id()
-    make_folder(runs_dir, DRILLS, name)
-    return runs_dir / DRILLS / name
+    return make_folder(runs_dir, DRILLS, new_run_id())
 
 
 def remove_drill_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ from slurmtrain.errors import (
     UsageError,
 )
 from slurmtrain.runs import lookup, reached_step
-from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.create import create_run_dir, make_folder
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import rendezvous_directory
@@ -128,12 +128,18 @@ def test_a_slurm_conf_of_ones_own_run_is_not_used_when_somebody_else_has_put_it_
 
 
 @pytest.fixture
-def in_team(shared: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run of one's own in a team's folder, whose folders the team may rename."""
-    team = shared / "team"
-    team.mkdir()
-    os.chown(team, -1, stranger.gid)
-    team.chmod(0o2770)
+def team(shared: Path, stranger: Stranger) -> Path:
+    """A team's folder as the manual makes it."""
+    folder = shared / "team"
+    folder.mkdir()
+    os.chown(folder, -1, stranger.gid)
+    folder.chmod(0o3770)
+    return folder
+
+
+@pytest.fixture
+def in_team(team: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of one's own in a team's folder."""
     run = create_run_dir(team, "llama")
     for folder in (run.attempts, run.checkpoints):
         folder.rmdir()
@@ -362,47 +368,120 @@ def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
 
 
 def test_nothing_is_submitted_where_somebody_else_could_replace_it(
-    shared: Path, stranger: Stranger, tmp_path: Path, slurm: FakeSlurm, capsys: Out
+    shared: Path, team: Path, stranger: Stranger, tmp_path: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
     """They could put another run in the place of one's own, and the next attempt would run that."""
 
-    def submit(root: Path, mode: int, theirs: bool) -> int:
-        def make_it() -> None:
-            (root / "train").mkdir(exist_ok=True)
-            (root / "train").chmod(mode)
+    def refused(root: Path) -> str:
+        assert main(["+cluster=a100x4", f"job.runs_dir={root}", "submit"]) == EXIT_CONFIG
+        return capsys.readouterr().err
 
-        if theirs:
-            stranger.does(make_it)
-        else:
-            make_it()
-        return main(["+cluster=a100x4", f"job.runs_dir={root}", "submit"])
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train").chmod(0o777)
+    assert "everybody can replace files in" in refused(tmp_path)
+    (tmp_path / "train").chmod(0o1777)
+    assert main(["+cluster=a100x4", f"job.runs_dir={tmp_path}", "submit"]) == 0
+    team.chmod(0o2770)
+    assert f"every member of its group can replace files in {team}" in refused(team)
+    for name in ("train", f"train-{user.own_user()}"):
+        stranger.does((shared / name).mkdir)
+    assert f"belongs to user {stranger.name}, who can replace files in it" in refused(shared)
+    os.chown(shared, stranger.uid, stranger.gid)
+    assert f"{shared} belongs to user {stranger.name}" in refused(shared)
+    assert len(slurm.jobs) == 1
 
-    for mode in (0o755, 0o777, 0o1777):
-        assert submit(shared, mode, theirs=True) == EXIT_CONFIG
-        told = capsys.readouterr().err
-        assert "can replace files in" in told or "cannot create" in told
-    assert submit(tmp_path, 0o777, theirs=False) == EXIT_CONFIG
-    assert "everybody can replace files in" in capsys.readouterr().err and slurm.jobs == []
-    assert submit(tmp_path, 0o1777, theirs=False) == 0
+
+def test_who_used_a_name_first_in_a_teams_folder_can_replace_nobody_elses_runs_of_it(
+    team: Path,
+    stranger: Stranger,
+    asked: Callable[[], list[str]],
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Out,
+) -> None:
+    """The owner of a folder may rename what is in it, in spite of the sticky bit: the job would run their code."""
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
+    stranger.does(lambda: create_run_dir(team, "train"), groups=[stranger.gid])
+    words = ["+cluster=a100x4", f"job.runs_dir={team}"]
+    assert main([*words, "submit", "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert main([*words, "submit"]) == 0
+    waiting = Path(shown("status", "last")["path"])
+    assert f"{waiting.parent}/" in dry and str(waiting) in slurm.submitted[0]
+
+    def replace() -> None:
+        for path in (waiting, waiting.parent):
+            with pytest.raises(PermissionError):
+                path.rename(path.with_name("aside"))
+        with pytest.raises(PermissionError):
+            (waiting.parent / "planted").mkdir()
+        assert "train" in (waiting / "config.yaml").read_text()  # what the team may do is read
+
+    stranger.does(replace, groups=[stranger.gid])
+    assert json.loads((waiting / "run.json").read_text())["name"] == "train"
+
+
+def test_sweeps_and_drills_are_made_where_somebody_else_in_the_team_cannot_replace_them(
+    team: Path, stranger: Stranger, asked: Callable[[], list[str]], slurm: FakeSlurm
+) -> None:
+    words = ["+cluster=a100x4", f"job.runs_dir={team}"]
+    stranger.does(lambda: [make_folder(team, name) for name in (".preparing", "drills")], groups=[stranger.gid])
+    assert main(["-m", *words, "train.seed=1,2", "submit"]) == 0
+    assert len(slurm.jobs) == 1
+    (sweep,) = team.glob("*.sweep-*")
+    drill = make_folder(team, "drills", "20260101-000000")
+    (made_in,) = team.glob(".preparing-*")
+
+    def replace() -> None:
+        for path in (sweep, made_in, drill.parent, drill):
+            with pytest.raises(PermissionError):
+                path.rename(path.with_name("aside"))
+
+    stranger.does(replace, groups=[stranger.gid])
+
+
+@pytest.mark.parametrize("verb", ["resume", "requeue", "evaluate", "resubmit"])
+def test_a_run_that_the_owner_of_the_teams_folder_has_replaced_is_not_continued(
+    verb: str,
+    team: Path,
+    stranger: Stranger,
+    asked: Callable[[], list[str]],
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Out,
+) -> None:
+    """The owner of the folder of runs can move every folder in it; what they put in its place is theirs."""
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
+    assert main(["+cluster=a100x4", "requeue=resubmit", f"job.runs_dir={team}", "submit"]) == 0
+    run = RunDir(Path(shown("status", "last")["path"]))
+    run.attempt(run.new_attempt())
+    os.chown(team, stranger.uid, -1)
+
+    def replace() -> None:
+        run.path.parent.rename(team / "aside")
+        shutil.copytree(team / "aside", run.path.parent, ignore=shutil.ignore_patterns("submitit"))
+        with run.script.open("a") as script:
+            script.write("touch planted\n")
+
+    stranger.does(replace, groups=[stranger.gid])
+    monkeypatch.setenv("SLURM_JOB_ID", slurm.jobs[0]["id"])
+    assert main([verb, str(run.path)]) != 0
+    assert f"belongs to user {stranger.name}: only the user who submitted a run may" in capsys.readouterr().err
+    assert len(slurm.jobs) == 1
 
 
 def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
-    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+    team: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
 ) -> None:
-    team = shared / "team"
-    team.mkdir()
-    os.chown(team, -1, stranger.gid)
-    team.chmod(0o2770)
     own = create_run_dir(team, "llama")
-    assert (own.path.parent.stat().st_mode & 0o7770, own.path.parent.stat().st_gid) == (0o3770, stranger.gid)
     write_info(own)
-    theirs = team / "llama" / "20990101-000000-000aa"
+    theirs = team / f"llama-{stranger.name}" / "20990101-000000-000aa"
 
     def add_and_share() -> None:
-        create_run_dir(team, "llama")
+        assert create_run_dir(team, "llama").path.parent == theirs.parent
         write_run(theirs)
         with pytest.raises(PermissionError):
-            own.path.rename(team / "llama" / "mine-now")
+            own.path.rename(theirs.parent / "mine-now")
         with pytest.raises(PermissionError):
             (own.path / "planted").touch()
         assert {"attempts", "checkpoints", "run.json"} <= set(os.listdir(own.path))
@@ -414,14 +493,19 @@ def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_
     assert lookup.find("last", team).path == own.path
 
 
+def test_a_folder_of_runs_that_is_made_in_a_teams_folder_is_the_teams(
+    team: Path, stranger: Stranger, capsys: Out
+) -> None:
+    own = create_run_dir(team / "runs", "llama")
+    facts = [(path.stat().st_mode & 0o7777, path.stat().st_gid) for path in (own.path.parents[1], own.path.parent)]
+    assert facts == [(0o3775, stranger.gid), (0o2755, stranger.gid)]
+    stranger.does(lambda: create_run_dir(team / "runs", "gpt"), groups=[stranger.gid])
+
+
 def test_ranks_started_by_hand_in_a_teams_folder_meet_where_only_their_user_can_write(
-    shared: Path, stranger: Stranger
+    team: Path, stranger: Stranger
 ) -> None:
     """Each of the team has a folder for that; one that somebody else has made ready would give them the ranks."""
-    team = shared / "team"
-    team.mkdir()
-    os.chown(team, -1, stranger.gid)
-    team.chmod(0o2770)
     step = Environment("slurm", job_id="17", step_id="0")
     assert rendezvous_directory(step, team).is_dir()
     stranger.does(lambda: rendezvous_directory(step, team), groups=[stranger.gid])
@@ -444,12 +528,8 @@ def read_all(path: Path) -> None:
 
 
 def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_and_nobody_else_does(
-    shared: Path, stranger: Stranger, project: Path, capsys: Out
+    team: Path, stranger: Stranger, project: Path, capsys: Out
 ) -> None:
-    team = shared / "team"
-    team.mkdir()
-    os.chown(team, -1, stranger.gid)
-    team.chmod(0o2770)
     (project / "train.py").touch()
     (project / "train.py").chmod(0o666)  # as a umask of 0 leaves it
     words = ["+cluster=local", f"job.runs_dir={team}", "job.snapshot=cwd", "requeue.max_attempts_without_progress=2"]
