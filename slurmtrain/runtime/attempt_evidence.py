@@ -154,6 +154,7 @@ def evidence_of(
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         hang=hang.sentence if hang is not None else None,
+        disk_full=attempt_dir.full_disk_marker.exists(),
         killed=with_last_words(killed, attempt_dir) if killed is not None else None,
         request=request,
         facts=facts,

@@ -408,6 +408,22 @@ def test_the_outcome_of_an_attempt_that_nobody_judged_is_decided_by_what_it_left
     assert job.record(number)["reason"] == reason
 
 
+@pytest.mark.parametrize("number_of_error", [errno.ENOSPC, errno.EDQUOT])
+def test_an_attempt_whose_end_a_full_disk_did_not_record_has_crashed_of_that(job: Job, number_of_error: int) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(number_of_error, os.strerror(number_of_error))
+
+    number = job.attempt()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_write", full)
+        told = job.ends(number, 1)
+    assert (told["printed"], told["reason"]) == ("requeue", None)
+    assert job.starts() == ""  # by now there is room again
+    closed = job.record(number)
+    assert closed["reason"] == "crash"
+    assert closed["sentence"].startswith("crashed: the disk of its run directory was full")
+
+
 HERE = socket.gethostname()
 MAY_LIVE: list[tuple[str, dict[str, Any], dict[str, Any] | str | None, bool]] = [
     # what the record is of; its fields; what SLURM says of its job (None: forgotten) -> may still be at work
