@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmtrain.choices import JobKind
@@ -76,9 +76,26 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
         attempt.last_logged = written if attempt.started and written >= attempt.started else None
     if config.job.kind == JobKind.PREPARE and attempt.stepping is not None:  # or the output may be of other settings
         attempt.last_step = _units_done(config, attempt.last_step)
-    if attempt.last_step is None:
-        logged, committed = reached_step.last_logged_step(run_dir), attempt.committed_step
-        attempt.last_step = max(logged or 0, committed or 0, attempt.seen_step or 0) or attempt.first_step
+    # Of a later attempt's steps and checkpoints, none are this one's.
+    later = any(run_dir.attempt(n).record_file.exists() for n in run_dir.attempt_numbers() if n > attempt.number)
+    if attempt.last_step is None or (not later and config.job.kind not in (JobKind.PREPARE, JobKind.EVALUATE)):
+        steps = (attempt.last_step, reached_step.last_logged_step(run_dir), attempt.committed_step, attempt.seen_step)
+        attempt.last_step = max(step or 0 for step in steps) or attempt.first_step
+
+
+def count_steps_since(run_dir: RunDir, number: int, config: Config) -> None:
+    """Add steps to the record of the attempt before `number` that its ranks have done since that was completed.
+
+    They go on for a while without srun, if it was killed. Call it before attempt `number` writes its own record.
+    """
+    earlier = [each for each in attempts.all_attempts(run_dir) if each.number < number and each.started]
+    if not earlier or earlier[-1].reason is None:
+        return
+    found = replace(earlier[-1])
+    find_last_steps(run_dir, found, config)
+    if (found.last_step or 0) > (earlier[-1].last_step or 0):
+        found.last_logged = earlier[-1].last_logged
+        attempts.write_attempt(run_dir, found)
 
 
 def _units_done(config: Config, said: int | None) -> int | None:
