@@ -7,6 +7,7 @@ keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 from collections.abc import Iterable
@@ -177,6 +178,15 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, SlurmtrainError):
         return error.exit_code
     return EXIT_CONFIG if isinstance(error, ModuleNotFoundError) else 1
+
+
+def storage_hint(error: OSError) -> str | None:
+    """Return what to do about storage that takes no files; None for any other error."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "`df -h` and `quota -s` show the room that is left"
+    if error.errno == errno.EROFS:
+        return "its file system is mounted read-only here: use another folder, or ask whoever runs this machine"
+    return None
 
 
 def how_it_ended(code: int) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmtrain.checkpoint.messages import LONGEST, decode, decode_failure, encode, encode_failure
-from slurmtrain.errors import CheckpointError, LostPeersError
+from slurmtrain.errors import CheckpointError, LostPeersError, storage_hint
 
 T = TypeVar("T")
 
@@ -240,7 +240,7 @@ def _sentence(error: BaseException) -> str:
 def _hint(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed"
-    return None
+    return storage_hint(error) if isinstance(error, OSError) else None
 
 
 def _encode(answer: Answer) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -10,12 +9,11 @@ from collections.abc import Sequence
 
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.errors import SlurmtrainError, UsageError
+from slurmtrain.errors import SlurmtrainError, UsageError, storage_hint
 from slurmtrain.system import interrupts
 from slurmtrain.system.records import printable
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide, redact
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -38,13 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        hint = storage_hint(error)
+        if hint is None:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        print(
-            f"slurmtrain: error: {where}{error.strerror}\n  hint: `df -h` and `quota -s` show the room that is left",
-            file=sys.stderr,
-        )
+        print(f"slurmtrain: error: {where}{error.strerror}\n  hint: {hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

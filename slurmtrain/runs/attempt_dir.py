@@ -6,10 +6,15 @@ those files before any Python of ours runs.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from slurmtrain.system.files import write_json
 
 STOP_NAME = "stop.json"
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
@@ -37,6 +42,25 @@ class AttemptDir:
             return os.listdir(self.path)
         except OSError:
             return None
+
+    def write_record(self, path: Path, value: dict[str, Any]) -> None:
+        """Write a record of the attempt. If the disk is full, leave an empty file that says so, which takes no room.
+
+        Raises:
+            OSError: the record cannot be written.
+        """
+        try:
+            write_json(path, value)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    self.full_disk_marker.touch()
+            raise
+
+    @property
+    def full_disk_marker(self) -> Path:
+        """An empty file: the disk was full, so a record of this attempt is missing or out of date."""
+        return self.path / "disk-full"
 
     # Files of the launchers and of the supervisor.
     @property

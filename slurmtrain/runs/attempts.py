@@ -22,7 +22,7 @@ from slurmtrain.runs.reasons import Reason, Verdict, joined, why_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import process, records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import read_json
 from slurmtrain.system.process_mark import ProcessMark
 from slurmtrain.system.records import (
     COUNT,
@@ -236,7 +236,8 @@ def read_attempt_in(folder: AttemptDir, number: int, names: Collection[str] | No
 
 def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
     """Write the record of an attempt."""
-    write_json(run_dir.attempt(attempt.number).record_file, asdict(attempt))
+    folder = run_dir.attempt(attempt.number)
+    folder.write_record(folder.record_file, asdict(attempt))
 
 
 def record_outcome(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
@@ -282,4 +283,4 @@ def record_stop(
         "seconds_left": seconds_left,
         "facts": asdict(facts) if facts else None,
     }
-    write_json(attempt_dir.stop_file, record)
+    attempt_dir.write_record(attempt_dir.stop_file, record)

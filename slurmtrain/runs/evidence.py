@@ -39,6 +39,7 @@ class Evidence:
         program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         hang: the watchdog's sentence on the ranks that did not come, if it has ended the attempt; `failed_on` is their node.
+        disk_full: a record of the attempt could not be written for want of room.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person requested of this attempt.
         facts: what SLURM says of the job; None outside of SLURM.
@@ -82,6 +83,7 @@ class Evidence:
     program_code: int | None = None
     finished_when: str | None = None
     hang: str | None = None
+    disk_full: bool = False
     killed: str | None = None
     request: str | None = None  # a RunAction
     facts: JobFacts | None = None

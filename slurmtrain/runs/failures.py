@@ -78,7 +78,7 @@ def record_failure(attempt_dir: AttemptDir, rank: int, failure: Failure, *, when
     if failure.bad_nodes:
         record["bad_nodes"] = list(failure.bad_nodes)
     record |= {"node": own_node_name(), "time": time.time() if when is None else when}
-    write_json(attempt_dir.failure_file(rank), record)
+    attempt_dir.write_record(attempt_dir.failure_file(rank), record)
     if failure.because_of_peer or failure.superseded or failure.on_any_node or failure.exit_code == EXIT_CONFIG:
         return
     # It takes a moment: the record above is there already.

@@ -29,7 +29,7 @@ def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
     """Return what an attempt that ended for this reason says against a node; None if it says nothing.
 
     A crash speaks against a node when it comes within seconds, or with words about broken hardware. It does not when ranks
-    failed by themselves on several nodes, or were killed, as for want of memory.
+    failed by themselves on several nodes, or were killed, as for want of memory, or when the disk of the run was full.
     """
     node = evidence.failed_on
     said = evidence.failure[1] if evidence.failure is not None else evidence.set_up or evidence.killed or ""
@@ -42,6 +42,8 @@ def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
         said, event = evidence.hang or "", NodeEvent.HANG
     elif reason is Reason.CRASH and HARDWARE.search(said):
         event = NodeEvent.HARDWARE
+    elif reason is Reason.CRASH and evidence.disk_full:
+        return None
     elif reason is Reason.CRASH and not NOT_THE_NODE.search(said) and len(evidence.failed_nodes) < 2:
         event = NodeEvent.CRASH
         if not BUS_ERROR.search(said) and (evidence.progressed or evidence.lasted_s >= FAST_S):

@@ -43,6 +43,7 @@ _NEXT_STEPS = {
     RequeueMode.RESUBMIT: (Verdict.RESUBMIT, GoesOn.SUBMITTED),
     RequeueMode.CHAIN: (Verdict.NEXT, GoesOn.CHAIN),
 }
+_DISK_FULL = "the disk of its run directory was full, so nobody could record why"
 _HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would show it"
 
 
@@ -248,6 +249,8 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         reason, why = Reason.NODE_FAILURE, f"{gone} ({evidence.failure[1]})"
     elif evidence.said == LastWord.STOPPED or evidence.cause is not None:
         reason, why = _why_told(evidence, policy)
+    elif evidence.disk_full:
+        reason, why = Reason.CRASH, f"crashed: {_DISK_FULL}"
     else:
         # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
         # budget.
@@ -353,7 +356,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
     if evidence.failure is None and evidence.killed is None and evidence.exit_code == 0:
         return Reason.CRASH, "ended without a word: exit code 0, and rank 0 has not said that it had finished"
-    what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
+    code = f"exit code {evidence.exit_code}" + (f"; {_DISK_FULL}" if evidence.disk_full else "")
+    what = evidence.failure[1] if evidence.failure else evidence.killed or code
     return Reason.CRASH, f"crashed: {what}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -32,8 +33,8 @@ from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
 from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
 from slurmtrain.runtime.profiles import profile_switch_of
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.runtime.stop_watcher import StopWatcher
-from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
+from slurmtrain.slurm.client import SlurmClient, run_command
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
 from slurmtrain.supervise.finish import finish_attempt, run_hook_of
 from slurmtrain.system import logs, signals
@@ -155,14 +156,15 @@ def _begin(
 ) -> StopWatcher:
     """Open the attempt's record on rank 0, and start to watch the clock and SLURM."""
     attempt_context.open_attempt(context, environment, config)
-    client = SlurmClient() if environment.source == "slurm" else None
+    in_slurm = environment.source == "slurm"
     # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
     return StopWatcher(
         stop_flag,
         context.attempt_dir,
-        client,
+        SlurmClient(run=functools.partial(run_command, timeout_s=ANSWER_S)) if in_slurm else None,
         signal_lead_s=config.cluster.signal_lead_s,
+        left_s=stated_seconds_left(context.run_dir, context.number) if in_slurm else None,
         run_dir=run_dir,
         profile_switch=profile_switch_of(context, config),
     )

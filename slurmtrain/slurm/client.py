@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,7 +25,7 @@ from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
 from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.node_states import AT_WORK
-from slurmtrain.slurm.parse_values import parse_show_config
+from slurmtrain.slurm.parse_values import parse_show_config, parse_time
 from slurmtrain.slurm.versions import Version, parse_version
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
@@ -93,6 +94,20 @@ class SlurmClient:
         if "invalid job id" in said or f"job {job_id} not found" in said:
             return None
         raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
+
+    def job_and_clock(self, job_id: str) -> JobFacts | None:
+        """Return the facts of one job, as `job`, with the controller's time: they tell how many seconds the job has left.
+
+        `squeue --format=%L` and the RunTime of `scontrol show job` are of no use for that, since they are counted by the clock
+        of the machine that asks.
+        """
+        facts = self.job(job_id)
+        try:
+            shown = self._call(["scontrol", "show", "config"], before=SHIELD, variables=UNIX_TIMES) if facts else ""
+        except ClusterError:
+            return facts
+        now = re.match(r"Configuration data as of (\S+)", shown)
+        return replace(facts, as_of=parse_time(now[1])) if facts and now else facts
 
     def step_lives(self, step_id: str) -> bool:
         """Return whether a step of a job, as in "17.0", still exists.
@@ -357,8 +372,10 @@ class SlurmClient:
         """Let this many tasks of an array run at the same time. The array needs to have a task that waits."""
         self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
 
-    def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
-        answer = self._answer(command, before)
+    def _call(
+        self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES
+    ) -> str:
+        answer = self._answer(command, before, variables)
         if answer.returncode != 0:
             silent = is_no_answer(answer.stderr + answer.stdout)
             kind = NoAnswerError if silent else ClusterError

@@ -19,6 +19,7 @@ class JobFacts:
         state: SLURM's word, mostly a `JobState`.
         excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
         nodes: the nodes that it has, as SLURM writes them.
+        as_of: when SLURM said so, by the controller's clock; None if that was not asked for.
     """
 
     state: str
@@ -29,6 +30,7 @@ class JobFacts:
     preempt_time: float | None = None
     excluded: str = ""
     nodes: str = ""
+    as_of: float | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobFacts | None:
@@ -44,6 +46,11 @@ class JobFacts:
         """Whether SLURM has announced that it preempts this start of the job."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds that it had left when SLURM said so; None if there is no end, or the time of the answer is not known."""
+        return None if self.end_time is None or self.as_of is None else self.end_time - self.as_of
+
 
 _FACTS = {
     "state": records.TEXT,
@@ -54,6 +61,7 @@ _FACTS = {
     "preempt_time": records.TIME | records.NOTHING,
     "excluded": records.TEXT,
     "nodes": records.TEXT,
+    "as_of": records.TIME | records.NOTHING,
 }
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy
-from slurmtrain.runs import attempt_history, batch_claim, node_blame, reached_step
+from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence
@@ -76,9 +76,26 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
         attempt.last_logged = written if attempt.started and written >= attempt.started else None
     if config.job.kind == JobKind.PREPARE and attempt.stepping is not None:  # or the output may be of other settings
         attempt.last_step = _units_done(config, attempt.last_step)
-    if attempt.last_step is None:
-        logged, committed = reached_step.last_logged_step(run_dir), attempt.committed_step
-        attempt.last_step = max(logged or 0, committed or 0, attempt.seen_step or 0) or attempt.first_step
+    # Of a later attempt's steps and checkpoints, none are this one's.
+    later = any(run_dir.attempt(n).record_file.exists() for n in run_dir.attempt_numbers() if n > attempt.number)
+    if attempt.last_step is None or (not later and config.job.kind not in (JobKind.PREPARE, JobKind.EVALUATE)):
+        steps = (attempt.last_step, reached_step.last_logged_step(run_dir), attempt.committed_step, attempt.seen_step)
+        attempt.last_step = max(step or 0 for step in steps) or attempt.first_step
+
+
+def count_steps_since(run_dir: RunDir, number: int, config: Config) -> None:
+    """Add steps to the record of the attempt before `number` that its ranks have done since that was completed.
+
+    They go on for a while without srun, if it was killed. Call it before attempt `number` writes its own record.
+    """
+    earlier = [each for each in attempts.all_attempts(run_dir) if each.number < number and each.started]
+    if not earlier or earlier[-1].reason is None:
+        return
+    found = replace(earlier[-1])
+    find_last_steps(run_dir, found, config)
+    if (found.last_step or 0) > (earlier[-1].last_step or 0):
+        found.last_logged = earlier[-1].last_logged
+        attempts.write_attempt(run_dir, found)
 
 
 def _units_done(config: Config, said: int | None) -> int | None:
@@ -154,6 +171,7 @@ def evidence_of(
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         hang=hang.sentence if hang is not None else None,
+        disk_full=attempt_dir.full_disk_marker.exists(),
         killed=with_last_words(killed, attempt_dir) if killed is not None else None,
         request=request,
         facts=facts,

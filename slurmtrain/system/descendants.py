@@ -48,14 +48,14 @@ def wait_until_gone(until: Callable[[], float]) -> list[str]:
     """Block until no process is left below this one; end those that stay longer than allowed.
 
     Args:
-        until: returns until when they may stay, in unix seconds; called repeatedly, since a stop may come meanwhile.
+        until: returns until when they may stay, by the monotonic clock; called repeatedly, since a stop may come meanwhile.
 
     Returns:
         The processes that were left and have been ended, as "pid command line"; none when all ended by themselves.
     """
     began = time.monotonic()
     while left := alive():
-        if time.time() < until():
+        if time.monotonic() < until():
             time.sleep(min(LATER_LOOKS_S, FIRST_LOOK_S + (time.monotonic() - began) / 10))
             continue
         send(signal.SIGTERM, left)

@@ -34,8 +34,8 @@ class StopCause(StrEnum):
     DEADLINE = "deadline"  # the time limit is near
     OTHER_RANK = "another rank"  # which was told to
     STOP_FILE = "the file stop"
-    PREEMPTED = "preempted before the start"
-    ENDED = "ended before the start"  # SLURM has ended the job
+    PREEMPTED = "a preemption"  # before the ranks could hear its signal
+    ENDED = "the end of the job"  # which SLURM has ended before
 
     @property
     def is_signal(self) -> bool:
@@ -48,6 +48,7 @@ class StopRequest:
 
     cause: StopCause
     time: float  # unix time, seconds
+    moment: float  # of time.monotonic
 
 
 class StopDuringStartError(Exception):
@@ -73,7 +74,7 @@ class StopFlag:
     def request(self, cause: StopCause) -> None:
         """Request a stop for another reason than a signal. The first cause is kept."""
         if self._first is None:
-            self._first = StopRequest(cause, time.time())
+            self._first = StopRequest(cause, time.time(), time.monotonic())
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -144,6 +144,15 @@ class FakeSlurm:
         """Change what `scontrol show config` says."""
         self._write("config", {**self._read("config", CONFIG), **values})
 
+    def set_clock(self, ahead_s: float) -> None:
+        """Let the controller's clock be ahead of that of this machine (or behind, if negative)."""
+        self._write("clock", ahead_s)
+
+    def at(self, seconds: float) -> str:
+        """The time so many seconds from now by the controller's clock, as scontrol writes it."""
+        now = time.time() + self._read("clock", 0.0)
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
+
     def fail(
         self,
         command: str,
@@ -195,7 +204,7 @@ class FakeSlurm:
         job = self.job(job_id)
         nodes, per_node = int(job["options"].get("nodes", 1)), int(job["options"].get("ntasks-per-node", 1))
         names = "n1" if nodes == 1 else f"n[1-{nodes}]"
-        now = {"state": "RUNNING", "nodes": names, "start": time.strftime("%Y-%m-%dT%H:%M:%S")}
+        now = {"state": "RUNNING", "nodes": names, "start": self.at(0)}
         restarts = (job["tasks"].get(str(task), {}) if task is not None else job).get("restarts", 0)
         element = job_id if task is None else f"{job_id}_{task}"
         own_id = job_id if task is None else str(10_000 * int(job_id) + task)
@@ -526,7 +535,8 @@ def _update(fake: FakeSlurm, element: str, **facts: Any) -> None:
 def _scontrol(fake: FakeSlurm, words: list[str]) -> str:
     _, (verb, *rest) = _options([word for word in words if word not in ("-o", "-d", "incomplete")])
     if verb == "show" and rest[0] == "config":
-        return "".join(f"{name} = {value}\n" for name, value in fake._read("config", CONFIG).items())
+        values = "".join(f"{name} = {value}\n" for name, value in fake._read("config", CONFIG).items())
+        return f"Configuration data as of {fake.at(0)}\n{values}"
     if verb == "show" and rest[0] == "job":
         job, task = _find(fake, rest[1])
         return _show(next(row for row in _rows(job, True) if task in (None, row["task"])))

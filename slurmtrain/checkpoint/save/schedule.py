@@ -198,10 +198,10 @@ class SaveSchedule:
 
 
 def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float = 1.5, floor_s: float = 30.0) -> float:
-    """Return the unix time by which a stop has to be requested, so that the current step and one save are done at `end_time`.
+    """Return the time by which a stop has to be requested, so that the current step and one save are done at `end_time`.
 
     Args:
-        end_time: unix time at which the job is ended.
+        end_time: when the job is ended, in seconds of any clock.
         step_s: seconds of the longest step measured. The stop can be requested at its very beginning.
         save_s: seconds of the longest save measured, from its beginning to its commit, waiting for one in flight
             included.

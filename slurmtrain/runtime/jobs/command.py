@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import subprocess
@@ -192,7 +193,7 @@ def _wait_for_descendants(
     config: Config, code: int, context: AttemptContext, environment: Environment, stop_flag: StopFlag
 ) -> None:
     """Wait until no process that the program has started is left; end and name those that stay too long."""
-    ended = time.time()
+    ended = time.monotonic()
 
     def until() -> float:
         if stop_flag.requested:
@@ -208,11 +209,11 @@ def _wait_for_descendants(
 
 
 def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float | None) -> float:
-    """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
+    """Return until when a child may save after a stop, by the monotonic clock: the end of the job, as far as it is known."""
     assert stop_flag.first is not None
-    told = stop_flag.first.time + (grace_s or SAVING_S)
     facts = told_facts(context.attempt_dir)
-    return told if facts is None or facts.end_time is None else min(told, facts.end_time - MARGIN_S)
+    left_s = math.inf if facts is None or facts.seconds_left is None else facts.seconds_left - MARGIN_S
+    return stop_flag.first.moment + min(grace_s or SAVING_S, left_s)
 
 
 def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:

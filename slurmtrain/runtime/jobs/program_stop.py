@@ -70,7 +70,7 @@ class ProgramStopper:
         self, job: JobConfig, source: str, context: AttemptContext, stop_flag: StopFlag, folder: Path | None, rank: int
     ):
         self._job, self._source, self._context, self._stop_flag = job, source, context, stop_flag
-        self._folder, self._rank, self._began = folder, rank, time.time()
+        self._folder, self._rank, self._began = folder, rank, time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="stop-program", daemon=True).start()
 
@@ -83,20 +83,19 @@ class ProgramStopper:
         first = self._stop_flag.first
         assert first is not None
         stop_signal = signal.Signals[self._job.stop_signal]
-        just_started = first.time - self._began < LAUNCHER_START_S
+        just_started = first.moment - self._began < LAUNCHER_START_S
         if self._folder is not None and just_started and not any(self._folder.glob("*.pid")):
             # The launcher has started nothing yet that could hear it, and hears no stop signal itself. (Much later, a cleaner
             # of /tmp may have removed the files.)
             descendants.send(signal.SIGKILL, descendants.alive())
-        processes, missed = self._processes(), first.time < self._began
+        processes, missed = self._processes(), first.moment < self._began
         pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
         descendants.send(stop_signal, pids)
         facts = None
         while not self._closed.wait(LOOK_EVERY_S):
             facts = told_facts(self._context.attempt_dir) or facts
-            until = end_of_grace(first.time, self._job.stop_grace_s, facts)
-            if time.time() >= until:
-                self._end(time.time() - first.time)
+            if time.monotonic() >= end_of_grace(first.moment, self._job.stop_grace_s, facts):
+                self._end(time.monotonic() - first.moment)
                 return
 
     def _processes(self) -> list[ProgramProcess]:
@@ -177,21 +176,21 @@ def told_facts(attempt_dir: AttemptDir) -> JobFacts | None:
 
 
 def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> float:
-    """Return when a program that was told to stop is ended, in unix seconds; infinity: it may take as long as it likes.
+    """Return when a program that was told to stop is ended, by the clock of `told`; infinity: it may take as long as it likes.
 
     That is shortly before SLURM ends the job: a job that SLURM has killed at its time limit is not started again.
 
     Args:
-        told: when it was told, in unix seconds.
+        told: when it was told, in seconds of any clock.
         grace_s: job.stop_grace_s.
-        facts: what SLURM said of the job then; None: nothing, or not yet.
+        facts: what SLURM said of the job soon after; None: nothing, or not yet.
     """
     own = told + grace_s if grace_s is not None else math.inf
     # A job that was cancelled has ended for SLURM.
-    if facts is None or facts.end_time is None or facts.state != JobState.RUNNING:
+    if facts is None or facts.seconds_left is None or facts.state != JobState.RUNNING:
         return own
-    margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.end_time - told), LONGEST_MARGIN_S)
-    return min(own, facts.end_time - margin)
+    margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.seconds_left), LONGEST_MARGIN_S)
+    return min(own, told + facts.seconds_left - margin)
 
 
 def process_name(pid: int) -> str:

@@ -351,8 +351,19 @@ def test_a_run_that_has_filled_the_disk_can_be_cancelled_and_what_needs_room_say
     if verb == "cancel":
         assert changes(job) == ["scancel 7"] and "is told to end" in told.out
     else:
-        assert "No space left on device" in told.err and "hint: " in told.err and changes(job) == []
+        assert "No space left on device\n  hint: `df -h`" in told.err and changes(job) == []
         assert sorted(job.run.path.rglob("*")) == before
+
+
+def test_a_run_in_a_read_only_folder_cannot_be_resumed_and_nobody_is_told_to_make_room(job: Job, capsys: Out) -> None:
+    job.attempt(**running())
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    job.monkeypatch.setattr(os, "fsync", fail)
+    assert main(["resume", RUN_ID]) == 1
+    assert "Read-only file system\n  hint: its file system is mounted read-only here" in capsys.readouterr().err
 
 
 def test_a_suspended_run_has_no_end_in_sight_and_cannot_save(job: Job, capsys: Out) -> None:

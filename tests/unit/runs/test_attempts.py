@@ -78,6 +78,39 @@ def test_a_run_crashes_goes_on_in_its_job_is_requeued_and_finishes_and_its_job_h
     assert len(shown("status", "last")["attempts"]) == 3
 
 
+WITHOUT_SRUN = """
+if [ $SLURMTRAIN_ATTEMPT = 1 ]; then
+    $PYTHON -m slurmtrain progress 65 --of 160
+    setsid bash goes_on.sh > /dev/null 2>&1 &
+    kill -9 $(cut -d " " -f 4 /proc/$PPID/stat)
+    wait
+fi
+"""
+GOES_ON = """
+until grep -q '"reason": "' $SLURMTRAIN_RUN_DIR/attempts/0001/attempt.json; do sleep 0.1; done
+$PYTHON -m slurmtrain progress 160 --of 160
+touch done
+"""
+
+
+def test_steps_that_ranks_have_done_without_their_srun_are_those_of_their_attempt(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    """Somebody, or a node short of memory, has killed srun alone; the record of the attempt is complete at once."""
+    for name, text in (("p.sh", WITHOUT_SRUN), ("goes_on.sh", GOES_ON)):
+        (project / name).write_text(text.replace("$PYTHON", sys.executable))
+    words = ["job=command", "job.command=bash p.sh", "job.snapshot=none", "requeue.in_place=false"]
+    one_node = ["cluster.nodes=1", "job.finished_when=0"]
+    assert main([*TWO_NODES.split(), *one_node, *words, "submit"]) == 0
+    assert slurm.run("101").returncode == 75
+    give_up = time.monotonic() + 60
+    while not (project / "done").exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert slurm.run("101").returncode == 0
+    first, second = shown("status", "last")["attempts"]
+    assert (first["last_step"], second["last_step"]) == (160, 160) and second["reason"] == "finished"
+
+
 # How an attempt ends.
 
 PREEMPTED_BY_LOG = "[{at}.008] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***\n"  # as 25.05 writes it
@@ -230,6 +263,14 @@ def test_the_newest_committed_checkpoint_counts_and_none_that_is_not_complete(jo
     (job.run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
     found = job.ends(number, 75)
     assert (found["committed_step"], found["last_step"]) == (100, 100)
+
+
+def test_checkpoints_and_lines_of_metrics_count_as_steps_of_the_newest_attempt_only(job: Job) -> None:
+    job.commit(50)
+    job.run.metrics_file.write_text('{"step": 57}\n')
+    first = job.attempt(last_step=30)
+    second = job.attempt(last_step=40)
+    assert [job.ends(number, 1)["last_step"] for number in (first, second)] == [30, 57]
 
 
 def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
@@ -406,6 +447,22 @@ def test_the_outcome_of_an_attempt_that_nobody_judged_is_decided_by_what_it_left
         (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
     job.starts()
     assert job.record(number)["reason"] == reason
+
+
+@pytest.mark.parametrize("number_of_error", [errno.ENOSPC, errno.EDQUOT])
+def test_an_attempt_whose_end_a_full_disk_did_not_record_has_crashed_of_that(job: Job, number_of_error: int) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(number_of_error, os.strerror(number_of_error))
+
+    number = job.attempt()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_write", full)
+        told = job.ends(number, 1)
+    assert (told["printed"], told["reason"]) == ("requeue", None)
+    assert job.starts() == ""  # by now there is room again
+    closed = job.record(number)
+    assert closed["reason"] == "crash"
+    assert closed["sentence"].startswith("crashed: the disk of its run directory was full")
 
 
 HERE = socket.gethostname()

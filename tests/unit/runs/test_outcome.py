@@ -661,6 +661,7 @@ RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "fai
             Reason.CRASH,
             None,
         ),
+        ("a full disk", {**FAST, "disk_full": True}, Reason.CRASH, None),
         (
             "a program that was killed",
             {**RAISED, "failure": (137, "rank 0: python ended with signal 9 (SIGKILL)")},

@@ -167,22 +167,24 @@ def test_a_program_that_was_started_after_the_signal_is_told_all_the_same() -> N
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "state", "end_time", "until"),
+    ("grace_s", "state", "left_s", "until"),
     [
         (None, None, None, math.inf),
         (None, "RUNNING", None, math.inf),
-        (None, "RUNNING", 1120.0, 1110.0),  # 120 s before the time limit
-        (None, "RUNNING", 1030.0, 1025.0),  # a preemption's grace time of 30 s
-        (None, "COMPLETING", 1000.0, math.inf),  # cancelled: SLURM has ended it already
-        (60, "RUNNING", 1120.0, 1060.0),
-        (300, "RUNNING", 1120.0, 1110.0),
-        (60, "COMPLETING", 1000.0, 1060.0),
+        (None, "RUNNING", 120.0, 1110.0),  # before the time limit
+        (None, "RUNNING", 30.0, 1025.0),  # a preemption's grace time
+        (None, "COMPLETING", 0.0, math.inf),  # cancelled: SLURM has ended it already
+        (60, "RUNNING", 120.0, 1060.0),
+        (300, "RUNNING", 120.0, 1110.0),
+        (60, "COMPLETING", 0.0, 1060.0),
     ],
 )
 def test_a_program_is_ended_before_slurm_would_lose_the_run(
-    grace_s: float | None, state: str | None, end_time: float | None, until: float
+    grace_s: float | None, state: str | None, left_s: float | None, until: float
 ) -> None:
-    facts = JobFacts(state, end_time=end_time) if state is not None else None
+    """By SLURM's own clock, which is not that of the node."""
+    end_time = None if left_s is None else 9000.0 + left_s
+    facts = JobFacts(state, end_time=end_time, as_of=9000.0) if state is not None else None
     assert end_of_grace(1000.0, grace_s, facts) == until
 
 

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slurmtrain.cli import main
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.stop_watcher import StopWatcher
@@ -28,18 +30,13 @@ STOPS = "trap 'exit 75' TERM; touch ready; while sleep 0.05; do :; done"
 DEAF = "trap '' TERM; touch ready; while sleep 0.05; do :; done"
 
 
-def at(seconds: float) -> str:
-    """A time so many seconds from now, as scontrol writes it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
-
-
-def submitted(folder: Path, program: str, slurm: FakeSlurm) -> str:
+def submitted(folder: Path, program: str, slurm: FakeSlurm, *more: str) -> str:
     """The id of a job of this program."""
     folder.mkdir()
     (folder / "program.sh").write_text(program)
     with contextlib.chdir(folder):
         words = ["job=command", "job.command='bash program.sh'", "job.snapshot=none", "requeue.restart_delay_s=0"]
-        assert main([*SIZES, *words, "submit"]) == 0
+        assert main([*SIZES, *words, *more, "submit"]) == 0
     return str(slurm.jobs[-1]["id"])
 
 
@@ -54,11 +51,15 @@ def status(folder: Path) -> dict[str, Any]:
 def test_a_job_stops_when_the_clock_or_slurm_says_so_and_its_program_ends_before_slurm_would_kill_it(
     project: Path, slurm: FakeSlurm
 ) -> None:
-    """The early warning comes 300 s before the time limit. Where it does not, the clock gives it 150 s before."""
+    """The early warning comes 300 s before the time limit. Where it does not, the clock gives it 150 s before.
+
+    The wall clock of the node is an hour ahead of the controller's.
+    """
+    slurm.set_clock(-3600)
     programs = {"clock": STOPS, "silent": STOPS, "extended": STOPS, "preempted": DEAF}
     jobs = {name: submitted(project / name, program, slurm) for name, program in programs.items()}
     for name, left_s in (("clock", 153), ("silent", 170), ("extended", 170), ("preempted", 3600)):
-        slurm.change(jobs[name], end=at(left_s))
+        slurm.change(jobs[name], end=slurm.at(left_s))
     asks = {name: f"scontrol show job -o {job}" for name, job in jobs.items()}
     with ThreadPoolExecutor(4) as pool:
         running = {name: pool.submit(slurm.run, job) for name, job in jobs.items()}
@@ -70,10 +71,10 @@ def test_a_job_stops_when_the_clock_or_slurm_says_so_and_its_program_ends_before
 
         for name in ("extended", "silent", "preempted"):
             wait_until(name, (project / name / "ready").exists)
-        slurm.change(jobs["extended"], end=at(3600))  # by the administrator
+        slurm.change(jobs["extended"], end=slurm.at(3600))  # by the administrator
         slurm.fail(asks["silent"], times=1)
         asked = slurm.calls().count(asks["extended"])
-        slurm.change(jobs["preempted"], preempted=at(0), end=at(13))
+        slurm.change(jobs["preempted"], preempted=slurm.at(0), end=slurm.at(13))
         slurm.signal(jobs["preempted"], signal.SIGTERM)
         for name in ("preempted", "clock", "silent"):
             running[name].result()
@@ -97,15 +98,16 @@ def test_a_job_stops_when_the_clock_or_slurm_says_so_and_its_program_ends_before
 
 
 class Slurm:
-    """Says when the job's time ends, each time something else; at last the same."""
+    """Says how much time the job has left, each time something else; at last the same. Its clock is its own."""
 
     def __init__(self, *left_s: float):
-        self.ends = [time.time() + seconds for seconds in left_s]
+        self.answers = list(left_s)
         self.asked = threading.Semaphore(0)
 
-    def job(self, job_id: str) -> JobFacts:
+    def job_and_clock(self, job_id: str) -> JobFacts:
         self.asked.release()
-        return JobFacts("RUNNING", end_time=self.ends.pop(0) if len(self.ends) > 1 else self.ends[0])
+        left_s = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return JobFacts("RUNNING", end_time=1e6 + left_s, as_of=1e6)
 
 
 def test_slow_saves_bring_the_stop_forward_and_follow_a_time_limit_that_was_extended(tmp_path: Path) -> None:
@@ -118,3 +120,28 @@ def test_slow_saves_bring_the_stop_forward_and_follow_a_time_limit_that_was_exte
     assert stop_flag.wait(60) and stop_flag.first is not None and stop_flag.first.cause == "deadline"
     left = watcher.seconds_left()  # of which a save may take its part
     assert left is not None and 3500 < left <= 3600
+
+
+@pytest.mark.parametrize("asked", ["slurm", "in a container without SLURM's commands"])
+def test_a_node_whose_clock_is_an_hour_ahead_runs_its_job_to_the_end(
+    project: Path, slurm: FakeSlurm, asked: str
+) -> None:
+    """Half an hour is left, by the clock of SLURM's controller."""
+    job = submitted(project / "job", "sleep 2", slurm, "job.finished_when=0")
+    slurm.set_clock(-3600)
+    slurm.change(job, end=slurm.at(1800))
+    if asked != "slurm":
+        slurm.fail("scontrol show job")
+    start = int(time.time()) - 3600
+    slurm.run(job, SLURM_JOB_START_TIME=str(start), SLURM_JOB_END_TIME=str(start + 1800))
+    (attempt,) = status(project / "job")["attempts"]
+    assert attempt["sentence"].startswith("finished")
+
+
+def test_in_a_container_without_slurm_s_commands_a_job_stops_in_time(project: Path, slurm: FakeSlurm) -> None:
+    job = submitted(project / "job", STOPS, slurm, "requeue.mode=off")
+    slurm.fail("scontrol show job")
+    start = int(time.time()) + 86400  # by a clock that is a day ahead of this node's
+    slurm.run(job, SLURM_JOB_START_TIME=str(start), SLURM_JOB_END_TIME=str(start + 153))
+    (attempt,) = status(project / "job")["attempts"]
+    assert attempt["reason"] == "time limit"
