@@ -9,6 +9,7 @@ from pathlib import Path
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.frozen import load_frozen
+from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.run_dir import RunDir
 
 
@@ -29,6 +30,8 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--live", default="", metavar="JOBS", help="with --stage-to: this user's jobs in the queue")
     options = parser.parse_args(words)
     run_dirs = [RunDir(path) for path in options.run_dir]
+    for run_dir in run_dirs:
+        require_own(run_dir)
     if options.hook is not None:
         from slurmtrain.supervise.hooks import run_hook
 

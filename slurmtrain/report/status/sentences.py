@@ -214,7 +214,9 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         when = "while it was set up" if record.setting_up else "and left no word"
         return RunStatus.STOPPED, f"attempt {last.number} was cancelled {when}. {resume}"
     if last.verdict is None:
-        return RunStatus.LOST, f"attempt {last.number} ended without a word; {resume}"
+        saved = f"was saved at step {last.last_step}, but its supervisor was killed"
+        how = saved if last.said == LastWord.STOPPED else "ended without a word"
+        return RunStatus.LOST, f"attempt {last.number} {how}; {resume}"
     return RunStatus.LOST, f"{last.sentence}, but its job is gone; {resume}"
 
 

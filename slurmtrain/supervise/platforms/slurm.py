@@ -7,6 +7,7 @@ itself does not requeue a job that ends within its grace time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -65,7 +66,6 @@ class SlurmJob:
         self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
         self.job_id = own_job_id() or ""
         self._cluster = as_started(self.config).cluster
-        self._workdir = working_directory(run_dir)
         spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
         self._keeps_nodes = spare and self.can_start_again and sharing == 1
         self._ranks: subprocess.Popen[bytes] | None = None
@@ -73,6 +73,10 @@ class SlurmJob:
         self._standby_log = Path(os.devnull)
         self._starts = 0
         self._staged: dict[str, str] = {}
+
+    @functools.cached_property
+    def _workdir(self) -> Path:
+        return working_directory(self._run_dir)
 
     def begin(self) -> int | None:
         """Return the exit code where nothing is left to do for the run, else None."""
