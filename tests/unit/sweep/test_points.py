@@ -19,7 +19,7 @@ from slurmtrain.sweep.points import Composer, check, composing
 LINES = [
     "optim.lr=1e-4,3e-4 model.dim=64,128",
     "model=tiny,small train.seed=range(3) optim.lr=1e-3",
-    "model=glob(*,exclude=[base,hf]) data=glob(stdlib*,exclude=*tiny)",
+    "model=glob([b*,h*,t*],exclude=[base,hf]) data=glob(stdlib*,exclude=*tiny)",
     "optim.betas=[0.9,0.95],[0.8,0.9] '+model.extra=a,b'",
     "train.seed=1,2 train.seed=3,4 job.name=one",
     "model.dim=choice(64,128) optim.lr=sort(3,1,2)",
