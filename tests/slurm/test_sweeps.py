@@ -322,7 +322,7 @@ def test_packed_trainings_that_were_preempted_have_the_bits_of_one_that_was_neve
 
 
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
-    words = [*sweeper.words("train.seed=range(20)", LATER), "--json"]
+    words = [*sweeper.words("train.seed=range(6)", LATER), "--json"]
     shells = [sweeper.start(*words) for _ in range(3)]
     answers = []
     for shell in shells:
@@ -330,7 +330,7 @@ def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
         assert shell.returncode == 0, said
         answers.append(json.loads(text))
     assert len({json.dumps(answer) for answer in answers}) == 1
-    assert list(sweeper.queue().values()) == [20]
+    assert list(sweeper.queue().values()) == [6]
     assert not list((sweeper.path / "runs" / ".preparing").iterdir())
 
 
@@ -419,7 +419,7 @@ def test_what_cannot_be_submitted_keeps_all_from_being_submitted(sweeper: Sweepe
 
 def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(sweeper: Sweeper) -> None:
     """On a cluster whose arrays have fewer tasks than the sweep has points."""
-    points, largest = 24, 17
+    points, largest = 8, 5
     faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
     limit = {"MaxJobCount=50000": f"MaxJobCount=50000\nMaxArraySize={largest}"}
     with reconfigured(sweeper.cluster, limit):

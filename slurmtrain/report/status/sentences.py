@@ -13,7 +13,7 @@ from slurmtrain.report.status.record import Record
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, Reason, Verdict
+from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
