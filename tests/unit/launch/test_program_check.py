@@ -194,6 +194,10 @@ def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
         check_host_memory(compose(asked), dims, 512 * GIB, has_gpu=False)
     check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), dims, None, has_gpu=False)
+    asked[-1:] = ["cluster.mem_per_node_gb=200", "cluster.tasks_per_node=1"]
+    check_host_memory(compose(asked), dims, None, has_gpu=False)
+    with pytest.raises(ConfigError, match=r"take 239\.\d GiB"):  # each rank of a node has a model of its own
+        check_host_memory(compose([*asked, "cluster.tasks_per_node=2"]), dims, None, has_gpu=False)
 
 
 def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:

@@ -202,3 +202,16 @@ def test_of_a_sweep_the_largest_point_is_built(
     assert main([*sweep, "model.n_layers=2,320"]) == 78
     assert "point 1 (model.n_layers=320): 8 ranks = " in capsys.readouterr().err
     assert asked == [32]
+
+
+@pytest.mark.usefixtures("project", "slurm")
+def test_a_point_with_a_range_of_nodes_is_as_large_as_on_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | str] = []
+
+    def built(config: Config) -> list[object]:
+        asked.append(config.cluster.nodes)
+        return list(dry_run(config))
+
+    monkeypatch.setattr(memory_check, "memory_by_dry_run", built)
+    assert main(["-m", *TIGHT, "cluster.nodes=2,1-4", "submit", "--dry-run"]) == 0
+    assert asked == [1]  # on 4 nodes there is no doubt

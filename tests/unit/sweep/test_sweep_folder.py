@@ -26,6 +26,7 @@ from slurmtrain.sweep.folder import note_jobs
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import add_attempt, no_waiting, shown
 
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
@@ -111,7 +112,7 @@ def test_what_belongs_to_others_is_left_out_and_counted(
     closed(next(project.glob("runs/train.sweep-*")))
     closed(next(project.glob("runs/train/*")))
     run_id = mine.points()[0].run_id
-    for words, shown in {
+    for words, listed in {
         "status": run_id,
         "runs list": run_id,
         "sweep list": mine.id,
@@ -120,7 +121,7 @@ def test_what_belongs_to_others_is_left_out_and_counted(
         done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("2 folders are not shown, being somebody else's") == 1
-        assert shown in done.stdout and "train.sweep" not in done.stdout
+        assert listed in done.stdout and "train.sweep" not in done.stdout
 
 
 @pytest.mark.parametrize("how", ["name", "path"])
@@ -172,6 +173,23 @@ def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     assert sweep.job_id(1) is not None and len(slurm.submitted) == 4  # what was left out, halved, and what was lost
     assert main(SWEEP) == 0
     assert len(slurm.submitted) == 4
+
+
+def test_a_retry_submits_what_failed_was_stopped_or_is_lost(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_waiting(monkeypatch)
+    assert main(["-m", "+cluster=a100x4", "train.seed=1,2,3,4", "submit"]) == 0
+    sweep = the_sweep(project)
+    ends = [{"verdict": "done", "reason": "finished"}, {"verdict": "end", "reason": "crash"}]
+    ends += [{"verdict": "end", "reason": "asked"}, {}]
+    for point, end in zip(sweep.points(), ends, strict=True):
+        over = {"ended": time.time(), "sentence": "x"} if end else {}
+        add_attempt(sweep.run_dir(point.run_id), job_id=f"101_{point.number}", host="elsewhere", pid=1, **over, **end)
+    slurm.forget("101")
+    states = shown("sweep", "status", "last")["points"]
+    assert [point["state"] for point in states] == ["finished", "failed", "stopped", "lost"]
+    assert shown("sweep", "retry", "last")["runs"] == [point.run_id for point in sweep.points()[1:]]
 
 
 def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
