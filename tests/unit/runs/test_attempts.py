@@ -681,8 +681,8 @@ def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, 
     if "stopped" in what:
         fields |= {"said": "stopped", "cause": "SIGTERM"}
     left = {"failed-1.json": failure("python ended with signal 9 (SIGKILL)", 137, 1)}
-    words = () if "nobody" in what else ("--in-place",)
-    assert job.ends(job.attempt(left, **fields), 137, *words)["verdict"] == verdict
+    again = "nobody" not in what
+    assert job.ends(job.attempt(left, **fields), 137, in_place=again)["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
