@@ -162,7 +162,7 @@ def evidence_of(
         only_victims=failure is not None and failure.because_of_peer,
         lost_node=srun_log.lost_node,
         failed_before=attempt_history.failed_before(tries, attempt),
-        seconds_to_limit=facts.end_time - ended if facts is not None and facts.end_time is not None else None,
+        seconds_to_limit=facts.seconds_left if facts is not None else None,
         superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
         trained_before=any(

@@ -55,7 +55,9 @@ def finish_attempt(
     heard = exit_code != 0 or srun_log.killed_tasks is not None
     attempt = attempts.read_attempt(run_dir, number) if heard else _with_its_word(run_dir, number)
     job_id = attempt.job_id or own_job_id()
-    facts = client.job(job_id or "") if client is not None else None
+    facts = None
+    if client is not None:  # only a start in the same job needs to know how much time is left
+        facts = (client.job_and_clock if can_start_again else client.job)(job_id or "")
     links_left = 0
     if client is not None and config.requeue.mode == RequeueMode.CHAIN:
         links_left = len(chain.waiting_after(run_dir, job_id, client))

@@ -459,7 +459,7 @@ def test_an_attempt_whose_end_a_full_disk_did_not_record_has_crashed_of_that(job
         patch.setattr(files, "_write", full)
         told = job.ends(number, 1)
     assert (told["printed"], told["reason"]) == ("requeue", None)
-    assert job.starts() == ""  # by now there is room again
+    assert job.starts() == "go"  # by now there is room again
     closed = job.record(number)
     assert closed["reason"] == "crash"
     assert closed["sentence"].startswith("crashed: the disk of its run directory was full")
@@ -655,6 +655,16 @@ def test_what_slurm_says_of_the_nodes_decides_where_the_ranks_start_again(
     found = crashes(job, spare=1)
     assert (found["reason"], found["failed_on"]) == (reason, "n0" if nodes == "n[1-2]" else "n1")
     assert found["printed"] == printed and found["verdict"] == printed.split()[0]
+
+
+@pytest.mark.parametrize(("left_s", "verdict"), [(1800, "in-place"), (200, "requeue")])
+def test_the_time_that_a_start_in_the_same_job_has_left_is_slurm_s_and_not_that_of_a_clock_an_hour_ahead(
+    job: Job, left_s: float, verdict: str
+) -> None:
+    job.slurm.set_clock(-3600)
+    job.slurm.change("7", end=job.slurm.at(left_s))
+    states(job, "n[0-1]")
+    assert crashes(job)["verdict"] == verdict
 
 
 def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None:
