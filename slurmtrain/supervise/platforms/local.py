@@ -101,9 +101,6 @@ class ThisMachine:
             self.config = dataclasses.replace(self.config, requeue=never)
         return code
 
-    def has_left(self) -> None:
-        """Signals end this process again, as any other."""
-
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Say how the attempt has ended; return the exit code, or None if another attempt begins."""
         ended = outcome.verdict is Verdict.END
