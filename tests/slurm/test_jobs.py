@@ -153,7 +153,7 @@ print("counted to", count, "as", rank, "of", world, sys.argv[1:])
 WRAPPED = r"""
 cd "$SLURMTRAIN_RUN_DIR"; [ -e "saved-$RANK" ] && { touch "again-$RANK"; exit 0; }
 trap 'sleep $((RANK * 3 + 1)); date +%s.%N >new-$RANK; mv new-$RANK saved-$RANK; exit 0' TERM
-touch "up-$RANK"; while sleep 0.05; do :; done
+touch "up-$RANK"; while :; do sleep 0.05; done  # the signal may reach its sleep first
 """
 # It is told to stop, and does so when it may.
 STOPS_LATER = "trap 'touch {folder}/told' TERM; until [ -e {folder}/go ]; do sleep 0.1; done; exit 75\n"

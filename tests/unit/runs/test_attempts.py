@@ -611,6 +611,16 @@ def test_what_slurm_says_of_the_nodes_decides_where_the_ranks_start_again(
     assert found["printed"] == printed and found["verdict"] == printed.split()[0]
 
 
+@pytest.mark.parametrize(("left_s", "verdict"), [(1800, "in-place"), (200, "requeue")])
+def test_the_time_that_a_start_in_the_same_job_has_left_is_slurm_s_and_not_that_of_a_clock_an_hour_ahead(
+    job: Job, left_s: float, verdict: str
+) -> None:
+    job.slurm.set_clock(-3600)
+    job.slurm.change("7", end=job.slurm.at(left_s))
+    states(job, "n[0-1]")
+    assert crashes(job)["verdict"] == verdict
+
+
 def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None:
     states(job, "n[0-1]", n1="mixed*")
     no_waiting(job.monkeypatch, lambda waited_s: states(job, "n[0-1]") if waited_s > 4 else None)
