@@ -31,7 +31,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
-from slurmtrain.supervise.evidence import count_steps_since, progress_shown
+from slurmtrain.supervise.evidence import progress_shown
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process_mark import ProcessMark
 
@@ -130,8 +130,6 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 def open_attempt(context: AttemptContext, environment: Environment, config: Config) -> None:
     """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
     close_abandoned(context.run_dir, context.number, config, SlurmClient() if environment.source == "slurm" else None)
-    with contextlib.suppress(OSError, UnreadableRecordError):  # nothing depends on it
-        count_steps_since(context.run_dir, context.number, config)
     me = ProcessMark.own()
     attempt = Attempt(
         number=context.number,

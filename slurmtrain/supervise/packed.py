@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +11,7 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms.slurm import SlurmJob, continue_in_a_job, environment_of
+from slurmtrain.supervise.platforms.slurm import SlurmJob
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ def supervise_together(run_dirs: Sequence[RunDir], submitted: Mapping[str, str] 
         The exit code of the job: EXIT_REQUEUE, or the highest of the runs.
     """
     jobs = [SlurmJob(run_dir, submitted, sharing=len(run_dirs)) for run_dir in run_dirs]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes = []
     for run_dir, job in zip(run_dirs, jobs, strict=True):
         pid = os.fork()
@@ -38,8 +36,7 @@ def supervise_together(run_dirs: Sequence[RunDir], submitted: Mapping[str, str] 
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
     going_on = [run_dir for run_dir, code in zip(run_dirs, codes, strict=True) if code == EXIT_REQUEUE]
     if going_on and jobs[0].config.requeue.mode == RequeueMode.REQUEUE:
-        with environment_of(submitted):
-            continue_in_a_job([(run_dir, run_dir.attempt_numbers()[-1]) for run_dir in going_on], jobs[0])
+        jobs[0].let_go_on([(run_dir, run_dir.attempt_numbers()[-1]) for run_dir in going_on])
         return EXIT_REQUEUE
     return max(code if code >= 0 else 128 - code for code in codes)
 
