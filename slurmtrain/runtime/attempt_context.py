@@ -149,8 +149,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         kind=config.job.kind,
         committed_before=reached_step.newest_checkpoint_step(context.run_dir),
     )
-    shown = progress_shown(context.run_dir, config)
-    attempt.reported_before, attempt.marked_before, attempt.seen_before = shown.reported, shown.marked, shown.seen
+    attempt.reported_before, attempt.marked_before, attempt.seen_before = progress_shown(context.run_dir, config)
     attempts.write_attempt(context.run_dir, attempt)
     record_environment(context.attempt_dir)
     context.run_dir.event(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
@@ -26,49 +25,37 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, last_words, node_of_killed_tasks, with_last_words
 from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 
 ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # exit codes of a program of the user's own that SIGABRT has ended
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
-@dataclass(frozen=True)
-class ShownProgress:
-    """What a program of the user's own has shown of its progress so far.
+def progress_shown(run_dir: RunDir, config: Config) -> tuple[int | None, float | None, int | None]:
+    """Return what a program has shown of its progress so far.
 
-    Attributes:
-        reported: the furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that
-            are reported after the newest one will be done again.
-        marked: when the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints
-            without a number.
-        seen: the step of its newest complete checkpoint.
+    Returns:
+        The furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that are reported
+        after the newest one will be done again.
+        When the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints without a number.
+        The step of its newest complete checkpoint.
     """
-
-    reported: int | None = None
-    marked: float | None = None
-    seen: int | None = None
-
-
-def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
-    """Return what a program has shown of its progress so far."""
     job = config.job
     if job.kind not in REPORTING:
-        return ShownProgress()
+        return None, None, None
     changed = reached_step.newest_change(run_dir, job.progress_file)
     if job.checkpoints is None:
-        return ShownProgress(reached_step.furthest_reported(run_dir), changed)
+        return reached_step.furthest_reported(run_dir), changed, None
     newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
-    if newest is None or newest.step is not None:
-        return ShownProgress(None, changed, newest.step if newest is not None else None)
-    return ShownProgress(None, max(changed or 0.0, newest.changed))
+    if newest is not None and newest.step is None:
+        changed = max(changed or 0.0, newest.changed)
+    return None, changed, newest.step if newest is not None else None
 
 
 def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     """Add to the record of an attempt that has ended how far it came, by the files of its run."""
     attempt.committed_step = reached_step.newest_checkpoint_step(run_dir)
-    shown = progress_shown(run_dir, config)
-    attempt.reported_step, attempt.marked, attempt.seen_step = shown.reported, shown.marked, shown.seen
+    attempt.reported_step, attempt.marked, attempt.seen_step = progress_shown(run_dir, config)
     if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
         attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
         attempt.marked_before, attempt.seen_before = attempt.marked, attempt.seen_step
@@ -125,15 +112,17 @@ def evidence_of(
     set_up = batch_claim.failed_set_up(attempt_dir)
     counted = attempt_history.stalled_numbers(tries, attempt.number)
     unfit = failures.unfit_nodes(attempt.nodes)
+    node_records = node_blame.records_of(run_dir.id, tries) if by_slurm else []
+    if by_slurm:
+        node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
-        failed_on: str | None = unfit[0]
-    elif failure is not None and failure.bad_nodes:
-        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
-    elif hang is None:
-        failed_on = _node_at_fault(attempt, srun_log, first, exit_code, set_up=set_up is not None)
-    else:  # ranks of torchrun do not know SLURM's names of nodes
+    if unfit or (failure is not None and failure.bad_nodes):
+        # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.
+        failed_on = unfit[0] if unfit else None
+    elif hang is not None:  # ranks of torchrun do not know SLURM's names of nodes
         failed_on = hang.node if hang.node in attempt.nodes or not attempt.nodes else None
+    else:
+        failed_on = _node_at_fault(attempt, srun_log, first, exit_code, set_up=set_up is not None)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -174,7 +163,7 @@ def evidence_of(
         number=attempt.number,
         now=ended,
         stalled_numbers=tuple(counted),
-        node_records=tuple(_node_records(run_dir, tries, config)) if by_slurm else (),
+        node_records=tuple(node_records),
     )
 
 
@@ -241,12 +230,6 @@ def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
         or attempt.committed_step is not None
         or attempt.reported_step is not None
     )
-
-
-def _node_records(run_dir: RunDir, tries: list[Attempt], config: Config) -> list[NodeRecord]:
-    """Return what is on record for and against nodes, in the run's own attempts and in the ledger."""
-    own = node_blame.records_of(run_dir.id, tries)
-    return [*node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config)), *own]
 
 
 def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False) -> Policy:

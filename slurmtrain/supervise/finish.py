@@ -97,8 +97,8 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
         if new:
             append_to_ledger(path, new)
     except OSError as error:
-        where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
+        why = error.strerror or error
+        log.warning("the ledger of nodes cannot be written here: %s; other runs will not know about this attempt", why)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:

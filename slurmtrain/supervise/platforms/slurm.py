@@ -144,7 +144,7 @@ class SlurmJob:
         if verdict in (Verdict.REQUEUE, Verdict.RESUBMIT):
             if self._sharing == 1 or verdict is Verdict.RESUBMIT:
                 self.let_go_on([(self._run_dir, number)])
-            code = EXIT_REQUEUE if self._sharing == 1 or verdict is Verdict.REQUEUE else 1
+            code = EXIT_REQUEUE
         elif self._sharing > 1 and code == EXIT_REQUEUE:
             code = 1
         self._tell_other_jobs(number, outcome)
@@ -182,8 +182,7 @@ class SlurmJob:
         if nodes:
             options = srun_node_options(cluster, len(nodes), nodes)
         elif cluster.node_range.elastic:
-            there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) - cluster.spare_nodes
-            sizes = usable_sizes(self.config)
+            there, sizes = self._allocated - cluster.spare_nodes, usable_sizes(self.config)
             options = srun_node_options(cluster, max([size for size in sizes if size <= there], default=sizes[0]))
         elif cluster.spare_nodes:
             options = srun_node_options(cluster, cluster.node_range.most)
@@ -202,21 +201,15 @@ class SlurmJob:
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""
         if self._cluster.stage.wanted:
-            options = [
-                *["--no-kill"] * self._keeps_nodes,
-                "--kill-on-bad-exit=0",
-                "--wait=0",
-                *_on_nodes(self._allocated),
-            ]
+            options = ["--no-kill"] if self._keeps_nodes else []
+            options += ["--kill-on-bad-exit=0", "--wait=0", *_on_nodes(self._allocated)]
             self._staged = staging.stage(self._run_dir, self.config, number, lambda words: self._beside(options, words))
         if self._keeps_nodes:
             # If the node of this process fails, nothing is left that would start the ranks again or end the job.
             last = expand_nodelist(os.environ["SLURM_JOB_NODELIST"])[-1]
             words = ["--watch", own_node_name() or "", "--job", self.job_id]
-            self._beside(
-                ["--no-kill", "--nodes=1", "--ntasks=1", f"--nodelist={last}"],
-                [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path), *words],
-            )
+            words = [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path), *words]
+            self._beside(["--no-kill", "--nodes=1", "--ntasks=1", f"--nodelist={last}"], words)
 
     def _beside(self, options: Sequence[str], words: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start processes beside the ranks, without GPUs and memory of their own."""
@@ -231,12 +224,9 @@ class SlurmJob:
 
     def _remove(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start to remove folders from each node that the job still has."""
-        count = None
-        if self._keeps_nodes:
-            count = self.client.glance(
-                ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%D"], within_s=GLANCE_S
-            )
-        return self._beside([*_on_nodes(int(count or self._allocated)), "--output=none"], words)
+        ask = ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%D"]
+        left = self.client.glance(ask, within_s=GLANCE_S) if self._keeps_nodes else None
+        return self._beside([*_on_nodes(int(left or self._allocated)), "--output=none"], words)
 
     def _clean_up(self, code: int) -> list[subprocess.Popen[bytes]]:
         """End what waits beside the ranks, and remove from the nodes what nothing else would; return what still does so."""
