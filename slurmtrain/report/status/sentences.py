@@ -185,7 +185,7 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         if queued:
             return (
                 RunStatus.FAILED,
-                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log",
+                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log. {resume}",
             )
         return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
     if record.setup_failed is not None:
@@ -199,6 +199,11 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         stopped = (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED, Reason.FINISHED)
         word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
         return word, f"{last.sentence}. {resume}"
+    if last.verdict is None and last.said == LastWord.FINISHED:
+        return (
+            RunStatus.FINISHED,
+            f"attempt {last.number} finished, but its supervisor was killed before it recorded that",
+        )
     if record.cancelled(queued):
         if last.verdict is not None:
             return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"
