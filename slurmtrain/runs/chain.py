@@ -40,7 +40,10 @@ def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> l
 
 
 def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
-    """Take the jobs after this one out of the queue, since the run has ended; if SLURM refuses, each finds out when it starts."""
+    """Take the jobs after this one out of the queue, since the run has ended.
+
+    If SLURM refuses, each of them finds out when it starts.
+    """
     rest = waiting_after(run_dir, job_id, client)
     if not rest:
         return

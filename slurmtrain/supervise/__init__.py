@@ -3,8 +3,8 @@
 `loop.supervise` is its life, attempt after attempt:
 
 - Is anything left to do for the run (`begin`)? Claim an attempt.
-- Copy what cluster.stage names to the nodes (`staging`), start the ranks, pass on signals to stop, and wait until every rank has
-  left: `platforms.slurm` in a batch job, `platforms.local` on this machine.
+- Copy what cluster.stage names to the nodes (`staging`), start the ranks, pass on signals to stop, and wait until every rank
+  has left: `platforms.slurm` in a batch job, `platforms.local` on this machine.
 - Gather the evidence (`evidence`), decide (runs/outcome.py), and complete the record (`finish`).
 - Start the ranks again in the same job (`in_place`), or let the run go on after it (`go_on`): SLURM requeues the job, a new one
   is submitted, the next one of a chain continues, or the run has ended.
