@@ -6,6 +6,7 @@ of the chain is called a link.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from slurmtrain.errors import ClusterError
@@ -13,6 +14,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_states import GONE
+
+log = logging.getLogger(__name__)
 
 
 def links(info: dict[str, Any]) -> list[str]:
@@ -39,10 +42,14 @@ def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> l
 def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
     """Take the jobs after this one out of the queue, since the run has ended.
 
-    Raises:
-        ClusterError: SLURM refused; each of them would find out by itself when it starts.
+    If SLURM refuses, each of them finds out when it starts.
     """
     rest = waiting_after(run_dir, job_id, client)
-    if rest:
+    if not rest:
+        return
+    try:
         client.cancel(*reversed(rest))
-        run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)
+    except ClusterError as error:
+        log.warning("cannot cancel the rest of the chain: %s", error.message)
+        return
+    run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ClusterError
 from slurmtrain.launch.next_change import make_in_this_job
 from slurmtrain.runs import attempts, chain, requests
 from slurmtrain.runs.attempt_history import came_to_an_end
@@ -41,18 +40,10 @@ def look(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> V
     over = patiently(lambda: _ended(run_dir, config, job_id, client), RESTORE)
     if over is not None:
         log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
-        cancel_rest(run_dir, job_id, client)
+        chain.cancel_rest(run_dir, job_id, client)
         return over
     changes = own_restart_count() and run_dir.next_change_file.exists() and run_dir.attempt_numbers()
     return Verdict.RESUBMIT if changes and not make_in_this_job(run_dir) else None
-
-
-def cancel_rest(run_dir: RunDir, job_id: str, client: SlurmClient) -> None:
-    """Take the rest of the chain out of the queue; if SLURM refuses, each of its jobs finds out when it starts."""
-    try:
-        chain.cancel_rest(run_dir, job_id, client)
-    except ClusterError as error:
-        log.warning("cannot cancel the rest of the chain: %s", error.message)
 
 
 def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Verdict | None:

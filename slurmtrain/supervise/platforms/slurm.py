@@ -173,7 +173,7 @@ class SlurmJob:
                 leave_out([self._run_dir], link, self.client)
         over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
         if self.config.requeue.mode == RequeueMode.CHAIN and over:
-            begin.cancel_rest(self._run_dir, self.job_id, self.client)
+            chain.cancel_rest(self._run_dir, self.job_id, self.client)
 
     def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
         """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch."""
