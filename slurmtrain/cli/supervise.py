@@ -23,11 +23,7 @@ def main(verb: str, words: list[str]) -> int:
     )
     parser.add_argument("--hook", type=int, metavar="ATTEMPT", help="run the hook for the end of an attempt")
     parser.add_argument("--watch", metavar="NODE", help="from another node, watch whether the job still has this one")
-    parser.add_argument("--stage-to", type=Path, metavar="FOLDER", help="copy what cluster.stage names to this node")
     parser.add_argument("--job", default="", help="with --watch: the job")
-    parser.add_argument("--python", default="python", help="with --stage-to: what starts the ranks' interpreter")
-    parser.add_argument("--archive", metavar="FILE", help="with --stage-to: the packed environment")
-    parser.add_argument("--live", default="", metavar="JOBS", help="with --stage-to: this user's jobs in the queue")
     options = parser.parse_args(words)
     run_dirs = [RunDir(path) for path in options.run_dir]
     for run_dir in run_dirs:
@@ -43,11 +39,6 @@ def main(verb: str, words: list[str]) -> int:
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
         return 0
-    if options.stage_to is not None:
-        from slurmtrain.supervise.staging import stage_this_node
-
-        live = options.live.split()
-        return stage_this_node(run_dirs[0], options.stage_to, options.python, options.archive, live)
     submitted = _read_environment(options.environment) if options.environment is not None else None
     if len(run_dirs) > 1:
         from slurmtrain.supervise.packed import supervise_together

@@ -89,8 +89,11 @@ def explained_srun(
         words.append(Words([f"--output={log}"], "one log per rank, in the attempt's folder"))
     if container.kind == ContainerKind.PYXIS:
         words += _pyxis_options(config, cluster, run_dir, workdir)
-    srun_args = _without_output(cluster.srun_args) if standby else cluster.srun_args
-    words += [Words([word], "cluster.srun_args: your arguments, unchanged") for word in srun_args]
+    words += [Words([word], "cluster.srun_args: your arguments, unchanged") for word in cluster.srun_args]
+    if standby:
+        words.append(
+            Words(["--output=all"], "the supervisor reads what they print until they begin, wherever yours goes")
+        )
     if container.kind == ContainerKind.APPTAINER:
         words += _apptainer_words(cluster, run_dir, workdir)
     shielded = ["bash", "-c", STAGED if cluster.stage.wanted else SHIELDED]
@@ -148,19 +151,6 @@ def _why_cpus_again(version: Version | None) -> str:
         for each in known
     ]
     return "; ".join(["cluster.cpus_per_task, repeated for srun", *of])
-
-
-def _without_output(words: Sequence[str]) -> list[str]:
-    """Return arguments of srun without those that say where output goes: the supervisor reads that of waiting ranks itself."""
-    kept, of_output = [], False
-    for word in words:
-        if of_output:  # its value
-            of_output = False
-        elif word in ("-o", "-e", "--output", "--error"):
-            of_output = True
-        elif not word.startswith(("-o", "-e", "--output=", "--error=")):
-            kept.append(word)
-    return kept
 
 
 def srun_node_options(cluster: ClusterConfig, count: int, names: Sequence[str] = ()) -> list[str]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempt_history, attempts, requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_states import GONE
@@ -48,19 +46,3 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
     if rest:
         client.cancel(*reversed(rest))
         run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)
-
-
-def ended_before(run_dir: RunDir) -> Verdict | None:
-    """Return DONE or END if there is nothing left to do for a link that starts.
-
-    The run is done then, or a person or the link before has ended it.
-    """
-    numbers = run_dir.attempt_numbers()
-    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
-    if last is not None and last.verdict == Verdict.DONE:
-        return Verdict.DONE
-    if requests.cancelled_after(run_dir, last):
-        return Verdict.END
-    if last is None or last.number <= int(run_dir.info().get("chain_after") or 0):
-        return None
-    return Verdict.END if attempt_history.came_to_an_end(run_dir, last) else None

@@ -8,19 +8,14 @@ The facts are in its environment (`variables`), and attempt.json is its standard
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
-import threading
-import time
-from pathlib import Path
-from typing import IO
+import tempfile
 
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.config.schema import HooksConfig
-from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.errors import ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
@@ -33,28 +28,29 @@ from slurmtrain.system.redaction import redact
 log = logging.getLogger(__name__)
 
 TEXT_LIMIT = 8192  # characters of a variable; the kernel takes 128 KiB
-LINE_LIMIT = 1 << 20  # characters of output without a line's end
+OUTPUT_LIMIT = 1 << 24  # bytes of output that are kept
 
 
 def run_hook(run_dir: RunDir, number: int) -> None:
     """Run the hook for the outcome of attempt `number`, if there is one and it has not run yet."""
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    attempt = _finished_record(run_dir, number)
+    attempt = attempts.read_attempt(run_dir, number)
     name = hook_of(attempt)
     command = getattr(config.hooks, name) if name is not None else None
-    if command is None:
+    if name is None or command is None:
         return
     try:
         log_file = run_dir.attempt(number).hook_log.open("x")
     except FileExistsError:  # it has run, or is running
         return
     run_dir.event(Event.HOOK_STARTED, attempt=number, hook=name)
+    try:
+        secrets.take(config.secrets)
+        outcome, output = _run(command, config.hooks.timeout_s, run_dir, attempt, name)
+    except (ConfigError, OSError) as error:
+        outcome, output = f"could not be run: {error}", ""
     with log_file:
-        try:
-            secrets.take(config.secrets)
-            outcome = _run(command, config.hooks, run_dir, attempt, log_file)
-        except (ConfigError, OSError) as error:
-            outcome = f"could not be run: {error}"
+        log_file.write(redact(output))
     run_dir.event(Event.HOOK_ENDED, attempt=number, hook=name, outcome=outcome)
     log.info("hooks.%s %s", name, outcome)
 
@@ -71,7 +67,7 @@ def hook_of(attempt: Attempt) -> str | None:
 
 
 def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
-    """Return the command's environment variables. An empty value: not known."""
+    """Return the command's environment variables: as much of each text as one can hold. An empty value: not known."""
     facts = {
         "EVENT": name.removeprefix("on_"),  # finish, failure or preemption
         "RUN_ID": run_dir.id,
@@ -85,54 +81,29 @@ def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
         "STEP": attempt.last_step,
         "EXIT_CODE": attempt.exit_code,
     }
-    return {f"SLURMTRAIN_{key}": "" if value is None else _plain(str(value)) for key, value in facts.items()}
+    texts = {key: "" if value is None else str(value)[:TEXT_LIMIT] for key, value in facts.items()}
+    return {
+        f"SLURMTRAIN_{key}": text.replace("\0", " ").encode(errors="replace").decode() for key, text in texts.items()
+    }
 
 
-def _plain(text: str) -> str:
-    """Return as much of a text as a variable can hold."""
-    return text[:TEXT_LIMIT].replace("\0", " ").encode(errors="replace").decode()
-
-
-def _finished_record(run_dir: RunDir, number: int) -> Attempt:
-    """Return the attempt's record, completed here for an attempt whose set-up has failed, which nobody finishes."""
-    attempt = attempts.read_attempt(run_dir, number)
-    set_up = run_dir.attempt(number).setup_failure_file
-    if attempt.reason is None and set_up.exists():
-        attempt.reason, attempt.verdict, attempt.exit_code = Reason.CONFIG, Verdict.END, EXIT_CONFIG
-        attempt.say(set_up.read_text(errors="replace").strip())
-    return attempt
-
-
-def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, log: IO[str]) -> str:
-    """Run the command to its end or its time limit, redact secrets in its output, and return how it ended."""
+def _run(command: str, timeout_s: int, run_dir: RunDir, attempt: Attempt, name: str) -> tuple[str, str]:
+    """Run the command to its end or its time limit, and return how it has ended and what it has printed."""
     become_subreaper()  # its background processes stay below us
-    began = time.monotonic()
-    name = hook_of(attempt) or ""
     record = run_dir.attempt(attempt.number).record_file
-    with (record if record.exists() else Path(os.devnull)).open() as facts:
+    with record.open() as facts, tempfile.TemporaryFile() as output:
         shell = subprocess.Popen(
             ["bash", "-c", command],
             cwd=run_dir.path / run_dir.info()["workdir"],
             env={**os.environ, **variables(run_dir, attempt, name)},
             stdin=facts,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
         )
-    copier = threading.Thread(target=_copy, args=(shell.stdout, log), daemon=True)
-    copier.start()
-    code = None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = shell.wait(hooks.timeout_s)
-    kill_trees(descendants([Process.mine()]))
-    copier.join(10.0)  # no writer is left, so it reaches the end
-    if code is None:
-        return f"was killed after hooks.timeout_s={hooks.timeout_s}"
-    return f"ended with exit code {code} after {time.monotonic() - began:.1f} s"
-
-
-def _copy(output: IO[str], log: IO[str]) -> None:
-    for line in iter(lambda: output.readline(LINE_LIMIT), ""):
-        log.write(redact(line))
-        log.flush()
+        try:
+            outcome = f"ended with exit code {shell.wait(timeout_s)}"
+        except subprocess.TimeoutExpired:
+            outcome = f"was killed after hooks.timeout_s={timeout_s}"
+        kill_trees(descendants([Process.mine()]))
+        output.seek(0)
+        return outcome, output.read(OUTPUT_LIMIT).decode(errors="replace")

@@ -42,20 +42,6 @@ def make_own_folder(path: Path, *, closed: int) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & closed
 
 
-def open_parent(path: Path) -> Path | None:
-    """Return the nearest folder above a path in which others could give its name to something else; None if there is none.
-
-    They can where they may write, and no sticky bit keeps them from renaming what is not theirs, as it does in /tmp. To whom
-    this user has opened a folder of his own for a group is his decision.
-    """
-    for parent in dict.fromkeys([*path.absolute().parents, *path.resolve().parents]):
-        found = os.stat(parent)
-        closed = stat.S_IWOTH | (stat.S_IWGRP if found.st_uid != os.geteuid() else 0)
-        if found.st_mode & closed and not found.st_mode & stat.S_ISVTX:
-            return parent
-    return None
-
-
 def forbid_others_to_write(folder: Path) -> None:
     """Take the right to write from all but the owner, of a folder and all below it. Links are not followed."""
     for path, _, names in os.walk(folder):

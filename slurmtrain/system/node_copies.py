@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-COPIES = "SLURMTRAIN_COPIES"  # JSON: original -> copy; set on nodes that have sound copies
+COPIES = "SLURMTRAIN_COPIES"  # JSON: the originals of what is in $SLURMTRAIN_DATA; set on nodes that have copies
 STAGED_PYTHON, SHARED_PYTHON = "SLURMTRAIN_PYTHON", "SLURMTRAIN_SHARED_PYTHON"
 SHARED = "SLURMTRAIN_SHARED_"  # begins the variable that keeps what one of these was before
 CHANGED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONSAFEPATH")
@@ -21,7 +21,9 @@ CHANGED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONSAFEPATH")
 
 def with_copies(values: Any, variables: Mapping[str, str] = os.environ) -> Any:
     """Return values of a config in which paths that lie in what was copied to this node are those of the copies."""
-    return _replaced(values, json.loads(variables[COPIES])) if COPIES in variables else values
+    if COPIES not in variables:
+        return values
+    return _replaced(values, json.loads(variables[COPIES]), PurePosixPath(variables["SLURMTRAIN_DATA"]))
 
 
 def without_copies(variables: Mapping[str, str]) -> dict[str, str]:
@@ -46,14 +48,14 @@ def shared_interpreter(variables: Mapping[str, str] = os.environ) -> str:
     return sys.executable
 
 
-def _replaced(values: Any, copies: Mapping[str, str]) -> Any:
+def _replaced(values: Any, originals: Sequence[str], copies: PurePosixPath) -> Any:
     if isinstance(values, Mapping):
-        return {name: _replaced(value, copies) for name, value in values.items()}
+        return {name: _replaced(value, originals, copies) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [_replaced(value, copies) for value in values]
+        return [_replaced(value, originals, copies) for value in values]
     if not isinstance(values, str) or not values.startswith("/"):
         return values
-    for original, copy in copies.items():
+    for original in map(PurePosixPath, originals):
         if PurePosixPath(values).is_relative_to(original):
-            return str(PurePosixPath(copy) / PurePosixPath(values).relative_to(original))
+            return str(copies / original.name / PurePosixPath(values).relative_to(original))
     return values

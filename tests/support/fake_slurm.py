@@ -682,7 +682,7 @@ def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
         log = options.get("output", "")
         for _ in range(2 if version >= (25, 11) else 1):  # newer ones replace on the node, too
             log = "".join(patterns.get(part, part) for part in re.split("(%[%tN])", log))
-        log = os.devnull if log == "none" else log
+        log = {"none": os.devnull, "all": ""}.get(log, log)
         with open(log, "ab") if log else contextlib.nullcontext() as output:
             running[rank] = subprocess.Popen(
                 command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT if log else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# It learns one number by samples in a shuffled order, with momentum. FORGETS: "", "order", "momentum" or "all".
+# It learns one number by samples in a shuffled order, with momentum. FORGETS: nothing, or "order".
 LOOP = """
 import json, os, pathlib, random, signal, sys, time
 
@@ -19,12 +19,10 @@ signal.signal(signal.SIGTERM, tell)
 order = list(range(200))
 random.Random(0).shuffle(order)
 state = {"step": 0, "seen": 0, "weight": 0.0, "momentum": 0.0}
-if saved.exists() and forgets != "all":
+if saved.exists():
     state = json.loads(saved.read_text())
     if forgets == "order":
         state["seen"] = 0
-    if forgets == "momentum":
-        state["momentum"] = 0.0
 while state["step"] < 25 and not told:
     sample = order[state["seen"]] / 200
     loss = (state["weight"] - sample) ** 2

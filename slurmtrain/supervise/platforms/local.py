@@ -9,25 +9,21 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
-import pty
-import queue
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.config.schema import Config
 from slurmtrain.launch.next_change import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
 from slurmtrain.runs.attempts import Attempt
@@ -39,16 +35,19 @@ from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
 from slurmtrain.supervise.loop import supervise
 from slurmtrain.supervise.platforms import rank_environment, working_directory
-from slurmtrain.supervise.platforms.plain_log import PlainLog
 from slurmtrain.system import process as processes
 from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.02  # between two looks at the ranks; the kernel has no event for the end of a grandchild
 GONE_S = 5.0  # how long killed processes may take to be gone
-GONE_POLL_S = 0.02  # the kernel has no event for the end of a grandchild
-OUTPUT_S = 5.0  # how long the rest of a rank's output may take, when all its processes are gone
+OUTPUT_S = 5.0  # how long the rest of rank 0's output may take, when all its processes are gone
+# By default, OpenMP's threads spin while they wait, for milliseconds (libgomp) or 200 ms (libiomp). That takes the CPU from
+# the very thread that they wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four
+# times the processor time. A thousand turns, some microseconds, bridge the time between two loops; then they sleep.
+WAITS_OF_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
@@ -93,16 +92,87 @@ class ThisMachine:
         return self._run_dir.new_attempt()
 
     def run(self, number: int, nodes: Sequence[str]) -> int:
-        """Run the ranks of an attempt; see `LocalAttempt`."""
-        attempt = LocalAttempt(self._run_dir, number, self.config)
-        code = attempt.run()
-        if attempt.told_to_stop:
-            never = dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
-            self.config = dataclasses.replace(self.config, requeue=never)
-        return code
+        """Run all ranks; return their highest exit code, as srun does: 128 + n for a rank killed by signal n."""
+        caught: list[int] = []
+        before = {
+            each: signal.signal(each, lambda got, _: caught.append(got)) for each in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return self._run(number, caught)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
-    def has_left(self) -> None:
-        """Signals end this process again, as any other."""
+    def _run(self, number: int, caught: list[int]) -> int:
+        """Start the ranks and wait for their end.
+
+        Args:
+            caught: the signals that this process has caught and has not passed on yet.
+        """
+        attempt_dir = self._run_dir.attempt(number)
+        sys.stdout.flush()
+        # On a full disk, or where nobody reads any more (`submit | head`), tee reads on: a rank whose output nobody reads
+        # waits for ever in its next print. Ctrl-C does not reach tee, which has a session of its own.
+        show = subprocess.Popen(["tee", "-p", attempt_dir.rank_log(0)], stdin=subprocess.PIPE, start_new_session=True)
+        assert show.stdin is not None
+        with show.stdin:
+            ranks = [self._start(number, 0, show.stdin)]
+        for rank in range(1, node_shape(self.config).tasks):
+            with attempt_dir.rank_log(rank).open("wb") as rank_log:
+                ranks.append(self._start(number, rank, rank_log))
+        codes: dict[int, int] = {}
+        kill_at = math.inf
+        while len(codes) < len(ranks):
+            if caught:
+                self.config = dataclasses.replace(
+                    self.config, requeue=dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
+                )
+                _signal(ranks, caught.pop(0))
+            if time.monotonic() > kill_at:
+                end_sessions([process.pid for process in ranks])
+            left = {rank: _exit_code(process.pid) for rank, process in enumerate(ranks) if rank not in codes}
+            # A rank that a signal has ended comes first: what the others say then is only that they have lost it.
+            for code, rank in sorted((code, rank) for rank, code in left.items() if code is not None):
+                codes[rank] = code if code >= 0 else 128 - code
+                if code and kill_at == math.inf:  # srun --kill-on-bad-exit
+                    if code < 0:
+                        record_killed_task(attempt_dir, own_node_name() or socket.gethostname(), rank, -code)
+                    _signal(ranks, signal.SIGTERM)
+                    kill_at = time.monotonic() + self.config.cluster.srun_wait_s
+            time.sleep(POLL_S)
+        # As SLURM does at the end of a step: a rank that was killed may have left its program behind.
+        end_sessions([process.pid for process in ranks])
+        for process in ranks:
+            process.wait()
+        try:
+            show.wait(OUTPUT_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the output of rank 0 does not end: what it has started lives on, or nobody reads it")
+        return max(codes.values())
+
+    def _start(self, number: int, rank: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        shape = node_shape(self.config)
+        size = str(shape.tasks)
+        variables = {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
+        environment = {
+            **rank_environment(self._run_dir, number, {**WAITS_OF_THREADS, **variables}, shape.threads),
+            **self.config.cluster.env,
+            LAUNCHER_VARIABLE: "local",
+            "RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": size,
+        }
+        return subprocess.Popen(
+            [self.config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
+            cwd=working_directory(self._run_dir),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+            preexec_fn=_prepare_rank,
+        )
 
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Say how the attempt has ended; return the exit code, or None if another attempt begins."""
@@ -110,8 +180,8 @@ class ThisMachine:
         how = f". {how_to_continue(self._run_dir, self._run_dir.info(), outcome.reason)}" if ended else ""
         try:
             print(f"slurmtrain: {outcome.sentence}{how}", flush=True)  # the result of the verb
-        except BrokenPipeError:
-            _go_on_unseen()
+        except BrokenPipeError:  # nobody reads it any more, as with `submit | head`; a run outlives that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         own_is_done = outcome.verdict is Verdict.DONE and self.config.job.kind == JobKind.COMMAND
         if (ended or own_is_done) and self.config.checkpoint.local is not None:
             # It loads numpy, for which `submit` has no time.
@@ -126,113 +196,21 @@ class ThisMachine:
         return None
 
 
-class LocalAttempt:
-    """One start of all ranks, and the wait for their end."""
+def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Signal all ranks, and what those have left behind that have left themselves.
 
-    def __init__(self, run_dir: RunDir, number: int, config: Config):
-        self.told_to_stop = False
-        self._run_dir, self._number, self._config = run_dir, number, config
-        self._attempt_dir = run_dir.attempt(number)
-        self._copiers: list[threading.Thread] = []
-        # SimpleQueue.put may be called from a signal handler; Queue.put may not.
-        self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
-
-    def run(self) -> int:
-        """Return the highest exit code of all ranks, as srun does; 128 + n for a rank killed by signal n."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            ranks = [self._start(rank) for rank in range(node_shape(self._config).tasks)]
-            return self._wait(ranks)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._events.put(("signal", number, 0))
-
-    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> int:
-        codes: dict[int, int] = {}
-        killer: threading.Timer | None = None
-        while len(codes) < len(ranks):
-            kind, subject, value = self._events.get()
-            if kind == "signal":
-                self.told_to_stop = True
-                self._signal(ranks, subject)
-                continue
-            codes[subject] = value if value >= 0 else 128 - value
-            if value < 0 and killer is None:  # what the others say then is only that they have lost it
-                record_killed_task(self._attempt_dir, own_node_name() or socket.gethostname(), subject, -value)
-            if value != 0 and killer is None:  # srun --kill-on-bad-exit
-                self._signal(ranks, signal.SIGTERM)
-                killer = threading.Timer(self._config.cluster.srun_wait_s, end_sessions, [[each.pid for each in ranks]])
-                killer.daemon = True
-                killer.start()
-        if killer is not None:
-            killer.cancel()
-            killer.join()
-        # As SLURM does at the end of a step: a rank that was killed may have left its program behind.
-        end_sessions([process.pid for process in ranks])
-        for process in ranks:
-            process.wait()
-        until = time.monotonic() + OUTPUT_S
-        for rank, copier in enumerate(self._copiers):
-            copier.join(max(0.0, until - time.monotonic()))
-            if copier.is_alive():
-                log.warning(
-                    "the output of rank %d does not end: what it has started lives on, or nobody reads it", rank
-                )
-        return max(codes.values())
-
-    def _signal(self, ranks: list[subprocess.Popen[bytes]], number: int) -> None:
-        """Signal all ranks, and what those have left behind that have left themselves.
-
-        SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
-        """
-        for process in ranks:  # none is reaped before all have left, so each number is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        ours, theirs = _terminal_like_ours() if rank == 0 else os.pipe()
-        process = subprocess.Popen(
-            [self._config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
-            cwd=working_directory(self._run_dir),
-            env=self._environment(rank),
-            stdin=subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-            preexec_fn=_prepare_rank,
-        )
-        os.close(theirs)
-        log = self._attempt_dir.rank_log(rank).open("wb")
-        copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
-        copier.start()
-        self._copiers.append(copier)
-        left = threading.Thread(target=lambda: self._events.put(("left", rank, _exit_code(process.pid))), daemon=True)
-        left.start()
-        return process
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        shape = node_shape(self._config)
-        size = str(shape.tasks)
-        variables = {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
-        variables |= waits_of_threads(variables)
-        return {
-            **rank_environment(self._run_dir, self._number, variables, shape.threads),
-            **self._config.cluster.env,
-            LAUNCHER_VARIABLE: "local",
-            "RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": size,
-        }
+    SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
+    """
+    for process in ranks:  # none is reaped before all have left, so each number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
 
-def _exit_code(pid: int) -> int:
-    """Wait until a child has left, without reaping it, and return its exit code; minus the signal that has killed it."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a child that has left, without reaping it; minus the signal that has killed it."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if ended is None:
+        return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
@@ -247,78 +225,7 @@ def end_sessions(leaders: Collection[int]) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(GONE_POLL_S)
-
-
-def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which OpenMP's threads wait in a way that suits a shared machine; none if `variables` decide it.
-
-    By default they spin, for milliseconds (libgomp) or 200 ms (libiomp), which takes the CPU from the very thread that
-    they wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four times the
-    processor time. A thousand turns, some microseconds, bridge the time between two loops; then they sleep.
-    """
-    if any(name in variables for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
-        return {}
-    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-
-
-def _terminal_like_ours() -> tuple[int, int]:
-    """Return a pseudo terminal of our size if we write to one, so that rank 0 draws its bar; else a pipe."""
-    if not sys.stdout.isatty():
-        return os.pipe()
-    import fcntl
-    import struct
-    import termios
-
-    ours, theirs = pty.openpty()
-    size = shutil.get_terminal_size()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
-    return ours, theirs
-
-
-def _copy(source: int, log: BinaryIO, show: bool) -> None:
-    """Copy a rank's output to its log, and rank 0's also to the terminal.
-
-    Drawings on the terminal are left out of the log.
-    """
-    plain = PlainLog() if os.isatty(source) else None
-    while True:
-        try:
-            data = os.read(source, 65536)
-        except OSError:  # how a pseudo terminal says that its other end is closed
-            break
-        if not data:
-            break
-        # Whatever cannot be written, reading goes on: a rank whose output nobody reads waits for ever in its next print.
-        with contextlib.suppress(OSError):  # a full disk, for instance; a part of it is written with the next piece
-            log.write(plain.feed(data) if plain else data)
-            log.flush()
-        if show:
-            _show(data)
-    with contextlib.suppress(OSError):
-        log.write(plain.close() if plain else b"")
-        log.flush()
-    with contextlib.suppress(OSError):
-        log.close()
-    os.close(source)
-
-
-def _show(data: bytes) -> None:
-    """Write what a rank has printed to our own output."""
-    try:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        _go_on_unseen()
-    except OSError:  # the disk of a file is full: what is shown matters less than what goes on
-        pass
-
-
-def _go_on_unseen() -> None:
-    """Write our output nowhere from now on, since whoever read it has left, as with `submit | head`: a run outlives that."""
-    log.info("nobody reads this output any more; the run goes on, and logs RUN shows what it prints")
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        time.sleep(POLL_S)
 
 
 def _prepare_rank() -> None:

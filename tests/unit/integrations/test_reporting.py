@@ -113,3 +113,16 @@ def test_a_script_that_begins_from_scratch_in_a_new_folder_each_time_makes_no_pr
         last.reported_step = reached_step.furthest_reported(run)
         attempts.write_attempt(run, last)
         assert (last.progressed, last.reported_step, run.info()["steps"]) == (number == 0, 200, 1000)
+
+
+def test_an_attempt_records_when_it_is_where_the_one_before_it_had_been(
+    run: RunDir, begin: Callable[[], Attempt]
+) -> None:
+    """What it did until then was done again, which the goodput of the run counts."""
+    killed = attempts.read_attempt(run, begin().number)
+    train("out", 0, 300, total=1000, ends=False)
+    killed.last_step = 300
+    attempts.write_attempt(run, killed)
+    begin()
+    train("out", 100, 400, total=1000)
+    assert [(event["attempt"], event["step"]) for event in run.events() if event["event"] == "caught up"] == [(2, 300)]

@@ -123,15 +123,6 @@ def test_what_it_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
     assert outcome(run_dir).startswith("ended with exit code 0")
 
 
-def test_a_set_up_that_fails_is_a_failure_although_no_outcome_is_decided(tmp_path: Path) -> None:
-    run_dir = ended_run(
-        tmp_path, HooksConfig(on_failure='echo "$SLURMTRAIN_REASON: $SLURMTRAIN_SENTENCE"'), reason=None
-    )
-    (run_dir.attempt(1).path / "setup-failed").write_text("set-up failed with code 1: ls x\n")
-    run_hook(run_dir, 1)
-    assert (run_dir.attempt(1).path / "hook.log").read_text() == "config: set-up failed with code 1: ls x\n"
-
-
 def test_it_runs_on_this_machine_too_and_changes_no_exit_code(cli: Cli, project: Path) -> None:
     words = ["+cluster=local", "job=command", "hooks.on_finish='echo fin >>told; exit 3'", "submit"]
     done = cli("job.command=date", "hooks.on_failure='echo bad >>told'", *words)

@@ -274,18 +274,6 @@ def test_a_request_of_an_earlier_attempt_cancels_nothing(job: Job) -> None:
     assert said()[0] == "lost"
 
 
-@pytest.mark.parametrize(("verdict", "preempted"), [("done", True), ("end", False)])
-def test_a_start_after_the_end_is_told(verdict: str, preempted: bool, job: Job) -> None:
-    job.attempt(**ended("requeue", reason="preempted" if preempted else "crash"))
-    job.attempt(**ended(verdict, restart=1, sentence="it was so"))
-    job.is_on("n0")
-    assert job.starts(restarts=2) == verdict
-    queue(job, "COMPLETED")
-    why = ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
-    assert f"SLURM then queued job 7 once more{why}: it left as soon as it had started" in sentence()
-    assert len(shown("status", RUN_ID)["attempts"]) == 2
-
-
 # What the verbs tell SLURM.
 
 

@@ -3,210 +3,154 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import slurmtrain
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.staging import archive_of
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import submitted_run
+
+# What each rank does: it writes down what it sees. The first attempt fails.
+PROGRAM = """
+seen="$SLURMTRAIN_RUN_DIR/seen $SLURMTRAIN_ATTEMPT $SLURMD_NODENAME"
+{ tool; echo "$SLURMTRAIN_CODE"; cat "$SLURMTRAIN_DATA/tokens"; pwd; } >"$seen.tmp"
+mv "$seen.tmp" "$seen"
+until [ -e "${seen% *} n1" ] && [ -e "${seen% *} n2" ]; do sleep 0.02; done # the first rank that fails ends the others
+[ "$SLURMTRAIN_ATTEMPT" = 2 ]
+"""
+# As pip writes it where the path of the interpreter has a space.
+TOOL = """#!/bin/sh
+'''exec' "PREFIX/bin/python" "$0" "$@"
+' '''
+import sys, helper; print(helper.__file__, sys.prefix, sep="\\n")
+"""
+WORDS = (
+    *("+cluster=a100x4", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0", "cluster.gpu_type=null"),
+    *("cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
+    *("job=command", "job.command='bash p.sh'", "job.snapshot=cwd", "cluster.stage.code=true"),
+)
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    """An environment, with an interpreter that answers only which one it is of."""
-    prefix = tmp_path / "environment"
-    (prefix / "bin").mkdir(parents=True)
-    (prefix / "lib" / "__pycache__").mkdir(parents=True)
-    (prefix / "pyvenv.cfg").touch()
-    (prefix / "lib" / "package.py").write_text("x = 1")
-    (prefix / "bin" / "python").write_text(f"#!/bin/sh\necho {prefix}; echo {prefix}/bin/python\n")
-    (prefix / "bin" / "python").chmod(0o755)
-    (prefix / "bin" / "python3").symlink_to(prefix / "bin" / "python")
-    (prefix / "bin" / "tool").write_text(f"#!{prefix}/bin/python\nprint()\n")
-    (prefix / "lib" / "outside").symlink_to("../../shared")
+    """A small environment that leads to the packages of this one."""
+    prefix = tmp_path / "its environment"
+    venv.create(prefix, symlinks=True)
+    packages = next(prefix.glob("lib/python*/site-packages"))
+    there = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "all.pth").write_text("\n".join([*there, str(Path(slurmtrain.__file__).parents[1])]))
+    (prefix / "bin" / "tool").write_text(TOOL.replace("PREFIX", str(prefix)))
+    (prefix / "bin" / "tool").chmod(0o755)
     return prefix
 
 
 @pytest.fixture
-def run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    (project / "train.py").write_text("print()")
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "tokens").write_text("some words")
-    words = ["cluster=a100x4", "job=command", "job.command='python train.py'", "job.snapshot=cwd"]
-    return submitted_run(project, *words, "cluster.stage.code=true", f"cluster.stage.data=['{tmp_path}/shared/tokens']")
+def local(tmp_path: Path, project: Path) -> Path:
+    """The folder of copies on the nodes, which share this machine. There are code and data to copy."""
+    (project / "p.sh").write_text(PROGRAM)
+    (project / "helper.py").touch()
+    (tmp_path / "tokens").write_text("some words\n")
+    (tmp_path / "node's own").mkdir()
+    return tmp_path / "node's own" / f"slurmtrain-stage-{os.getuid()}"
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """The folder of a job on its nodes."""
-    (tmp_path / "local").mkdir()
-    return tmp_path / "local" / "slurmtrain-stage-1" / "c-7-1"
-
-
-def packed(run: RunDir, prefix: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    return archive_of(str(prefix / "bin" / "python"), run.environments)
-
-
-def copy(run: RunDir, job: Path, *more: str) -> int:
-    return main(["supervise", str(run.path), "--stage-to", str(job), *more])
-
-
-def test_ranks_use_the_copies_of_their_node(
-    run: RunDir, prefix: Path, job: Path, capsys: pytest.CaptureFixture[str]
+def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_its_ranks(
+    project: Path, slurm: FakeSlurm, tmp_path: Path, prefix: Path, local: Path
 ) -> None:
-    archive, python = packed(run, prefix, capsys), str(prefix / "bin" / "python")
-    assert copy(run, job, "--archive", str(archive), "--python", python) == 0
-    names = "PYTHONPATH SLURMTRAIN_CODE SLURMTRAIN_DATA SLURMTRAIN_PYTHON VIRTUAL_ENV PATH SLURMTRAIN_SHARED_PATH"
-    asks = "; ".join(f'echo "${name}"' for name in names.split())
-    words = ["bash", "-c", f'. "{job}/n0/use"; {asks}']
-    variables = {"PYTHONPATH": "/shared", "PATH": "/usr/bin:/bin"}
-    lines = subprocess.run(words, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
-    own = job / "n0"
-    assert lines == [
-        f"{own}/code:/shared",
-        f"{own}/code",
-        f"{own}/data",
-        f"{own}/environment/bin/python",
-        f"{own}/environment",
-        f"{own}/environment/bin:/usr/bin:/bin",
-        "/usr/bin:/bin",
-    ]
-    assert (own / "code" / "train.py").read_text() == "print()" and (
-        own / "data" / "tokens"
-    ).read_text() == "some words"
-    environment = own / "environment"
-    assert (environment / "bin" / "tool").read_text() == f"#!{environment}/bin/python\nprint()\n"
-    assert (environment / "bin" / "python3").readlink() == Path("python")
-    assert (environment / "lib" / "outside").readlink() == prefix.parent / "shared"
+    slurm.add("55", state="RUNNING")
+    left = {"fake-9": 0.0, "fake-55": 0.0, "other-9": 0.0, "notes": 0.0, "fake-10": None}  # None: it is young
+    for name, time in left.items():
+        (local / name).mkdir(parents=True)
+        local.chmod(0o700)
+        if time is not None:
+            os.utime(local / name, (time, time))
+    words = ["cluster.nodes=2", f"cluster.venv='{prefix}'", "cluster.stage.environment=true"]
+    assert main([*WORDS, *words, f"cluster.stage.data=['{tmp_path}/tokens']", "submit"]) == 0
+    done = slurm.run("101", timeout_s=240, TMPDIR=str(local.parent))
+    assert done.returncode == 0, done.stdout
+    (run,) = (path.parent for path in project.glob("runs/*/*/run.json"))
+    seen = {path.name: path.read_text().splitlines() for path in run.glob("seen *")}
+    nodes = {node: local / "fake-101" / node for node in ("n1", "n2")}
+    assert seen == {
+        f"seen {attempt} {node}": [
+            *(f"{own}/code/helper.py", f"{own}/environment", f"{own}/code", "some words"),
+            str(run / "code"),  # the working directory, where its output is kept
+        ]
+        for attempt in (1, 2)
+        for node, own in nodes.items()
+    }
+    assert sum(" bash -c " in call and "environment" in call for call in slurm.calls("srun")) == 1
+    # The copies end with the job, and with them what a job has left that has ended.
+    assert {path.name for path in local.iterdir()} == left.keys() - {"fake-9"}
+    assert len(list(project.glob("runs/.environments-*/*.tar"))) == 1
 
 
-PROGRAM = """
-echo "$SLURMTRAIN_ATTEMPT $SLURMD_NODENAME ${SLURMTRAIN_CODE#FOLDER/} $(cat "$SLURMTRAIN_DATA/tokens")" >>FOLDER/seen
-[ "$SLURMTRAIN_ATTEMPT" = 2 ]
+# An interpreter of no environment.
+PYTHON = f"""#!/bin/sh
+case "$2" in *sys.prefix*) echo /usr; echo /usr/bin/python; exit ;; esac
+exec {sys.executable} "$@"
 """
 
 
-def test_a_job_copies_once_for_all_starts_of_its_ranks_and_a_node_that_cannot_uses_the_shared_folders(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = FakeSlurm.install(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{slurm.directory}:{os.environ['PATH']}")
-    (project / "p.sh").write_text(PROGRAM.replace("FOLDER", str(tmp_path)))
-    (tmp_path / "tokens").write_text("some words")
-    job = tmp_path / "local" / f"slurmtrain-stage-{os.getuid()}" / "fake-101-0"
-    job.mkdir(mode=0o755, parents=True)
-    (job / "n2").touch()  # no folder can be made there
-    words = [
-        *("+cluster=a100x4", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
-        *("cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
-        *("job=command", "job.command='bash p.sh'", "job.snapshot=cwd", "cluster.stage.code=true"),
-        *(f"cluster.stage.dir={tmp_path}/local", f"cluster.stage.data=['{tmp_path}/tokens']"),
-    ]
-    assert main([*words, "submit"]) == 0
-    done = slurm.run("101", timeout_s=240)
-    assert done.returncode == 0, done.stdout
-    (run,) = (path.parent for path in project.glob("runs/*/*/run.json"))
-    codes = {"n1": (job / "n1" / "code").relative_to(tmp_path), "n2": (run / "code").relative_to(tmp_path)}
-    seen = (tmp_path / "seen").read_text().splitlines()
-    assert sorted(seen) == [f"{attempt} {node} {codes[node]} some words" for attempt in (1, 2) for node in codes]
-    assert sum(" --copy " in call for call in slurm.calls("srun")) == 1
-    assert "n2 uses the shared folders instead of copies (cluster.stage): " in done.stdout
-    assert "n1 uses the shared folders" not in done.stdout
-    assert not job.exists()  # the copies end with the job
+def open_to_all(local: Path) -> None:
+    local.mkdir()
+    local.chmod(0o777)
 
 
-def damage(archive: Path) -> None:
-    archive.write_bytes(archive.read_bytes().replace(b"x = 1", b"x = 2"))
-
-
-def open_to_all(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    folder.chmod(0o777)
-
-
-FAILS: dict[str, tuple[Callable[[RunDir, Path, Path], object], str]] = {
-    "the code differs": (lambda run, job, archive: (run.code / "train.py").write_text("other"), "train.py of the code"),
-    "the tar is damaged": (lambda run, job, archive: damage(archive), "is damaged"),
-    "data are gone": (
-        lambda run, job, archive: (job.parents[2] / "shared" / "tokens").unlink(),
-        "tokens: No such file or directory",
-    ),
-    "others can write there": (
-        lambda run, job, archive: open_to_all(job.parent),
-        "is not a folder that only its owner",
-    ),
-    "others can replace it": (
-        lambda run, job, archive: open_to_all(job.parents[1]),
-        "which has no sticky bit",
+FAILS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "data are gone": (lambda folder, local: (folder / "tokens").unlink(), "tokens': No such file"),
+    "others can write there": (lambda folder, local: open_to_all(local), "is not a folder that only its owner"),
+    "no environment": (
+        lambda folder, local: None,
+        "all nodes use the shared folders instead of copies (cluster.stage): cluster.stage.environment: /usr/bin/python is",
     ),
 }
 
 
 @pytest.mark.parametrize("case", FAILS)
-def test_a_node_on_which_anything_fails_says_so_and_has_no_copies(
-    case: str, run: RunDir, prefix: Path, job: Path, capsys: pytest.CaptureFixture[str]
+def test_a_node_on_which_anything_fails_says_so_and_uses_the_shared_folders(
+    case: str, project: Path, slurm: FakeSlurm, tmp_path: Path, local: Path
 ) -> None:
-    archive = packed(run, prefix, capsys)
     happens, why = FAILS[case]
-    happens(run, job, archive)
-    assert copy(run, job, "--archive", str(archive), "--python", str(prefix / "bin" / "python")) == 1
-    said = capsys.readouterr().err
-    assert said.count("n0 uses the shared folders instead of copies (cluster.stage): ") == 1 and why in said
-    assert not (job / "n0").exists()  # what nobody uses takes no room
+    (project / "p.sh").write_text("echo $PYTHONPATH")
+    words = ["cluster.nodes=1", f"cluster.stage.data=['{tmp_path}/tokens']"]
+    if case == "no environment":
+        (tmp_path / "python").write_text(PYTHON)
+        (tmp_path / "python").chmod(0o755)
+        words += ["cluster.stage.environment=true", f"cluster.python={tmp_path}/python"]
+    assert main([*WORDS, *words, "submit"]) == 0
+    happens(tmp_path, local)
+    done = slurm.run("101", timeout_s=240, TMPDIR=str(local.parent))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("the shared folders instead of copies (cluster.stage)") == 1 and why in done.stdout
+    (log,) = project.glob("runs/*/*/attempts/0001/rank-0.log")
+    assert log.read_text().startswith(f"{log.parents[2]}/code") and str(local) not in log.read_text()
+    assert [path for path in local.parent.rglob("*") if path.is_file()] == []  # what nobody uses takes no room
 
 
-def test_an_environment_is_packed_once_and_again_when_it_has_changed(
-    run: RunDir, prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = packed(run, prefix, capsys)
-    (prefix / "lib" / "__pycache__" / "package.pyc").write_text("compiled")  # which each import may add to
-    assert packed(run, prefix, capsys) == first
-    (prefix / "lib" / "package.py").write_text("x = 22")
-    second = packed(run, prefix, capsys)
-    os.utime(first, (0, 0))  # no job has used it for a long time
-    (prefix / "lib" / "package.py").write_text("x = 333")
-    third = packed(run, prefix, capsys)
-    assert sorted(os.listdir(first.parent)) == sorted([second.name, third.name])
-
-
-@pytest.mark.parametrize(
-    ("python", "why"), [("/no/such/python", "cannot be asked"), ("elsewhere", "no virtual or conda environment")]
-)
-def test_what_cannot_be_packed_is_said(
-    python: str, why: str, run: RunDir, prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (prefix / "pyvenv.cfg").unlink()
-    python = python.replace("elsewhere", str(prefix / "bin" / "python"))
-    assert main(["stage", str(run.path), "--pack", "--python", python]) == 1
-    said = capsys.readouterr().err
-    assert "all nodes use the shared folders instead of copies" in said and why in said
-
-
-def test_what_ended_jobs_and_earlier_starts_left_is_removed_and_nothing_else(run: RunDir, job: Path) -> None:
-    kept = ("c-8-0", "other-9-0", "notes", "c-10-0")
-    for name in (*kept, "c-7-0", "c-9-0"):
-        (job.parent / name).mkdir(parents=True)
-        os.utime(job.parent / name, (0, 0))
-    os.utime(job.parent / "c-10-0")  # it has started since SLURM was asked
-    assert copy(run, job) == 0  # SLURM has not answered
-    assert {path.name for path in job.parent.iterdir()} == {*kept, "c-9-0", "c-7-1"}
-    assert copy(run, job.with_name("c-7-2"), "--live", "7\n8") == 0
-    assert {path.name for path in job.parent.iterdir()} == {*kept, "c-7-2"}
+def test_an_environment_is_packed_once_and_again_when_it_has_changed(prefix: Path, tmp_path: Path) -> None:
+    first = archive_of(prefix, tmp_path / "archives")
+    made = first.stat().st_ino
+    (prefix / "bin" / "__pycache__").mkdir()
+    (prefix / "bin" / "__pycache__" / "package.pyc").touch()  # which each import may add
+    assert archive_of(prefix, tmp_path / "archives").stat().st_ino == made
+    (prefix / "bin" / "tool").write_text("changed")
+    second = archive_of(prefix, tmp_path / "archives")
+    assert first != second and list((tmp_path / "archives").iterdir()) == [second]
 
 
 def test_a_data_source_reads_the_copies_and_the_checkpoint_is_bound_to_the_names_in_the_config() -> None:
-    copies = {"SLURMTRAIN_COPIES": '{"/shared/tokens": "/local/data/tokens"}'}
+    copies = {"SLURMTRAIN_COPIES": '["/shared/tokens"]', "SLURMTRAIN_DATA": "/local/data"}
     values = {"_target_": "a.B", "path": "/shared/tokens", "paths": ["/shared/tokens/x.bin", "/shared/tokens2"], "n": 1}
     found = {"path": "/local/data/tokens", "paths": ["/local/data/tokens/x.bin", "/shared/tokens2"]}
     assert with_copies(values, copies) == {**values, **found}
@@ -254,25 +198,3 @@ def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], mes
 def test_relative_data_is_that_of_the_folder_of_the_command() -> None:
     config = with_absolute_paths(compose(["cluster=a100x4", "cluster.stage.data=[tokens/]"]), Path("/home/me"))
     assert config.cluster.stage.data == ["/home/me/tokens"]
-
-
-def test_the_ranks_of_a_job_run_in_the_copy_of_their_node_which_goes_with_the_job(
-    project: Path, slurm: FakeSlurm, tmp_path: Path
-) -> None:
-    (project / "p.sh").write_text('[ "$SLURMTRAIN_ATTEMPT" = 2 ] || exit 1\necho $PYTHONPATH >here')
-    words = [
-        "cluster.tasks_per_node=1",
-        "cluster.gpus_per_node=0",
-        "cluster.gpu_type=null",
-        "cluster.gpu_memory_gb=null",
-    ]
-    words += ["cluster.network_interface=lo", "job=command", "job.command='bash p.sh'", "job.snapshot=cwd"]
-    words += ["cluster.stage.code=true", "requeue.in_place=true"]
-    assert main(["+cluster=a100x4", *words, "submit"]) == 0
-    local = tmp_path / "node's own"
-    local.mkdir()
-    done = slurm.run("101", TMPDIR=str(local))
-    assert (done.returncode, slurm.job("101")["state"]) == (0, "COMPLETED"), done.stdout
-    (found,) = project.glob("runs/*/*/code/here")
-    assert found.read_text().startswith(f"{local}/slurmtrain-stage-{os.getuid()}/fake-101-0/")
-    assert [path for path in local.rglob("*") if path.is_file()] == []
