@@ -165,6 +165,13 @@ class Run:
         """Processes of this run's ranks, in their order, on all nodes of the sandbox, which are one machine."""
         return [*rank_pids(self.run_dir).values()]
 
+    def supervisor_pids(self) -> list[int]:
+        """The batch process of its job, and then the srun of its ranks."""
+        path = str(self.run_dir.path)
+        supervise = [pid for pid in process.stats() if f" supervise {path}" in process.command_line(pid)]
+        (batch,) = (pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd"))
+        return [batch, *(pid for pid in children(batch) if process.command_line(pid).startswith("srun "))]
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the newest checkpoint: weights, optimiser, random state."""
         return checkpoint_tensors(self.run_dir.checkpoints)
