@@ -45,7 +45,6 @@ class Event(StrEnum):
     LEFT_AT_ONCE = "left at once"  # SLURM started the job again after the run had ended
     NOT_STARTED_AGAIN = "not started again"
     GIVEN_UP = "given up"
-    HOOK_STARTED = "hook started"
     HOOK_ENDED = "hook ended"
 
     # Training.
