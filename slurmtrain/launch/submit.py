@@ -25,7 +25,7 @@ from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import explain_script, render_script
 from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
-from slurmtrain.launch.submit_once import NotSubmittedError, comment_option, export_option, sbatch, submit_exactly_once
+from slurmtrain.launch.submit_once import NotSubmittedError, export_option, submit_exactly_once
 from slurmtrain.runs import ownership
 from slurmtrain.runs.create import create_run_dir, folder_of
 from slurmtrain.runs.events import Event
@@ -212,7 +212,7 @@ def submit_existing_script(
 
     Args:
         options: returns further options for sbatch, given the script.
-        token: token of a caller that looks for the job by it and tries again: sbatch is called once.
+        token: the job's own, if the caller may ask for this job more than once; None: a new one.
         facts: facts for the record.
 
     Raises:
@@ -225,11 +225,7 @@ def submit_existing_script(
     config = load_frozen(run_dir.config_file, with_secrets=False)
     exclusion = node_exclusion.for_new_job([run_dir], run_dir.script, SlurmClient(slurm_conf), config)
     words = [*options(script), *exclusion.options, *export_option(config)]
-    if token is not None:
-        words = [comment_option(script, token), *words]
-        job_id = sbatch(script, run_dir.path / "submitit", slurm_conf, words)
-    else:
-        job_id = _hand_over(script, run_dir, slurm_conf, options=words)
+    job_id = _hand_over(script, run_dir, slurm_conf, options=words, token=token)
     note(run_dir, job_id, **facts)
     if exclusion.blamed:
         with _told_if_not_noted(run_dir, job_id):
@@ -301,13 +297,15 @@ def _hand_over(
     options: Sequence[str] = (),
     *,
     shared: bool = False,
+    token: str | None = None,
 ) -> str:
     """Submit a run for the first time, or once more. `options` override the script's own.
 
     Args:
         shared: the job is an array with tasks of other runs, too, so its token does not name this run alone.
+        token: as for `submit_existing_script`.
     """
-    token = f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
+    token = token or f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
     run_dir.event(Event.SUBMITTING, token=token)
     return submit_exactly_once(

@@ -8,6 +8,7 @@ loop (`attempt_history`).
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import socket
 import time
@@ -38,6 +39,8 @@ from slurmtrain.system.records import (
     Kind,
     is_number,
 )
+
+log = logging.getLogger(__name__)
 
 # The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
 _KINDS = {
@@ -87,8 +90,6 @@ class Attempt:
         sentence: why it ended, and what happens next; None until it has ended. `say` sets it.
         next_step: the part of `sentence` that says what happens next; None if there is none, or in a record of an
             earlier version.
-        started_again: how often SLURM has started its job again although the run had ended with it; each exited at
-            once.
     """
 
     number: int
@@ -132,7 +133,6 @@ class Attempt:
     lasted: bool = False
     sentence: str | None = None
     next_step: str | None = None
-    started_again: int = 0
     last_sign: float | None = None
     last_logged: float | None = None
     gpus: float | None = None
@@ -258,6 +258,18 @@ def record_outcome(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -
         verdict=outcome.verdict,
         sentence=outcome.sentence,
     )
+
+
+def change_outcome(run_dir: RunDir, attempt: Attempt, verdict: Verdict, why: str, next_step: str | None = None) -> None:
+    """Record that something else happens than was decided after an attempt. If the disk is full, it happens all the same."""
+    attempt.verdict = verdict
+    attempt.say(why, next_step)
+    try:
+        write_attempt(run_dir, attempt)
+        if verdict is Verdict.END:
+            run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=attempt.sentence)
+    except OSError as error:
+        log.warning("cannot record what becomes of run %s (%s): %s", run_dir.id, attempt.sentence, error)
 
 
 def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:

@@ -6,15 +6,16 @@ of the chain is called a link.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempt_history, attempts, requests
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_states import GONE
+
+log = logging.getLogger(__name__)
 
 
 def links(info: dict[str, Any]) -> list[str]:
@@ -41,26 +42,14 @@ def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> l
 def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
     """Take the jobs after this one out of the queue, since the run has ended.
 
-    Raises:
-        ClusterError: SLURM refused; each of them would find out by itself when it starts.
+    If SLURM refuses, each of them finds out when it starts.
     """
     rest = waiting_after(run_dir, job_id, client)
-    if rest:
+    if not rest:
+        return
+    try:
         client.cancel(*reversed(rest))
-        run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)
-
-
-def ended_before(run_dir: RunDir) -> Verdict | None:
-    """Return DONE or END if there is nothing left to do for a link that starts.
-
-    The run is done then, or a person or the link before has ended it.
-    """
-    numbers = run_dir.attempt_numbers()
-    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
-    if last is not None and last.verdict == Verdict.DONE:
-        return Verdict.DONE
-    if requests.cancelled_after(run_dir, last):
-        return Verdict.END
-    if last is None or last.number <= int(run_dir.info().get("chain_after") or 0):
-        return None
-    return Verdict.END if attempt_history.came_to_an_end(run_dir, last) else None
+    except ClusterError as error:
+        log.warning("cannot cancel the rest of the chain: %s", error.message)
+        return
+    run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)

@@ -42,9 +42,7 @@ class Event(StrEnum):
     INCOMPLETE_CHECKPOINT = "incomplete checkpoint"  # of the user's own program; it was moved aside
     KILLED_AFTER_GRACE = "killed after the grace time"  # the user's own program, which was told to stop
     FIRST_REPORT = "first report"  # of progress by the user's own program, in an attempt
-    LEFT_AT_ONCE = "left at once"  # SLURM started the job again after the run had ended
     NOT_STARTED_AGAIN = "not started again"
-    GIVEN_UP = "given up"
     HOOK_ENDED = "hook ended"
 
     # Training.

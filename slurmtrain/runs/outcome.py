@@ -255,8 +255,10 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
         # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
         # budget.
         reason, why = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
-    outcome = AttemptOutcome(reason, Verdict.RESTARTING, why, GoesOn.STARTED)
-    return _with_effort(outcome, evidence, policy)
+    outcome = _with_effort(AttemptOutcome(reason, Verdict.RESTARTING, why, GoesOn.STARTED), evidence, policy)
+    # A run that takes its node down leaves no process that could count, and would go from node to node.
+    spent = budget_spent(outcome, evidence, policy)
+    return outcome if spent is None else replace(outcome, verdict=Verdict.END, next_step=spent)
 
 
 def _doubt(evidence: Evidence) -> str:

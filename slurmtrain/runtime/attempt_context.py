@@ -31,7 +31,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
-from slurmtrain.supervise.evidence import count_steps_since, progress_shown
+from slurmtrain.supervise.evidence import progress_shown
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process_mark import ProcessMark
 
@@ -130,8 +130,6 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 def open_attempt(context: AttemptContext, environment: Environment, config: Config) -> None:
     """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
     close_abandoned(context.run_dir, context.number, config, SlurmClient() if environment.source == "slurm" else None)
-    with contextlib.suppress(OSError, UnreadableRecordError):  # nothing depends on it
-        count_steps_since(context.run_dir, context.number, config)
     me = ProcessMark.own()
     attempt = Attempt(
         number=context.number,
@@ -151,8 +149,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         kind=config.job.kind,
         committed_before=reached_step.newest_checkpoint_step(context.run_dir),
     )
-    shown = progress_shown(context.run_dir, config)
-    attempt.reported_before, attempt.marked_before, attempt.seen_before = shown.reported, shown.marked, shown.seen
+    attempt.reported_before, attempt.marked_before, attempt.seen_before = progress_shown(context.run_dir, config)
     attempts.write_attempt(context.run_dir, attempt)
     record_environment(context.attempt_dir)
     context.run_dir.event(

@@ -6,17 +6,15 @@ import logging
 
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, batch_claim, requests
+from slurmtrain.runs import attempts, batch_claim
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import decide_abandoned_outcome
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
-from slurmtrain.supervise.evidence import evidence_of, find_last_steps, last_sign
-from slurmtrain.supervise.policy import policy
+from slurmtrain.supervise.evidence import evidence_of, policy
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +26,18 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
     others, by number, also those that cannot be written because the disk is full.
     """
     closed: dict[int, Attempt] = {}
-    for number in reversed(run_dir.attempt_numbers()):
+    for number in run_dir.attempt_numbers():
         attempt = attempts.read_attempt(run_dir, number)
         attempt_dir = run_dir.attempt(number)
         if number >= current or attempt.reason is not None or attempt_dir.setup_failure_file.exists():
             continue
         if may_live(attempt, attempt_dir, client):
             continue
-        find_last_steps(run_dir, attempt, config)
-        request = requests.take_request(run_dir, attempt)
-        tries = attempts.all_attempts(run_dir)
-        ended = last_sign(attempt_dir)
-        evidence = evidence_of(run_dir, tries, attempt, SrunLog.read(attempt_dir), 0, None, config, request, ended)
-        attempt.last_sign = max(ended, attempt.last_logged or 0.0)
+        logs = attempt_dir.rank_logs().values()
+        wrote = max((log.stat().st_mtime for log in logs), default=attempt_dir.path.stat().st_mtime)
+        by_slurm = client is not None
+        evidence = evidence_of(run_dir, attempt, config, exit_code=0, facts=None, ended=wrote, by_slurm=by_slurm)
+        attempt.last_sign = max(wrote, attempt.last_logged or 0.0)
         closed[number] = attempt
         try:
             attempts.record_outcome(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))

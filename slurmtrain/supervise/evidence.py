@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurmtrain.choices import JobKind
+from slurmtrain.choices import Backend, JobKind, RequeueMode
+from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy
-from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step
+from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.evidence import Evidence
+from slurmtrain.runs.evidence import Evidence, Policy
 from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, RunAction, Verdict
@@ -25,49 +25,37 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import SrunLog, last_words, node_of_killed_tasks, with_last_words
 from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 
 ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # exit codes of a program of the user's own that SIGABRT has ended
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
-@dataclass(frozen=True)
-class ShownProgress:
-    """What a program of the user's own has shown of its progress so far.
+def progress_shown(run_dir: RunDir, config: Config) -> tuple[int | None, float | None, int | None]:
+    """Return what a program has shown of its progress so far.
 
-    Attributes:
-        reported: the furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that
-            are reported after the newest one will be done again.
-        marked: when the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints
-            without a number.
-        seen: the step of its newest complete checkpoint.
+    Returns:
+        The furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that are reported
+        after the newest one will be done again.
+        When the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints without a number.
+        The step of its newest complete checkpoint.
     """
-
-    reported: int | None = None
-    marked: float | None = None
-    seen: int | None = None
-
-
-def progress_shown(run_dir: RunDir, config: Config) -> ShownProgress:
-    """Return what a program has shown of its progress so far."""
     job = config.job
     if job.kind not in REPORTING:
-        return ShownProgress()
+        return None, None, None
     changed = reached_step.newest_change(run_dir, job.progress_file)
     if job.checkpoints is None:
-        return ShownProgress(reached_step.furthest_reported(run_dir), changed)
+        return reached_step.furthest_reported(run_dir), changed, None
     newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
-    if newest is None or newest.step is not None:
-        return ShownProgress(None, changed, newest.step if newest is not None else None)
-    return ShownProgress(None, max(changed or 0.0, newest.changed))
+    if newest is not None and newest.step is None:
+        changed = max(changed or 0.0, newest.changed)
+    return None, changed, newest.step if newest is not None else None
 
 
 def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     """Add to the record of an attempt that has ended how far it came, by the files of its run."""
     attempt.committed_step = reached_step.newest_checkpoint_step(run_dir)
-    shown = progress_shown(run_dir, config)
-    attempt.reported_step, attempt.marked, attempt.seen_step = shown.reported, shown.marked, shown.seen
+    attempt.reported_step, attempt.marked, attempt.seen_step = progress_shown(run_dir, config)
     if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
         attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
         attempt.marked_before, attempt.seen_before = attempt.marked, attempt.seen_step
@@ -83,21 +71,6 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
         attempt.last_step = max(step or 0 for step in steps) or attempt.first_step
 
 
-def count_steps_since(run_dir: RunDir, number: int, config: Config) -> None:
-    """Add steps to the record of the attempt before `number` that its ranks have done since that was completed.
-
-    They go on for a while without srun, if it was killed. Call it before attempt `number` writes its own record.
-    """
-    earlier = [each for each in attempts.all_attempts(run_dir) if each.number < number and each.started]
-    if not earlier or earlier[-1].reason is None:
-        return
-    found = replace(earlier[-1])
-    find_last_steps(run_dir, found, config)
-    if (found.last_step or 0) > (earlier[-1].last_step or 0):
-        found.last_logged = earlier[-1].last_logged
-        attempts.write_attempt(run_dir, found)
-
-
 def _units_done(config: Config, said: int | None) -> int | None:
     """Return the units that all tasks have done, where rank 0 has `said` how many it saw before the others had left."""
     prepare = config.prepare
@@ -107,25 +80,26 @@ def _units_done(config: Config, said: int | None) -> int | None:
 
 def evidence_of(
     run_dir: RunDir,
-    tries: list[Attempt],
     attempt: Attempt,
-    srun_log: SrunLog,
+    config: Config,
+    *,
     exit_code: int,
     facts: JobFacts | None,
-    config: Config,
-    request: str | None,
     ended: float,
+    by_slurm: bool,
 ) -> Evidence:
-    """Return the evidence on an attempt, but for what is on record against nodes, and what SLURM says of those of its job.
+    """Return the evidence on an attempt, but for what SLURM says of the nodes of its job; its record then has its last steps.
 
     Args:
-        tries: the records of all attempts of the run.
         exit_code: of srun, or the highest of the local ranks.
         facts: what SLURM says of its job; None: it has none, or SLURM cannot be asked.
-        request: what a person has requested of it.
         ended: when it ended, in unix seconds.
+        by_slurm: SLURM started its ranks, and may start the next ones on other nodes.
     """
+    find_last_steps(run_dir, attempt, config)
     attempt_dir = run_dir.attempt(attempt.number)
+    tries, srun_log = attempts.all_attempts(run_dir), SrunLog.read(attempt_dir)
+    request = requests.take_request(run_dir, attempt)
     # The disk was full when rank 0 had to write the request.
     if request is None and attempt.cause == StopCause.STOP_FILE:
         request = RunAction.STOP
@@ -138,15 +112,17 @@ def evidence_of(
     set_up = batch_claim.failed_set_up(attempt_dir)
     counted = attempt_history.stalled_numbers(tries, attempt.number)
     unfit = failures.unfit_nodes(attempt.nodes)
+    node_records = node_blame.records_of(run_dir.id, tries) if by_slurm else []
+    if by_slurm:
+        node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
-    if unfit:  # rank 0 speaks for them
-        failed_on: str | None = unfit[0]
-    elif failure is not None and failure.bad_nodes:
-        failed_on = None  # whoever speaks for most nodes is not at fault, nor is a single one of them
-    elif hang is None:
-        failed_on = _node_at_fault(attempt, srun_log, first, set_up, exit_code)
-    else:  # ranks of torchrun do not know SLURM's names of nodes
+    if unfit or (failure is not None and failure.bad_nodes):
+        # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.
+        failed_on = unfit[0] if unfit else None
+    elif hang is not None:  # ranks of torchrun do not know SLURM's names of nodes
         failed_on = hang.node if hang.node in attempt.nodes or not attempt.nodes else None
+    else:
+        failed_on = _node_at_fault(attempt, srun_log, first, exit_code, set_up=set_up is not None)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -179,13 +155,15 @@ def evidence_of(
         preempted_when_told=attempt_history.was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
-        progress_visible=progress_is_visible(attempt, config),
+        progress_visible=_progress_is_visible(attempt, config),
         lasted_s=ended - attempt.started if attempt.started else 0.0,
         stalled_before=len(counted),
         unseen_before=attempt_history.unseen_before(tries, attempt.number),
+        run=run_dir.id if by_slurm else "",
         number=attempt.number,
         now=ended,
         stalled_numbers=tuple(counted),
+        node_records=tuple(node_records),
     )
 
 
@@ -198,8 +176,9 @@ def _node_at_fault(
     attempt: Attempt,
     srun_log: SrunLog,
     first: RankFailure | None,
-    set_up: str | None,
     code: int,
+    *,
+    set_up: bool,
 ) -> str | None:
     """Return the node of the first failure, by SLURM's name; None if it is not known.
 
@@ -213,7 +192,7 @@ def _node_at_fault(
         return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
     if first is not None and first.node is not None:
         return first.node
-    if first is not None or set_up is not None:  # the ranks of one node, or the batch script itself, have failed
+    if first is not None or set_up:  # the ranks of one node, or the batch script itself, have failed
         return own_node_name()
     if srun_log.killed_tasks is not None:
         return node_of_killed_tasks(srun_log.killed_tasks)
@@ -242,7 +221,7 @@ def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure
     return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
 
 
-def progress_is_visible(attempt: Attempt, config: Config) -> bool:
+def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
     """Return whether progress of this attempt would show, so that its absence proves something."""
     return (
         config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
@@ -253,13 +232,26 @@ def progress_is_visible(attempt: Attempt, config: Config) -> bool:
     )
 
 
-def last_sign(attempt_dir: AttemptDir) -> float:
-    """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
-    logs = attempt_dir.rank_logs().values()
-    return max((log.stat().st_mtime for log in logs), default=attempt_dir.path.stat().st_mtime)
+def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False) -> Policy:
+    """Return the part of the config that decides on an attempt.
 
-
-def node_records(run_dir: RunDir, tries: list[Attempt], config: Config) -> list[NodeRecord]:
-    """Return what is on record for and against nodes, in the run's own attempts and in the ledger."""
-    own = node_blame.records_of(run_dir.id, tries)
-    return [*node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config)), *own]
+    Args:
+        links_left: jobs of the chain that still wait for this one.
+        can_start_again: as for `finish_attempt`.
+    """
+    mode = config.requeue.mode
+    local = config.cluster.backend == Backend.LOCAL
+    if local and mode != RequeueMode.OFF:
+        mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
+    return Policy(
+        mode=mode,
+        links_left=links_left,
+        max_attempts_without_progress=config.requeue.max_attempts_without_progress,
+        max_unseen_attempts=config.requeue.max_unseen_attempts,
+        long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
+        signal_lead_s=config.cluster.signal_lead_s,
+        blame=blame_policy(config),
+        local=local,
+        in_place=can_start_again and config.requeue.starts_in_place,
+        node_counts=tuple(reversed(usable_sizes(config))),
+    )

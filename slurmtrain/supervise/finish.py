@@ -9,25 +9,22 @@ import logging
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.schema import Config
-from slurmtrain.runs import attempts, chain, node_blame, requests
+from slurmtrain.runs import attempts, chain, node_blame
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
 from slurmtrain.runs.reasons import FAILURES, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.node_ledger import append_to_ledger, is_worth_telling, ledger_file, read_ledger
 from slurmtrain.supervise import in_place
-from slurmtrain.supervise.evidence import evidence_of, find_last_steps, node_records
-from slurmtrain.supervise.policy import policy
+from slurmtrain.supervise.evidence import evidence_of, policy
 
 log = logging.getLogger(__name__)
 
@@ -51,25 +48,20 @@ def finish_attempt(
         client: None outside of SLURM.
         can_start_again: whoever asks can start the ranks again in the same job.
     """
-    srun_log = SrunLog.read(run_dir.attempt(number))
-    heard = exit_code != 0 or srun_log.killed_tasks is not None
-    attempt = attempts.read_attempt(run_dir, number) if heard else _with_its_word(run_dir, number)
+    attempt = attempts.read_attempt(run_dir, number) if exit_code != 0 else _with_its_word(run_dir, number)
     job_id = attempt.job_id or own_job_id()
-    facts = None
+    facts, links_left = None, 0
     if client is not None:  # only a start in the same job needs to know how much time is left
         facts = (client.job_and_clock if can_start_again else client.job)(job_id or "")
-    links_left = 0
-    if client is not None and config.requeue.mode == RequeueMode.CHAIN:
-        links_left = len(chain.waiting_after(run_dir, job_id, client))
-    find_last_steps(run_dir, attempt, config)
-    request = requests.take_request(run_dir, attempt)
+        if config.requeue.mode == RequeueMode.CHAIN:
+            links_left = len(chain.waiting_after(run_dir, job_id, client))
     # A change for the next attempt needs a new job: the batch script of this one is that of before.
     can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
-    tries = attempts.all_attempts(run_dir)
-    evidence = evidence_of(run_dir, tries, attempt, srun_log, exit_code, facts, config, request, time.time())
-    if client is not None:
-        evidence = replace(evidence, run=run_dir.id, node_records=tuple(node_records(run_dir, tries, config)))
+    by_slurm = client is not None
+    evidence = evidence_of(
+        run_dir, attempt, config, exit_code=exit_code, facts=facts, ended=time.time(), by_slurm=by_slurm
+    )
     # After a crash srun ends the other ranks, too, by a signal, so that rank 0 may say that it was stopped.
     failed = attempt.said is None or evidence.failure is not None or evidence.killed is not None
     if client is not None and decides.in_place and failed and not evidence.preempted_when_told:
@@ -83,8 +75,8 @@ def finish_attempt(
         log.warning("cannot complete the record of attempt %d: %s", number, error)
     if client is not None:
         _tell_ledger(run_dir, attempt, outcome, config)
-    if outcome.verdict is Verdict.IN_PLACE and client is not None:
-        outcome = in_place.await_next_start(run_dir, attempt, outcome, evidence, decides, client)
+        if outcome.verdict is Verdict.IN_PLACE:
+            outcome = in_place.await_next_start(run_dir, attempt, outcome, evidence, decides, client)
     if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
@@ -105,8 +97,8 @@ def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, con
         if new:
             append_to_ledger(path, new)
     except OSError as error:
-        where = error.filename or "the ledger of nodes"
-        log.warning("%s cannot be written here: %s; other runs will not know about this attempt", where, error.strerror)
+        why = error.strerror or error
+        log.warning("the ledger of nodes cannot be written here: %s; other runs will not know about this attempt", why)
 
 
 def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
@@ -115,20 +107,17 @@ def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
     A shared file system may show the word here a little later than it was written.
     """
     give_up = time.monotonic() + WORD_S
-    while True:
-        attempt = attempts.read_attempt(run_dir, number)
-        left = give_up - time.monotonic()
-        if attempt.said is not None or left <= 0:
-            return attempt
-        time.sleep(min(WORD_POLL_S, left))
+    while (attempt := attempts.read_attempt(run_dir, number)).said is None and time.monotonic() < give_up:
+        time.sleep(WORD_POLL_S)
+    return attempt
 
 
 def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.Popen[bytes]]:
     """Start the hook for the outcome of attempt `number`, in a process of its own; none where the config has no hooks."""
     if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
         return []
-    words = ["supervise", str(run_dir.path), "--hook", str(number)]
-    return [subprocess.Popen([sys.executable, "-m", "slurmtrain", *words])]
+    words = ["-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)]
+    return [subprocess.Popen([sys.executable, *words])]
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:

@@ -6,12 +6,10 @@ job: a signal reaches no rank, and the grace time of a preemption is announced t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable
 
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
@@ -35,20 +33,14 @@ STEP_POLL_S = 0.2
 REGISTRATION_POLL_S = 1.0
 REGISTRATION_POLLS = 15  # a slurmd registers as soon as it has started
 LOOK_EVERY_S = 5.0  # seconds between two questions to SLURM during a pause: a preemption gives this shell no signal
-FRESH_S = 1.0  # an answer of SLURM that is not older is believed
-
-Wait = Callable[[float], bool]
 
 
 def with_allocation(evidence: Evidence, attempt: Attempt, client: SlurmClient) -> Evidence:
     """Add what SLURM says of the nodes of this job, once the processes of the attempt are gone from them."""
-    facts = evidence.facts
-    if facts is None or facts.state != JobState.RUNNING:
+    if evidence.facts is None or evidence.facts.state != JobState.RUNNING:
         return evidence
-    began = time.monotonic()
     gone = _is_gone(attempt.step_id, client)
-    if time.monotonic() > began + FRESH_S:
-        facts = client.job(attempt.job_id or own_job_id() or "")
+    facts = client.job(attempt.job_id or own_job_id() or "")  # that may have taken a while
     evidence = dataclasses.replace(evidence, facts=facts, step_left=not gone)
     if facts is None or not facts.nodes:
         return evidence
@@ -58,15 +50,11 @@ def with_allocation(evidence: Evidence, attempt: Attempt, client: SlurmClient) -
         log.warning("cannot look at the nodes of this job: %s", error.message)
         return evidence
     usable = [node for node in allocated if is_usable(states.get(node, ""))]
-    if (own_node_name() or allocated[0]) not in usable:  # this shell itself will not last
+    if (own_node_name() or allocated[0]) not in usable:  # this process itself will not last
         usable = []
     dead = [node for node in attempt.nodes if node not in allocated or is_dead(states.get(node, ""))]
-    return dataclasses.replace(
-        evidence,
-        usable_nodes=tuple(usable),
-        dead_nodes=tuple(dead),
-        failed_on=dead[0] if dead else evidence.failed_on,
-    )
+    at_fault = dead[0] if dead else evidence.failed_on
+    return dataclasses.replace(evidence, usable_nodes=tuple(usable), dead_nodes=tuple(dead), failed_on=at_fault)
 
 
 def _node_states(nodes: str, client: SlurmClient) -> dict[str, str]:
@@ -86,43 +74,30 @@ def _node_states(nodes: str, client: SlurmClient) -> dict[str, str]:
 def _is_gone(step_id: str | None, client: SlurmClient) -> bool:
     """Wait until the step of the ranks is gone, at most STEP_GONE_S, and return whether it is, or cannot be seen."""
     give_up = time.monotonic() + STEP_GONE_S
-    while step_id is not None:
-        try:
-            if not client.step_lives(step_id):
-                return True
-        except ClusterError as error:
-            log.warning("cannot see whether the ranks are gone: %s", error.message)
-            return True  # srun says so, and will wait itself where they are not
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(STEP_POLL_S)
+    try:
+        while step_id is not None and client.step_lives(step_id):
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(STEP_POLL_S)
+    except ClusterError as error:  # srun says that they are gone, and will wait itself where they are not
+        log.warning("cannot see whether the ranks are gone: %s", error.message)
     return True
 
 
 def await_next_start(
-    run_dir: RunDir,
-    attempt: Attempt,
-    outcome: AttemptOutcome,
-    evidence: Evidence,
-    policy: Policy,
-    client: SlurmClient,
-    wait: Wait | None = None,
+    run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, evidence: Evidence, policy: Policy, client: SlurmClient
 ) -> AttemptOutcome:
     """Wait as long as the outcome says before the ranks start again, and look whether the job is to be stopped meanwhile.
-
-    Args:
-        wait: waits so many seconds and returns whether a signal has ended that; None: `wait_for_signal`.
 
     Returns:
         The outcome, another one if the ranks do not start again; the record of the attempt says so then.
     """
-    wait = wait or wait_for_signal
     until = time.monotonic() + outcome.wait_s
     signalled, facts = False, evidence.facts  # which is an answer of a moment ago
     while True:
         left = until - time.monotonic()
         if left > 0:
-            signalled = wait(min(LOOK_EVERY_S, left))
+            signalled = _signal_comes(min(LOOK_EVERY_S, left))
             facts = client.job(attempt.job_id or own_job_id() or "")
         # No rank is left that would look for the file.
         told = run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND)
@@ -131,15 +106,12 @@ def await_next_start(
         if now.verdict is not Verdict.IN_PLACE or signalled or time.monotonic() >= until:
             break
     if now.verdict is not Verdict.IN_PLACE:
-        attempt.verdict, attempt.reason = now.verdict, now.reason
-        attempt.say(now.why, now.next_step)
-        with contextlib.suppress(OSError):
-            attempts.write_attempt(run_dir, attempt)
-            run_dir.event(Event.NOT_STARTED_AGAIN, attempt=attempt.number, sentence=now.sentence)
+        attempt.reason = now.reason
+        attempts.change_outcome(run_dir, attempt, now.verdict, now.why, now.next_step)
     return now
 
 
-def wait_for_signal(seconds: float) -> bool:
+def _signal_comes(seconds: float) -> bool:
     """Wait, and return whether a signal to stop has ended that early, also one that this process ignores."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -33,7 +33,6 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
             print(f"slurmtrain: {set_up_failure}", file=sys.stderr)
             run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
             left_with = EXIT_CONFIG
-        platform.has_left()
         outcome = finish_attempt(
             run_dir, number, left_with, platform.config, platform.client, can_start_again=platform.can_start_again
         )

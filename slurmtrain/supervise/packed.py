@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -12,9 +10,7 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms.slurm import SlurmJob, continue_in_a_job, environment_of
-
-log = logging.getLogger(__name__)
+from slurmtrain.supervise.platforms.slurm import SlurmJob
 
 
 def supervise_together(run_dirs: Sequence[RunDir], submitted: Mapping[str, str] | None, failure: str | None) -> int:
@@ -28,31 +24,23 @@ def supervise_together(run_dirs: Sequence[RunDir], submitted: Mapping[str, str] 
         The exit code of the job: EXIT_REQUEUE, or the highest of the runs.
     """
     jobs = [SlurmJob(run_dir, submitted, sharing=len(run_dirs)) for run_dir in run_dirs]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes = []
-    for run_dir, job in zip(run_dirs, jobs, strict=True):
-        pid = os.fork()
-        if pid == 0:
-            _alone(run_dir, job, failure)
-        processes.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_alone, args=(*each, failure)) for each in zip(run_dirs, jobs, strict=True)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    codes = [process.exitcode or 0 for process in processes]
     going_on = [run_dir for run_dir, code in zip(run_dirs, codes, strict=True) if code == EXIT_REQUEUE]
     if going_on and jobs[0].config.requeue.mode == RequeueMode.REQUEUE:
-        with environment_of(submitted):
-            continue_in_a_job([(run_dir, run_dir.attempt_numbers()[-1]) for run_dir in going_on], jobs[0])
+        jobs[0].let_go_on([(run_dir, run_dir.attempt_numbers()[-1]) for run_dir in going_on])
         return EXIT_REQUEUE
     return max(code if code >= 0 else 128 - code for code in codes)
 
 
 def _alone(run_dir: RunDir, job: SlurmJob, failure: str | None) -> None:
-    code = 1
     try:
-        code = supervise(run_dir, job, failure)
+        sys.exit(supervise(run_dir, job, failure))
     except SlurmtrainError as error:
         print(f"slurmtrain: error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except Exception:
-        log.exception("run %s cannot be supervised", run_dir.id)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+        sys.exit(error.exit_code)

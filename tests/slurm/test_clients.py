@@ -15,14 +15,11 @@ STEPS = ("--steps", "40")
 RANKS = ("--nodes", "2", "--devices", "2")
 TORCHRUN = ("job.launcher=torchrun",)
 CLIENTS = [
-    Client("Trainer, plain", "hf_trainer.py", (*SAVES, *STEPS), plain=True),
     Client("Trainer, SlurmtrainCallback", "hf_trainer_callback.py", (*SAVES, *STEPS)),
     Client("Trainer, CheckpointedTrainer", "hf_trainer.py", (*SAVES, *STEPS)),
     Client("Accelerate, plain", "accelerate_loop.py", SAVES, plain=True),
     Client("Accelerate, AcceleratorCheckpointer", "accelerate_loop.py", SAVES),
-    Client("Lightning, plain", "lightning_module.py", (*RANKS, *SAVES), plain=True),
     Client("Lightning, SlurmtrainCallback", "lightning_module.py", (*RANKS, *SAVES)),
-    Client("DeepSpeed ZeRO-2, plain", "deepspeed_zero.py", SAVES, plain=True),
     Client("DeepSpeed ZeRO-2, EngineCheckpoints", "deepspeed_zero.py", SAVES),
     # After a restart DDP adds up in another order, once. Its steps contract (learning rate times largest curvature: below 1),
     # so that roundings do not grow: in each of 60 steps 6 roundings of 2**-24 in each of 21 numbers below 2, as a norm: 1e-4.

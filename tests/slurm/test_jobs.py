@@ -265,6 +265,8 @@ def brief(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "_target_: paced.Paced\nvocab_size: 256\ndim: 16\nn_layers: 1\nn_heads: 2\nmax_seq_len: 64\n"
     )
     (project.path / "seal.py").write_text("raise ValueError('the seventh seal')\n")
+    (project.path / "bin").mkdir()
+    (project.path / "bin" / "srun").symlink_to("/bin/true")
     command = ["job=command", "requeue.max_attempts_without_progress=1", *ONE]
     hooks = [f"hooks.on_{event}='echo $SLURMTRAIN_EVENT $SLURMTRAIN_EXIT_CODE'" for event in ("failure", "finish")]
     words = {
@@ -277,7 +279,7 @@ def brief(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             "requeue.blame_threshold=0",
         ],
         # srun has been seen to leave with 0 where it had lost its ranks; this one never starts any.
-        "lost": [*command, "job.command=true", "cluster.setup=['srun() { :; }']"],
+        "lost": [*command, "job.command=true", f"cluster.setup=['PATH={project.path}/bin:$PATH']"],
         "set-up fails": [*command, "job.command=true", "cluster.setup=['export FINE=1','ls /no/such/folder']"],
         "variables": [
             *command,
@@ -547,13 +549,12 @@ def test_a_run_leaves_out_a_node_that_has_lost_its_run_directory(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bin").mkdir()
-    # The nodes of a sandbox share all folders: there, on that node, none can be made.
-    wrapper = tmp_path / "bin" / "mkdir"
+    # The nodes of a sandbox share all folders: on that of the first attempt, nothing can be written there any more.
+    wrapper = tmp_path / "bin" / "touch"
     wrapper.write_text(
         f"""#!/bin/bash
-folder="${{!#}}"
-if [[ "$folder" = */attempts/0002 ]] && grep -q "\\"$SLURMD_NODENAME\\"" "${{folder%2}}1/attempt.json"; then exit 1; fi
-exec {shutil.which("mkdir")} "$@"
+if [[ "$1" = */attempts ]] && grep -qs "\\"$SLURMD_NODENAME\\"" "$1/0001/attempt.json"; then exit 1; fi
+exec {shutil.which("touch")} "$@"
 """
     )
     wrapper.chmod(0o755)

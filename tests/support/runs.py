@@ -126,9 +126,9 @@ def judged(run: RunDir, number: int, exit_code: int, *, in_place: bool = False) 
 
 
 def started(run: RunDir) -> str:
-    """What a job is told to do for a run that SLURM starts: "go", "done", "end" or "elsewhere"."""
+    """What a job is told to do for a run that SLURM starts: "go", "done", "end" or, with another script, "resubmit"."""
     job = SlurmJob(run, None)
-    return begin.look(run, job.config, job.job_id, job.client)
+    return begin.look(run, job.config, job.job_id, job.client) or "go"
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Job:
         return {**self.record(number), "printed": told}
 
     def starts(self, *, restarts: int = 1) -> str:
-        """What a job is told to do that SLURM starts: "go", "done", "end" or "elsewhere"."""
+        """What a job is told to do that SLURM starts: "go", "done", "end" or "resubmit"."""
         self.monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         return started(self.run)
 

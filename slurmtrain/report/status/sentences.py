@@ -11,7 +11,6 @@ from slurmtrain.report.progress import at_about, read_progress
 from slurmtrain.report.status.queue import Queue, expected_start
 from slurmtrain.report.status.record import Record
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -148,14 +147,6 @@ def _queued_again(record: Record) -> str:
     )
 
 
-def _started_again(record: Record, last: Attempt) -> str:
-    """Return what to add if SLURM has started the job again after the run had ended; nothing if it has not."""
-    if not last.started_again or record.chain or record.packed:
-        return ""
-    times = "once more" if last.started_again == 1 else f"{last.started_again} times more"
-    return f"; SLURM then queued job {last.job_id} {times}{_why_again(record)}: it left as soon as it had started"
-
-
 def _why_again(record: Record) -> str:
     preempted = any(each.reason == Reason.PREEMPTED for each in record.attempts if each.job_id == record.job_id)
     return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
@@ -194,20 +185,25 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         if queued:
             return (
                 RunStatus.FAILED,
-                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log",
+                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log. {resume}",
             )
         return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
     if record.setup_failed is not None:
         return RunStatus.FAILED, read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
-        return RunStatus.FINISHED, f"{last.sentence or 'finished'}{_started_again(record, last)}"
+        return RunStatus.FINISHED, last.sentence or "finished"
     if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
-        return RunStatus.PRUNED, f"{last.sentence}{_started_again(record, last)}. {resume}"
+        return RunStatus.PRUNED, f"{last.sentence}. {resume}"
     if last.verdict == Verdict.END:
         resume = how_to_continue(record.run_dir, record.info, last.reason)
         stopped = (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED, Reason.FINISHED)
         word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
-        return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
+        return word, f"{last.sentence}. {resume}"
+    if last.verdict is None and last.said == LastWord.FINISHED:
+        return (
+            RunStatus.FINISHED,
+            f"attempt {last.number} finished, but its supervisor was killed before it recorded that",
+        )
     if record.cancelled(queued):
         if last.verdict is not None:
             return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"

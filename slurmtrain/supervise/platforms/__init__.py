@@ -45,9 +45,6 @@ class Platform(Protocol):
             The highest exit code of all ranks, 128 + n for a signal.
         """
 
-    def has_left(self) -> None:
-        """Take note that no rank is left: from here on nothing may interrupt this process or what it starts."""
-
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code; None if another attempt starts here."""
 

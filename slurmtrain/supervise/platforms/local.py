@@ -174,9 +174,6 @@ class ThisMachine:
             preexec_fn=_prepare_rank,
         )
 
-    def has_left(self) -> None:
-        """Signals end this process again, as any other."""
-
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Say how the attempt has ended; return the exit code, or None if another attempt begins."""
         ended = outcome.verdict is Verdict.END

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import shutil
@@ -17,14 +16,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
-from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError
+from slurmtrain.errors import EXIT_REQUEUE, ConfigError
 from slurmtrain.launch.dependencies import free_dependents
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.srun import explained_srun, srun_node_options
@@ -37,10 +36,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.supervise import begin, go_on, staging
-from slurmtrain.supervise.begin import Start
 from slurmtrain.supervise.platforms import rank_environment, working_directory
-
-log = logging.getLogger(__name__)
 
 STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
 GLANCE_S = 10  # how long SLURM may take to say how many nodes are left
@@ -82,13 +78,12 @@ class SlurmJob:
         """Return the exit code where nothing is left to do for the run, else None."""
         if self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1:
             return None
-        start = begin.look(self._run_dir, self.config, self.job_id, self.client)
-        if start is Start.ELSEWHERE and self._sharing == 1:
-            self.has_left()
-            self._go_on(self._run_dir.attempt_numbers()[-1])
+        over = begin.look(self._run_dir, self.config, self.job_id, self.client)
+        if over is Verdict.RESUBMIT and self._sharing == 1:
+            self.let_go_on([(self._run_dir, self._run_dir.attempt_numbers()[-1])])
             return EXIT_REQUEUE
         # Not 0 after another end, which would start jobs that wait for the success of this run.
-        return {Start.DONE: 0, Start.END: 1}.get(start)
+        return {Verdict.DONE: 0, Verdict.END: 1}.get(over) if over is not None else None
 
     def claim(self) -> int:
         """Claim the next attempt, for this job.
@@ -108,7 +103,6 @@ class SlurmJob:
 
     def run(self, number: int, nodes: Sequence[str]) -> int:
         """Start the ranks of an attempt and wait until every one has left: SLURM drains the node of a rank that lingers."""
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: None)  # and the default for srun, which passes it on
         attempt_dir = self._run_dir.attempt(number)
         threads = node_shape(self.config).threads // self._sharing
@@ -131,11 +125,9 @@ class SlurmJob:
             if self._ranks.poll() is None:
                 self._start_standby(attempt_dir.path, nodes, environment)
         code = self._ranks.wait()
-        return code if code >= 0 else 128 - code
-
-    def has_left(self) -> None:
-        """From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it."""
+        # From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return code if code >= 0 else 128 - code
 
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code of the job; None if the ranks start again in it.
@@ -151,8 +143,8 @@ class SlurmJob:
         code = 1 if code == 0 and verdict is not Verdict.DONE else code
         if verdict in (Verdict.REQUEUE, Verdict.RESUBMIT):
             if self._sharing == 1 or verdict is Verdict.RESUBMIT:
-                self._go_on(number)
-            code = EXIT_REQUEUE if self._sharing == 1 or verdict is Verdict.REQUEUE else 1
+                self.let_go_on([(self._run_dir, number)])
+            code = EXIT_REQUEUE
         elif self._sharing > 1 and code == EXIT_REQUEUE:
             code = 1
         self._tell_other_jobs(number, outcome)
@@ -160,9 +152,17 @@ class SlurmJob:
             _wait_or_kill(process)
         return code
 
-    def _go_on(self, number: int) -> None:
-        with environment_of(self._submitted):
-            continue_in_a_job([(self._run_dir, number)], self)
+    def let_go_on(self, runs: Sequence[tuple[RunDir, int]]) -> None:
+        """Let runs that share this job go on; a job that is submitted for them inherits the environment of the submission."""
+        own = dict(os.environ)
+        if self._submitted is not None:
+            os.environ.clear()
+            os.environ.update(self._submitted)
+        try:
+            go_on.go_on(runs, self.config, self.job_id, self.client)
+        finally:
+            os.environ.clear()
+            os.environ.update(own)
 
     def _tell_other_jobs(self, number: int, outcome: AttemptOutcome) -> None:
         """Tell the jobs that wait for this one, or for its run, what has become of it."""
@@ -173,7 +173,7 @@ class SlurmJob:
                 leave_out([self._run_dir], link, self.client)
         over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
         if self.config.requeue.mode == RequeueMode.CHAIN and over:
-            begin.cancel_rest(self._run_dir, self.job_id, self.client)
+            chain.cancel_rest(self._run_dir, self.job_id, self.client)
 
     def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
         """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch."""
@@ -182,8 +182,7 @@ class SlurmJob:
         if nodes:
             options = srun_node_options(cluster, len(nodes), nodes)
         elif cluster.node_range.elastic:
-            there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) - cluster.spare_nodes
-            sizes = usable_sizes(self.config)
+            there, sizes = self._allocated - cluster.spare_nodes, usable_sizes(self.config)
             options = srun_node_options(cluster, max([size for size in sizes if size <= there], default=sizes[0]))
         elif cluster.spare_nodes:
             options = srun_node_options(cluster, cluster.node_range.most)
@@ -202,21 +201,15 @@ class SlurmJob:
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""
         if self._cluster.stage.wanted:
-            options = [
-                *["--no-kill"] * self._keeps_nodes,
-                "--kill-on-bad-exit=0",
-                "--wait=0",
-                *_on_nodes(self._allocated),
-            ]
+            options = ["--no-kill"] if self._keeps_nodes else []
+            options += ["--kill-on-bad-exit=0", "--wait=0", *_on_nodes(self._allocated)]
             self._staged = staging.stage(self._run_dir, self.config, number, lambda words: self._beside(options, words))
         if self._keeps_nodes:
             # If the node of this process fails, nothing is left that would start the ranks again or end the job.
             last = expand_nodelist(os.environ["SLURM_JOB_NODELIST"])[-1]
             words = ["--watch", own_node_name() or "", "--job", self.job_id]
-            self._beside(
-                ["--no-kill", "--nodes=1", "--ntasks=1", f"--nodelist={last}"],
-                [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path), *words],
-            )
+            words = [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path), *words]
+            self._beside(["--no-kill", "--nodes=1", "--ntasks=1", f"--nodelist={last}"], words)
 
     def _beside(self, options: Sequence[str], words: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start processes beside the ranks, without GPUs and memory of their own."""
@@ -231,12 +224,9 @@ class SlurmJob:
 
     def _remove(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start to remove folders from each node that the job still has."""
-        count = None
-        if self._keeps_nodes:
-            count = self.client.glance(
-                ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%D"], within_s=GLANCE_S
-            )
-        return self._beside([*_on_nodes(int(count or self._allocated)), "--output=none"], words)
+        ask = ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%D"]
+        left = self.client.glance(ask, within_s=GLANCE_S) if self._keeps_nodes else None
+        return self._beside([*_on_nodes(int(left or self._allocated)), "--output=none"], words)
 
     def _clean_up(self, code: int) -> list[subprocess.Popen[bytes]]:
         """End what waits beside the ranks, and remove from the nodes what nothing else would; return what still does so."""
@@ -289,38 +279,3 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(CLEAN_UP_S)
     process.kill()
-
-
-def continue_in_a_job(runs: Sequence[tuple[RunDir, int]], job: SlurmJob) -> None:
-    """Let runs go on that share a job; by a plain requeue where that fails because of an error of ours."""
-    try:
-        go_on.go_on(runs, job.config, job.job_id, job.client)
-        return
-    except ClusterError as error:
-        log.error("%s", error)
-    except Exception:
-        log.exception("job %s cannot go on as it should", job.job_id)
-        facts = job.client.job(job.job_id)
-        if facts is not None and facts.restarts > own_restart_count():
-            return
-        if job.config.requeue.mode == RequeueMode.REQUEUE:
-            with contextlib.suppress(ClusterError):
-                job.client.requeue(job.job_id)
-                return
-    log.error("no new job was submitted; continue with: %s", ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs))
-
-
-@contextlib.contextmanager
-def environment_of(variables: Mapping[str, str] | None) -> Iterator[None]:
-    """Give this process these variables for a while, since the next job inherits them; None: leave its own."""
-    if variables is None:
-        yield
-        return
-    own = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(own)

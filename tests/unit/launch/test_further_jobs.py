@@ -17,12 +17,12 @@ from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.launch.directives import without_past
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.supervise.platforms.slurm import SlurmJob, continue_in_a_job
-from tests.support.fake_slurm import FakeSlurm
+from slurmtrain.supervise.platforms.slurm import SlurmJob
+from tests.support.fake_slurm import UNREACHABLE, FakeSlurm
 from tests.support.runs import add_attempt, judged, no_waiting, started, submitted_run
 
 Make = Callable[..., RunDir]
@@ -58,7 +58,7 @@ def status(run: RunDir, capsys: Out) -> str:
 def continues(monkeypatch: pytest.MonkeyPatch, *runs: RunDir) -> None:
     """Job 100 of these runs lets them go on after their first attempts."""
     monkeypatch.setenv("SLURM_JOB_ID", "100")
-    continue_in_a_job([(run, 1) for run in runs], SlurmJob(runs[0], None, sharing=len(runs)))
+    SlurmJob(runs[0], None, sharing=len(runs)).let_go_on([(run, 1) for run in runs])
 
 
 # requeue.mode=resubmit.
@@ -103,11 +103,12 @@ def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(
 ) -> None:
     run = make(job_ids=("100",))
     stopped(run, "requeue", sentence="preempted; it is requeued")
-    slurm.fail("scontrol")
+    for command in ("scontrol", "sbatch"):
+        slurm.fail(command, UNREACHABLE)
     no_waiting(monkeypatch)
     continues(monkeypatch, run)
     last = attempts.read_attempt(run, 1)
-    assert last.verdict == "end" and "could not be requeued" in (last.sentence or "")
+    assert last.verdict == "end" and "no new job could be submitted" in (last.sentence or "")
 
 
 def test_every_run_of_a_pack_has_its_bad_nodes_left_out(
@@ -226,23 +227,28 @@ def test_a_finished_chain_is_finished_whatever_is_left_of_it_in_the_queue(
     assert slurm.calls("scancel") == ["scancel 103 102"]
 
 
-def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(make: Make, slurm: FakeSlurm) -> None:
+def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = chained(make, slurm)
-    assert chain.ended_before(run) is None
+    monkeypatch.setenv("SLURM_JOB_ID", "103")
+    assert started(run) == "go"
     stopped(run, "next", job_id="101")
-    assert chain.ended_before(run) is None
+    assert started(run) == "go"
     stopped(run, "end", job_id="102")
-    assert chain.ended_before(run) is Verdict.END
-    run.update_info(chain=["201", "202"], chain_after=2)  # resumed
-    assert chain.ended_before(run) is None
+    assert started(run) == "end"
+    run.update_info(chain=["201", "202"], chain_after=2, job_ids=[*CHAIN, "201", "202"])  # resumed
+    assert started(run) == "end"  # of the chain before
+    monkeypatch.setenv("SLURM_JOB_ID", "202")
+    assert started(run) == "go"
     (run.attempt(run.new_attempt()).path / "setup-failed").write_text("set-up failed")
-    assert chain.ended_before(run) is Verdict.END
+    assert started(run) == "end"
     stopped(run, "next", job_id="201")
-    assert chain.ended_before(run) is None
+    assert started(run) == "go"
     write_request(run, RunAction.CANCEL)  # when no rank was at work
-    assert chain.ended_before(run) is Verdict.END
+    assert started(run) == "end"
     stopped(run, "done", job_id="201")
-    assert chain.ended_before(run) is Verdict.DONE
+    assert started(run) == "done"
 
 
 def test_a_job_with_nothing_left_to_do_takes_the_rest_of_its_chain_out_of_the_queue(

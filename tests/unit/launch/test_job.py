@@ -256,7 +256,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     "scancelled before the requeue": (
         Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", "scancel 101")),
-        *(75, "CANCELLED", "end", "; cancelled by scancel before it was requeued"),
+        *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
     ),
     "cancelled before the next job": (
         Job(
@@ -268,7 +268,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     "scancelled before the next job": (
         Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.meanwhile("sbatch", "scancel 101")),
-        *(75, "CANCELLED", "end", "; cancelled by scancel before it was submitted again"),
+        *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
     ),
     # Nothing can be recorded of this attempt. A stop is a stop all the same, and a cancel a cancel.
     "unrecorded": (Job(BREAK + "exit 75"), 75, "PENDING", "", "told to stop by a signal; it is requeued"),
@@ -549,7 +549,7 @@ def test_a_job_that_was_to_go_on_does_nothing_where_the_one_before_has_been_scan
         done = job.slurm.finish(process, "102")
         assert done.returncode == code, done.stdout
         assert len(job.attempts()) == (2 if code == 75 else 1)
-        cancelled = str(job.attempts()[0]["sentence"]).endswith("; cancelled by scancel before its next job began")
+        cancelled = str(job.attempts()[0]["sentence"]).endswith("; cancelled by scancel before it started again")
         assert cancelled == (code == 1)
 
 

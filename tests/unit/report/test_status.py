@@ -103,6 +103,24 @@ STATES: list[tuple[str, list[dict[str, Any]], tuple[str, ...] | None, dict[str, 
     ("requeued", [ended("requeue")], ("PENDING", "BeginTime"), {}, ("requeued", True), "crashed: x"),
     ("held", [ended("requeue")], ("PENDING", "JobHeldUser"), {}, ("held", True), ""),
     ("job gone without a word", [running()], None, {}, ("lost", False), ""),
+    # The supervisor was killed, by which SLURM ends the job
+    (
+        "saved",
+        [running(said="stopped", last_step=12)],
+        ("FAILED",),
+        {},
+        ("lost", False),
+        f"attempt 1 was saved at step 12, but its supervisor was killed; `resume {RUN_ID}` continues it",
+    ),
+    (
+        "finished",
+        [running(said="finished")],
+        ("FAILED",),
+        {},
+        ("finished", False),
+        "attempt 1 finished, but its supervisor was killed before it recorded that",
+    ),
+    ("killed before it began", [], ("FAILED",), {}, ("failed", False), f"slurm-*.log. `resume {RUN_ID}` continues it"),
     (
         "set-up lost its node",
         [NOT_OPENED],
@@ -254,18 +272,6 @@ def test_a_request_of_an_earlier_attempt_cancels_nothing(job: Job) -> None:
     job.run.request_file.write_text('{"action": "cancel", "time": 1.0}')
     job.attempt(**ended("requeue"))
     assert said()[0] == "lost"
-
-
-@pytest.mark.parametrize(("verdict", "preempted"), [("done", True), ("end", False)])
-def test_a_start_after_the_end_is_told(verdict: str, preempted: bool, job: Job) -> None:
-    job.attempt(**ended("requeue", reason="preempted" if preempted else "crash"))
-    job.attempt(**ended(verdict, restart=1, sentence="it was so"))
-    job.is_on("n0")
-    assert job.starts(restarts=2) == verdict
-    queue(job, "COMPLETED")
-    why = ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
-    assert f"SLURM then queued job 7 once more{why}: it left as soon as it had started" in sentence()
-    assert len(shown("status", RUN_ID)["attempts"]) == 2
 
 
 # What the verbs tell SLURM.

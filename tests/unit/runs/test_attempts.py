@@ -78,39 +78,6 @@ def test_a_run_crashes_goes_on_in_its_job_is_requeued_and_finishes_and_its_job_h
     assert len(shown("status", "last")["attempts"]) == 3
 
 
-WITHOUT_SRUN = """
-if [ $SLURMTRAIN_ATTEMPT = 1 ]; then
-    $PYTHON -m slurmtrain progress 65 --of 160
-    setsid bash goes_on.sh > /dev/null 2>&1 &
-    kill -9 $(cut -d " " -f 4 /proc/$PPID/stat)
-    wait
-fi
-"""
-GOES_ON = """
-until grep -q '"reason": "' $SLURMTRAIN_RUN_DIR/attempts/0001/attempt.json; do sleep 0.1; done
-$PYTHON -m slurmtrain progress 160 --of 160
-touch done
-"""
-
-
-def test_steps_that_ranks_have_done_without_their_srun_are_those_of_their_attempt(
-    project: Path, slurm: FakeSlurm
-) -> None:
-    """Somebody, or a node short of memory, has killed srun alone; the record of the attempt is complete at once."""
-    for name, text in (("p.sh", WITHOUT_SRUN), ("goes_on.sh", GOES_ON)):
-        (project / name).write_text(text.replace("$PYTHON", sys.executable))
-    words = ["job=command", "job.command=bash p.sh", "job.snapshot=none", "requeue.in_place=false"]
-    one_node = ["cluster.nodes=1", "job.finished_when=0"]
-    assert main([*TWO_NODES.split(), *one_node, *words, "submit"]) == 0
-    assert slurm.run("101").returncode == 75
-    give_up = time.monotonic() + 60
-    while not (project / "done").exists() and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert slurm.run("101").returncode == 0
-    first, second = shown("status", "last")["attempts"]
-    assert (first["last_step"], second["last_step"]) == (160, 160) and second["reason"] == "finished"
-
-
 # How an attempt ends.
 
 PREEMPTED_BY_LOG = "[{at}.008] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***\n"  # as 25.05 writes it
@@ -386,19 +353,6 @@ def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(jo
     job.is_on("n0", job_id="8")
     assert job.starts() == "go"
     assert job.record(number)["reason"] == "cancelled"
-
-
-@pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize("reason", ["superseded", "config"])
-def test_what_an_earlier_job_with_the_same_id_was_told_ends_no_later_one(job: Job, reason: str, again: bool) -> None:
-    """SLURM's ids begin anew on a cluster that is set up again."""
-    job.files.event(0, "submitted", job_id="7")
-    job.attempt(reason=reason, verdict="end", sentence="x")
-    job.files.event(1, "attempt ended", 1)
-    if again:
-        job.files.event(2, "submitted", job_id="7")
-        assert job.starts(restarts=0) == "go"
-    assert job.starts() == ("go" if again else "end")
 
 
 # Attempts that ended without a word: the next start of the job closes them.
@@ -691,8 +645,7 @@ def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, 
     if "stopped" in what:
         fields |= {"said": "stopped", "cause": "SIGTERM"}
     left = {"failed-1.json": failure("python ended with signal 9 (SIGKILL)", 137, 1)}
-    again = "nobody" not in what
-    assert job.ends(job.attempt(left, **fields), 137, in_place=again)["verdict"] == verdict
+    assert job.ends(job.attempt(left, **fields), 137, in_place="nobody" not in what)["verdict"] == verdict
 
 
 @pytest.mark.parametrize(

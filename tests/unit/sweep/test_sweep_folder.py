@@ -16,17 +16,15 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.runs import staging_dir
-from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.supervise.begin import ended_before
 from slurmtrain.sweep import create, jobs
 from slurmtrain.sweep import folder as sweeps
 from slurmtrain.sweep.folder import note_jobs
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, no_waiting, shown
+from tests.support.runs import add_attempt, no_waiting, shown, started
 
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
@@ -325,7 +323,7 @@ def test_a_sweep_that_was_cut_short_while_it_was_halved_loses_no_run(
 
 @pytest.mark.parametrize(("later_s", "job_ids"), [(60.0, ["101_0", "3_0"]), (-60.0, ["3_0", "101_0"])])
 def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
-    later_s: float, job_ids: list[str], project: Path, slurm: FakeSlurm
+    later_s: float, job_ids: list[str], project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids begin anew on a cluster that is set up again. The latest is the one that may work; the others leave at once."""
     assert main(SWEEP) == 0
@@ -336,4 +334,7 @@ def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
     note_jobs(sweep, 0)
     note_jobs(sweep, 0)
     assert run.info()["job_ids"] == job_ids
-    assert ended_before(run, job_ids[-1], 0) is None and ended_before(run, job_ids[0], 0) is Verdict.END
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    for job_id, told in zip(job_ids, ("end", "go"), strict=True):
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", job_id.removesuffix("_0"))
+        assert started(run) == told
