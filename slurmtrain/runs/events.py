@@ -43,7 +43,6 @@ class Event(StrEnum):
     KILLED_AFTER_GRACE = "killed after the grace time"  # the user's own program, which was told to stop
     FIRST_REPORT = "first report"  # of progress by the user's own program, in an attempt
     NOT_STARTED_AGAIN = "not started again"
-    HOOK_STARTED = "hook started"
     HOOK_ENDED = "hook ended"
 
     # Training.

@@ -43,7 +43,6 @@ def run_hook(run_dir: RunDir, number: int) -> None:
         log_file = run_dir.attempt(number).hook_log.open("x")
     except FileExistsError:  # it has run, or is running
         return
-    run_dir.event(Event.HOOK_STARTED, attempt=number, hook=name)
     try:
         secrets.take(config.secrets)
         outcome, output = _run(command, config.hooks.timeout_s, run_dir, attempt, name)
