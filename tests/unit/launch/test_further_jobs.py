@@ -17,6 +17,7 @@ from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.launch.directives import without_past
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
@@ -95,6 +96,18 @@ def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted(
     assert attempts.read_attempt(run, 1).verdict == "resubmit"
 
 
+def test_the_job_of_a_supervisor_that_was_killed_while_it_submitted_is_found_and_no_second_one_submitted(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit")
+    run.event(Event.SUBMITTING, token=f"{run.id}:1")
+    slurm.add("101", comment=f"slurmtrain:{run.id}:1")
+    no_waiting(monkeypatch)
+    continues(monkeypatch, run)
+    assert not slurm.calls("sbatch") and run.info()["job_ids"] == ["100", "101"]
+
+
 # requeue.mode=requeue.
 
 
@@ -105,7 +118,7 @@ def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(
     stopped(run, "requeue", sentence="preempted; it is requeued")
     for command in ("scontrol", "sbatch"):
         slurm.fail(command, UNREACHABLE)
-    no_waiting(monkeypatch)
+    no_waiting(monkeypatch, times=30)
     continues(monkeypatch, run)
     last = attempts.read_attempt(run, 1)
     assert last.verdict == "end" and "no new job could be submitted" in (last.sentence or "")
