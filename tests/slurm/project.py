@@ -19,6 +19,8 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import process
+from tests.support.children import children
 from tests.support.local_runs import without_timing
 from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors

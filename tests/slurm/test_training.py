@@ -398,7 +398,8 @@ def command(pid: int) -> bytes:
 
 def test_the_time_limit_saves_requeues_and_finishes(scenes: Scenes) -> None:
     run = scenes[time_limited].result()
-    assert [attempt.reason for attempt in run.attempts()] == ["time limit", "finished"]
+    *limited, last = [attempt.reason for attempt in run.attempts()]  # a busy machine needs more than two attempts
+    assert {*limited} == {"time limit"} and last == "finished"
     assert_steps_join(run, total=150)
 
 
