@@ -19,6 +19,8 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import process
+from tests.support.children import children
 from tests.support.local_runs import without_timing
 from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors
@@ -169,7 +171,9 @@ class Run:
         """The batch process of its job, and then the srun of its ranks."""
         path = str(self.run_dir.path)
         supervise = [pid for pid in process.stats() if f" supervise {path}" in process.command_line(pid)]
-        (batch,) = (pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd"))
+        (batch,) = (
+            pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd")
+        )
         return [batch, *(pid for pid in children(batch) if process.command_line(pid).startswith("srun "))]
 
     def tensors(self) -> dict[str, torch.Tensor]:
