@@ -171,7 +171,9 @@ class Run:
         """The batch process of its job, and then the srun of its ranks."""
         path = str(self.run_dir.path)
         supervise = [pid for pid in process.stats() if f" supervise {path}" in process.command_line(pid)]
-        (batch,) = (pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd"))
+        (batch,) = (
+            pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd")
+        )
         return [batch, *(pid for pid in children(batch) if process.command_line(pid).startswith("srun "))]
 
     def tensors(self) -> dict[str, torch.Tensor]:

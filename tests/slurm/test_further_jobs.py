@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +81,17 @@ def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finish
         run.cluster.wait_for(link, "CANCELLED")
     run.cluster.wait_for(chain[1], "COMPLETED")
     assert "the next job of the chain continues" in run.status()
+    assert_counted_once(run, STEPS)
+
+
+def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_was_killed(project: Project) -> None:
+    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n2")
+    run.wait_for_step(3)
+    os.kill(run.supervisor_pids()[0], signal.SIGKILL)
+    run.finish()
+    first, second = run.attempts()
+    assert [first.job_id, second.job_id] == jobs(run) and second.reason == "finished"
+    assert (first.reason, first.verdict) == ("asked", "restarting")
     assert_counted_once(run, STEPS)
 
 

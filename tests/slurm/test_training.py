@@ -103,6 +103,38 @@ def broken(project: Project, lane: Lane) -> Run:
     return run
 
 
+class Orphaned(NamedTuple):
+    """A run whose supervisor is killed, and after it is resumed its srun.
+
+    Attributes:
+        state: of the job, after the first.
+        said: by `status` then.
+        left: the ranks that had outlived it.
+    """
+
+    run: Run
+    state: str
+    said: str
+    left: list[int]
+
+
+def orphaned(project: Project, lane: Lane) -> Orphaned:
+    """Both by SIGKILL, while the ranks train."""
+    run = project.submit(*LONG, *PAIR, nodes=pair(lane))
+    run.wait_for_step(13)
+    ranks = run.rank_pids()
+    os.kill(run.supervisor_pids()[0], signal.SIGKILL)
+    state = run.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED", "CANCELLED"})["JobState"]
+    left = [pid for pid in ranks if lives(pid)]
+    said = run.status()
+    run.cli("resume", run.run_dir.id)
+    wait_for_steps_of(run, 2)
+    os.kill(run.supervisor_pids()[1], signal.SIGKILL)
+    run.wait_for_attempt(3)
+    run.finish()
+    return Orphaned(run, state, said, left)
+
+
 def killed_in_a_save(project: Project, lane: Lane) -> tuple[Run, Path]:
     """All ranks are, in a save that the model's module, which is the user's, holds just before its commit."""
     held = project.path.parent / "held"
@@ -231,7 +263,7 @@ def time_limited(project: Project, node: str) -> Run:
 
 
 SCENES: tuple[Callable[[Project, Lane], object], ...] = (
-    *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied),
+    *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied, orphaned),
 )
 SCENES_ON_ONE_NODE: tuple[Callable[[Project, str], object], ...] = (cancelled, told_too_early)
 Scenes = dict[Callable[..., object], Future[Any]]
@@ -333,6 +365,25 @@ def test_what_breaks_a_run_changes_no_bit_and_its_time_is_told(scenes: Scenes) -
     assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == any(again)
     assert 7 < spent.seconds[Cause.HUNG] < 60  # after 8 s at least, and then the processes beside them have to find out
     assert spent.lost_s["hang"] > spent.seconds[Cause.HUNG]
+
+
+def test_ranks_whose_supervisor_is_killed_save_and_leave_and_resume_goes_on_there(scenes: Scenes) -> None:
+    run, state, said, left = scenes[orphaned].result()
+    first, second = run.attempts()[:2]
+    saved = first.committed_step
+    assert (state, left, second.first_step) == ("FAILED", [], saved) and saved is not None and saved >= 13
+    words = (
+        f"attempt 1 was saved at step {saved}, but its supervisor was killed; `resume {run.run_dir.id}` continues it"
+    )
+    assert words in said
+
+
+def test_ranks_whose_srun_is_killed_are_recorded_with_the_steps_that_they_have_done(scenes: Scenes) -> None:
+    run = scenes[orphaned].result().run
+    second, third = run.attempts()[1:3]
+    assert third.first_step == second.committed_step
+    assert (second.last_step or 0) >= (second.first_step or 0) + 3
+    assert_same_bits(run, scenes[undisturbed].result())
 
 
 def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(scenes: Scenes) -> None:
