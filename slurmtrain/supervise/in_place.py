@@ -39,7 +39,7 @@ def with_allocation(evidence: Evidence, attempt: Attempt, client: SlurmClient) -
     """Add what SLURM says of the nodes of this job, once the processes of the attempt are gone from them."""
     if evidence.facts is None or evidence.facts.state != JobState.RUNNING:
         return evidence
-    gone = _is_gone(attempt.step_id, client)
+    gone = is_gone(attempt.step_id, client)
     facts = client.job(attempt.job_id or own_job_id() or "")  # that may have taken a while
     evidence = dataclasses.replace(evidence, facts=facts, step_left=not gone)
     if facts is None or not facts.nodes:
@@ -71,7 +71,7 @@ def _node_states(nodes: str, client: SlurmClient) -> dict[str, str]:
     return states
 
 
-def _is_gone(step_id: str | None, client: SlurmClient) -> bool:
+def is_gone(step_id: str | None, client: SlurmClient) -> bool:
     """Wait until the step of the ranks is gone, at most STEP_GONE_S, and return whether it is, or cannot be seen."""
     give_up = time.monotonic() + STEP_GONE_S
     try:

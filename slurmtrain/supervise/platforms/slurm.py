@@ -23,7 +23,7 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
-from slurmtrain.errors import EXIT_REQUEUE, ConfigError
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError
 from slurmtrain.launch.dependencies import free_dependents
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.srun import explained_srun, srun_node_options
@@ -35,7 +35,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.supervise import begin, go_on, staging
+from slurmtrain.supervise import begin, go_on, in_place, staging
 from slurmtrain.supervise.platforms import rank_environment, working_directory
 
 STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
@@ -125,6 +125,11 @@ class SlurmJob:
             if self._ranks.poll() is None:
                 self._start_standby(attempt_dir.path, nodes, environment)
         code = self._ranks.wait()
+        step = read_attempt(self._run_dir, number).step_id if code == -signal.SIGKILL else None
+        if step is not None:  # srun itself was killed, so nobody else would tell its ranks to save and leave
+            with contextlib.suppress(ClusterError):  # they have left by themselves
+                self.client.cancel(step)
+            in_place.is_gone(step, self.client)
         # From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return code if code >= 0 else 128 - code
