@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,8 +27,6 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--job", default="", help="with --watch: the job")
     options = parser.parse_args(words)
     run_dirs = [RunDir(path) for path in options.run_dir]
-    for run_dir in run_dirs:
-        require_own(run_dir)
     if options.hook is not None:
         from slurmtrain.supervise.hooks import run_hook
 
@@ -44,6 +43,7 @@ def main(verb: str, words: list[str]) -> int:
         from slurmtrain.supervise.packed import supervise_together
 
         return supervise_together(run_dirs, submitted, options.set_up_failed)
+    require_own(run_dirs[0])
     from slurmtrain.supervise.loop import supervise
     from slurmtrain.supervise.platforms.slurm import SlurmJob
 
@@ -51,7 +51,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _read_environment(descriptor: int) -> Mapping[str, str]:
-    """Return the variables that `env -0` has written there. They are kept in memory only: there may be secrets among them."""
+    """Return the variables of `env -0`, in base64. They are kept in memory only: there may be secrets among them."""
     with os.fdopen(descriptor, "rb") as file:
-        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+        pairs = [entry.partition(b"=") for entry in b64decode(file.read(), validate=True).split(b"\0") if entry]
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

@@ -117,7 +117,11 @@ def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.
     if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
         return []
     words = ["-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)]
-    return [subprocess.Popen([sys.executable, *words])]
+    try:
+        return [subprocess.Popen([sys.executable, *words])]
+    except OSError as error:
+        log.warning("the hook of attempt %d cannot be started: %s", number, error)
+        return []
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
 
-from slurmtrain.errors import EXIT_CONFIG
+from slurmtrain.choices import RequeueMode
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.finish import finish_attempt, start_hook
 from slurmtrain.supervise.platforms import Platform
@@ -31,11 +35,18 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
             left_with = platform.run(number, outcome.nodes if outcome is not None else ())
         else:
             print(f"slurmtrain: {set_up_failure}", file=sys.stderr)
-            run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
+            with contextlib.suppress(OSError):  # a full disk
+                run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
             left_with = EXIT_CONFIG
-        outcome = finish_attempt(
-            run_dir, number, left_with, platform.config, platform.client, can_start_again=platform.can_start_again
-        )
+        try:
+            outcome = finish_attempt(
+                run_dir, number, left_with, platform.config, platform.client, can_start_again=platform.can_start_again
+            )
+        except Exception:  # an error of ours, which must not lose a run that was only stopped
+            log.exception("attempt %d of run %s cannot be judged", number, run_dir.id)
+            mode = platform.config.requeue.mode
+            stopped = left_with == EXIT_REQUEUE and mode in (RequeueMode.REQUEUE, RequeueMode.RESUBMIT)
+            outcome = AttemptOutcome(Reason.ASKED, Verdict(mode) if stopped else Verdict.END, f"exit code {left_with}")
         log.info("run %s, attempt %d: %s", run_dir.id, number, outcome.sentence)
         code = platform.go_on(number, outcome, left_with)
         hooks += start_hook(run_dir, number, platform.config)

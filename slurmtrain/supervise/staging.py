@@ -171,7 +171,7 @@ def archive_of(prefix: Path, folder: Path) -> Path:
     temporary = temporary_beside(archive)
     try:
         pack = ["tar", "-C", str(prefix), *(f"--exclude={path}" for path in OF_CONDA_ALONE), "-cf", str(temporary), "."]
-        if subprocess.run(pack).returncode > 1:  # 1: a file was compiled or removed meanwhile
+        if subprocess.run(pack).returncode not in (0, 1):  # 1: a file was compiled or removed meanwhile
             raise ConfigError(f"cluster.stage.environment: {prefix} cannot be packed")
         for before in folder.glob(f"{of_prefix}-*.tar"):
             before.unlink(missing_ok=True)

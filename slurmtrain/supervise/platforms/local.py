@@ -113,7 +113,8 @@ class ThisMachine:
         sys.stdout.flush()
         # On a full disk, or where nobody reads any more (`submit | head`), tee reads on: a rank whose output nobody reads
         # waits for ever in its next print. Ctrl-C does not reach tee, which has a session of its own.
-        show = subprocess.Popen(["tee", "-p", attempt_dir.rank_log(0)], stdin=subprocess.PIPE, start_new_session=True)
+        shows = ["bash", "-c", 'trap "" PIPE; tee -p "$1"; exec cat >/dev/null', "show", str(attempt_dir.rank_log(0))]
+        show = subprocess.Popen(shows, stdin=subprocess.PIPE, start_new_session=True)
         assert show.stdin is not None
         with show.stdin:
             ranks = [self._start(number, 0, show.stdin)]
@@ -124,9 +125,7 @@ class ThisMachine:
         kill_at = math.inf
         while len(codes) < len(ranks):
             if caught:
-                self.config = dataclasses.replace(
-                    self.config, requeue=dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
-                )
+                self._stop_for_good()
                 _signal(ranks, caught.pop(0))
             if time.monotonic() > kill_at:
                 end_sessions([process.pid for process in ranks])
@@ -148,7 +147,13 @@ class ThisMachine:
             show.wait(OUTPUT_S)
         except subprocess.TimeoutExpired:
             log.warning("the output of rank 0 does not end: what it has started lives on, or nobody reads it")
+        if caught:
+            self._stop_for_good()
         return max(codes.values())
+
+    def _stop_for_good(self) -> None:
+        never = dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
+        self.config = dataclasses.replace(self.config, requeue=never)
 
     def _start(self, number: int, rank: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
         shape = node_shape(self.config)

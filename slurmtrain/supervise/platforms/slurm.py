@@ -23,12 +23,12 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
-from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch.dependencies import free_dependents
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import chain
-from slurmtrain.runs.attempts import read_attempt
+from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -56,19 +56,22 @@ class SlurmJob:
             submitted: the environment of the submission, for the next job; None: that of this process.
             sharing: runs that share the job (sweep.pack).
         """
-        self.config = load_frozen(run_dir.config_file, with_secrets=False)
         self.client = SlurmClient()
-        self.can_start_again = self.config.requeue.starts_in_place
         self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
         self.job_id = own_job_id() or ""
-        self._cluster = as_started(self.config).cluster
-        spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
-        self._keeps_nodes = spare and self.can_start_again and sharing == 1
+        self._read_config()
         self._ranks: subprocess.Popen[bytes] | None = None
         self._standby: subprocess.Popen[bytes] | None = None
         self._standby_log = Path(os.devnull)
         self._starts = 0
         self._staged: dict[str, str] = {}
+
+    def _read_config(self) -> None:
+        self.config = load_frozen(self._run_dir.config_file, with_secrets=False)
+        self.can_start_again = self.config.requeue.starts_in_place
+        self._cluster = as_started(self.config).cluster
+        spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
+        self._keeps_nodes = spare and self.can_start_again and self._sharing == 1
 
     @functools.cached_property
     def _workdir(self) -> Path:
@@ -82,6 +85,7 @@ class SlurmJob:
         if over is Verdict.RESUBMIT and self._sharing == 1:
             self.let_go_on([(self._run_dir, self._run_dir.attempt_numbers()[-1])])
             return EXIT_REQUEUE
+        self._read_config()  # a change that waited for this start has been made
         # Not 0 after another end, which would start jobs that wait for the success of this run.
         return {Verdict.DONE: 0, Verdict.END: 1}.get(over) if over is not None else None
 
@@ -93,12 +97,13 @@ class SlurmJob:
         """
         try:
             number = self._run_dir.new_attempt()
-            # A cancel from now on is meant for this attempt.
-            claim = f"{self.job_id} {own_restart_count()} {time.time()}\n"
-            self._run_dir.attempt(number).claim_file.write_text(claim)
         except OSError as error:
             where = f"{error.filename or self._run_dir.attempts} on {socket.gethostname()}"
             raise ConfigError(f"cannot create {where}: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # a full disk
+            # A cancel from now on is meant for this attempt.
+            claim = f"{self.job_id} {own_restart_count()} {time.time()}\n"
+            self._run_dir.attempt(number).claim_file.write_text(claim)
         return number
 
     def run(self, number: int, nodes: Sequence[str]) -> int:
@@ -119,20 +124,27 @@ class SlurmJob:
                 )
         assert self._ranks is not None
         if self.config.requeue.standby_ranks:
-            while self._ranks.poll() is None and read_attempt(self._run_dir, number).stepping is None:
+            while self._ranks.poll() is None and self._record(number).stepping is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._ranks.wait(STEPPING_POLL_S)
             if self._ranks.poll() is None:
                 self._start_standby(attempt_dir.path, nodes, environment)
         code = self._ranks.wait()
-        step = read_attempt(self._run_dir, number).step_id if code == -signal.SIGKILL else None
+        step = self._record(number).step_id if code == -signal.SIGKILL else None
         if step is not None:  # srun itself was killed, so nobody else would tell its ranks to save and leave
             with contextlib.suppress(ClusterError):  # they have left by themselves
-                self.client.cancel(step)
+                self.client.signal(step, "TERM")
             in_place.is_gone(step, self.client)
         # From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return code if code >= 0 else 128 - code
+
+    def _record(self, number: int) -> Attempt:
+        """Return the record of an attempt, an empty one if it cannot be read now: that is no reason to leave the ranks."""
+        try:
+            return read_attempt(self._run_dir, number)
+        except (OSError, SlurmtrainError):
+            return Attempt(number)
 
     def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code of the job; None if the ranks start again in it.
@@ -181,7 +193,10 @@ class SlurmJob:
             chain.cancel_rest(self._run_dir, self.job_id, self.client)
 
     def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
-        """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch."""
+        """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch.
+
+        Without an srun on PATH, `env` says so and leaves with 127.
+        """
         cluster, version = self._cluster, self.client.version() if "%" in str(attempt_dir) else None
         options: list[str] = []
         if nodes:
@@ -201,7 +216,7 @@ class SlurmJob:
             standby=standby,
             version=version,
         )
-        return [word for each in explained for word in each.words]
+        return ["env", *(word for each in explained for word in each.words)]
 
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""
@@ -221,7 +236,9 @@ class SlurmJob:
         shared = ["--overlap", "--cpus-per-task=1", "--mem=0", "--gres=none", *options]
         variables = {name: value for name, value in os.environ.items() if name not in NOT_BESIDE}
         variables["SLURM_EXPORT_ENV"] = "ALL"
-        return subprocess.Popen(["srun", *shared, *words], cwd=self._workdir, env=variables, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            ["env", "srun", *shared, *words], cwd=self._workdir, env=variables, stdin=subprocess.DEVNULL
+        )
 
     @property
     def _allocated(self) -> int:
