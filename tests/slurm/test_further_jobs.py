@@ -88,6 +88,7 @@ def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_
     run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n2")
     run.wait_for_step(3)
     os.kill(run.supervisor_pids()[0], signal.SIGKILL)
+    run.cluster.wait_for(jobs(run)[0], "FAILED")
     run.finish()
     first, second = run.attempts()
     assert [first.job_id, second.job_id] == jobs(run) and second.reason == "finished"

@@ -36,10 +36,14 @@ echo "$SLURMTRAIN_ATTEMPT" >>begun
 echo $(($(wc -l <steps) + 1)) >>steps
 [ -e last ] || exit 75
 """
-# By requeue.mode, the changes of the loop before which supervisors are killed: the first one's, and how much later that of each
-# following job, until one gets to the end of the loop. A run that is never started again has finished in its first attempt.
-POINTS = (("requeue", 1, 2), ("resubmit", 2, 3), ("off", 2, 5), ("off", 4, 6))
-CANCELLED_AT = (("requeue", 4, 5), ("resubmit", 12, 5))
+# By requeue.mode, the changes of the loop before which supervisors are killed: whether those before the ranks start or after
+# it, the first one's, and how much later that of each following job, until one is not killed. A run that is never started
+# again has finished in its first attempt.
+POINTS = (
+    *(("requeue", "before", 1, 2), ("requeue", "after", 2, 2)),
+    *(("resubmit", "after", 1, 2), ("off", "after", 2, 99), ("off", "after", 5, 99)),
+)
+CANCELLED_AT = (("requeue", "after", 4, 5), ("resubmit", "after", 11, 6))
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Run:
 
     Attributes:
         mode: its requeue.mode.
-        first, step: where they are killed, as in POINTS.
+        phase, first, step: where they are killed, as in POINTS.
         at: the number of the change before which the next one is killed.
         job_id: the latest job that was started.
         said: what `status` said whenever no job was left.
@@ -56,6 +60,7 @@ class Run:
 
     folder: Path
     mode: str
+    phase: str
     first: int
     step: int
 
@@ -97,7 +102,7 @@ class Run:
         queued = [job for job in self.slurm.jobs if job["state"] not in ENDED]
         assert len(queued) <= 1, (self, queued)
         if killed:
-            variables |= {"PYTHONPATH": str(KILLER), "KILL_AT": str(self.at)}
+            variables |= {"PYTHONPATH": str(KILLER), "KILL_AT": str(self.at), "PHASE": self.phase}
             variables |= {"CHANGES": str(self.folder / f"changes-{self.at}")}
         for job in queued:
             self.job_id = job["id"]
@@ -129,14 +134,14 @@ class Run:
         return self.end_job() == -signal.SIGKILL
 
 
-def submitted(folder: Path, plan: Iterable[tuple[str, int, int]]) -> list[Run]:
+def submitted(folder: Path, plan: Iterable[tuple[str, str, int, int]]) -> list[Run]:
     runs = [Run(folder / str(place), *each) for place, each in enumerate(plan)]
     for run in runs:
         run.submit()
     return runs
 
 
-def play(folder: Path, plan: Iterable[tuple[str, int, int]]) -> int:
+def play(folder: Path, plan: Iterable[tuple[str, str, int, int]]) -> int:
     """Let runs go on until they have finished, and look at each; at how many points a supervisor was killed."""
     going = runs = submitted(folder, plan)
     killed = 0
@@ -160,7 +165,7 @@ def check_finished(run: Run) -> None:
     assert run.mode != "off" or len(done) == 1, run
 
 
-def play_cancelled(folder: Path, plan: Iterable[tuple[str, int, int]]) -> int:
+def play_cancelled(folder: Path, plan: Iterable[tuple[str, str, int, int]]) -> int:
     """Cancel runs directly before their supervisors are killed, and resume them; at how many points that was."""
     going = submitted(folder, plan)
     killed = 0
@@ -186,11 +191,11 @@ def test_a_run_whose_supervisor_is_killed_goes_on_or_is_resumed_and_does_each_st
 
 def test_a_cancelled_run_whose_supervisor_is_killed_does_not_go_on(tmp_path: Path) -> None:
     """Not even where its job comes back, as by a requeue that the supervisor had begun; and `resume` continues it."""
-    assert play_cancelled(tmp_path, CANCELLED_AT) >= 5
+    assert play_cancelled(tmp_path, CANCELLED_AT) >= 4
 
 
 @pytest.mark.slow
 def test_every_point_of_the_loop(tmp_path: Path) -> None:
-    whole = (("requeue", 1, 1), ("resubmit", 1, 1))
-    assert play(tmp_path / "killed", (*whole, *(("off", at, 5) for at in range(1, 6)))) >= 40
+    whole = [(mode, phase, 1, 1) for mode in ("requeue", "resubmit") for phase in ("before", "after")]
+    assert play(tmp_path / "killed", (*whole, *(("off", "after", at, 99) for at in range(1, 7)))) >= 40
     assert play_cancelled(tmp_path / "cancelled", whole) >= 30
