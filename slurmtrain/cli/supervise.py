@@ -33,7 +33,7 @@ def main(verb: str, words: list[str]) -> int:
         run_hook(run_dirs[0], options.hook)
         return 0
     if options.watch is not None:
-        from slurmtrain.supervise.watch import watch_over
+        from slurmtrain.supervise.node_watch import watch_over
 
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)

@@ -2,14 +2,14 @@
 
 `loop.supervise` is its life, attempt after attempt:
 
-- Is anything left to do for the run (`begin`)? Claim an attempt.
-- Copy what cluster.stage names to the nodes (`staging`), start the ranks, pass on signals to stop, and wait until every rank
-  has left: `platforms.slurm` in a batch job, `platforms.local` on this machine.
+- Is anything left to do for the run (`anything_left`)? Claim an attempt.
+- Copy what cluster.stage names to the nodes (`staging`), start the ranks, survive the signals that are meant for them, and
+  wait until every rank has left: `platforms.slurm` in a batch job, `platforms.local` on this machine.
 - Gather the evidence (`evidence`), decide (runs/outcome.py), and complete the record (`finish`).
-- Start the ranks again in the same job (`in_place`), or let the run go on after it (`go_on`): SLURM requeues the job, a new one
+- Start the ranks again in the same job (`in_place`), or let the run go on after it (`requeue`): SLURM requeues the job, a new one
   is submitted, the next one of a chain continues, or the run has ended.
 - Run the hook for that (`hooks`).
 
 `packed` does this for each of several runs that share a job. `abandoned` completes the records of attempts whose supervisor is
-gone, and `watch` guards this process from another node.
+gone, and `node_watch` guards this process from another node.
 """

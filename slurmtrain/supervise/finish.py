@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -110,21 +108,3 @@ def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
     while (attempt := attempts.read_attempt(run_dir, number)).said is None and time.monotonic() < give_up:
         time.sleep(WORD_POLL_S)
     return attempt
-
-
-def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.Popen[bytes]]:
-    """Start the hook for the outcome of attempt `number`, in a process of its own; none where the config has no hooks."""
-    if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
-        return []
-    words = ["-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)]
-    try:
-        return [subprocess.Popen([sys.executable, *words])]
-    except OSError as error:
-        log.warning("the hook of attempt %d cannot be started: %s", number, error)
-        return []
-
-
-def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
-    """Run the hook for the outcome of attempt `number`, and wait for its end."""
-    for hook in start_hook(run_dir, number, config):
-        hook.wait()

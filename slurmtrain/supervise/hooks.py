@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import tempfile
 
 from slurmtrain.config import secrets
@@ -29,6 +30,24 @@ log = logging.getLogger(__name__)
 
 TEXT_LIMIT = 8192  # characters of a variable; the kernel takes 128 KiB
 OUTPUT_LIMIT = 1 << 24  # bytes of output that are kept
+
+
+def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.Popen[bytes]]:
+    """Start the hook for the outcome of attempt `number`, in a process of its own; none where the config has no hooks."""
+    if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
+        return []
+    words = ["-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)]
+    try:
+        return [subprocess.Popen([sys.executable, *words])]
+    except OSError as error:
+        log.warning("the hook of attempt %d cannot be started: %s", number, error)
+        return []
+
+
+def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
+    """Run the hook for the outcome of attempt `number`, and wait for its end."""
+    for hook in start_hook(run_dir, number, config):
+        hook.wait()
 
 
 def run_hook(run_dir: RunDir, number: int) -> None:

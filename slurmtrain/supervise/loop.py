@@ -12,7 +12,8 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.finish import finish_attempt, start_hook
+from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.hooks import start_hook
 from slurmtrain.supervise.platforms import Platform
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
             stopped = left_with == EXIT_REQUEUE and mode in (RequeueMode.REQUEUE, RequeueMode.RESUBMIT)
             outcome = AttemptOutcome(Reason.ASKED, Verdict(mode) if stopped else Verdict.END, f"exit code {left_with}")
         log.info("run %s, attempt %d: %s", run_dir.id, number, outcome.sentence)
-        code = platform.go_on(number, outcome, left_with)
+        code = platform.carry_out(number, outcome, left_with)
         hooks += start_hook(run_dir, number, platform.config)
     for hook in hooks:  # last: after a requeue, SLURM soon kills this job
         hook.wait()

@@ -129,7 +129,9 @@ def orphaned(project: Project, lane: Lane) -> Orphaned:
     said = run.status()
     run.cli("resume", run.run_dir.id)
     wait_for_steps_of(run, 2)
-    os.kill(run.supervisor_pids()[1], signal.SIGKILL)
+    srun = run.supervisor_pids()[1]
+    for pid in (*children(srun), srun):  # the process that it has forked would end the ranks at once
+        os.kill(pid, signal.SIGKILL)
     run.wait_for_attempt(3)
     run.finish()
     return Orphaned(run, state, said, left)

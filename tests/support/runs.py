@@ -28,7 +28,7 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise import begin
+from slurmtrain.supervise import anything_left
 from slurmtrain.supervise.finish import finish_attempt
 from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import FakeSlurm
@@ -121,14 +121,14 @@ def judged(run: RunDir, number: int, exit_code: int, *, in_place: bool = False) 
     job = SlurmJob(run, None)
     outcome = finish_attempt(run, number, exit_code, job.config, job.client, can_start_again=in_place)
     if outcome.verdict not in (Verdict.REQUEUE, Verdict.RESUBMIT):
-        job.go_on(number, outcome, exit_code)
+        job.carry_out(number, outcome, exit_code)
     return " ".join([outcome.verdict, *outcome.nodes])
 
 
 def started(run: RunDir) -> str:
     """What a job is told to do for a run that SLURM starts: "go", "done", "end" or, with another script, "resubmit"."""
     job = SlurmJob(run, None)
-    return begin.look(run, job.config, job.job_id, job.client) or "go"
+    return anything_left.look(run, job.config, job.job_id, job.client) or "go"
 
 
 @dataclass

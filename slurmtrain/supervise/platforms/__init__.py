@@ -45,7 +45,7 @@ class Platform(Protocol):
             The highest exit code of all ranks, 128 + n for a signal.
         """
 
-    def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
+    def carry_out(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code; None if another attempt starts here."""
 
 

@@ -179,7 +179,7 @@ class ThisMachine:
             preexec_fn=_prepare_rank,
         )
 
-    def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
+    def carry_out(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Say how the attempt has ended; return the exit code, or None if another attempt begins."""
         ended = outcome.verdict is Verdict.END
         how = f". {how_to_continue(self._run_dir, self._run_dir.info(), outcome.reason)}" if ended else ""

@@ -35,7 +35,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.supervise import begin, go_on, in_place, staging
+from slurmtrain.supervise import anything_left, in_place, requeue, staging
 from slurmtrain.supervise.platforms import rank_environment, working_directory
 
 STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
@@ -81,7 +81,7 @@ class SlurmJob:
         """Return the exit code where nothing is left to do for the run, else None."""
         if self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1:
             return None
-        over = begin.look(self._run_dir, self.config, self.job_id, self.client)
+        over = anything_left.look(self._run_dir, self.config, self.job_id, self.client)
         if over is Verdict.RESUBMIT and self._sharing == 1:
             self.let_go_on([(self._run_dir, self._run_dir.attempt_numbers()[-1])])
             return EXIT_REQUEUE
@@ -146,7 +146,7 @@ class SlurmJob:
         except (OSError, SlurmtrainError):
             return Attempt(number)
 
-    def go_on(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
+    def carry_out(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code of the job; None if the ranks start again in it.
 
         Of a run that shares its job, EXIT_REQUEUE says that the job is to be requeued for it.
@@ -176,7 +176,7 @@ class SlurmJob:
             os.environ.clear()
             os.environ.update(self._submitted)
         try:
-            go_on.go_on(runs, self.config, self.job_id, self.client)
+            requeue.go_on(runs, self.config, self.job_id, self.client)
         finally:
             os.environ.clear()
             os.environ.update(own)

@@ -227,7 +227,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     "no code": (
         Job("", ("job.snapshot=cwd",), prepare=lambda job: (job.run / "code").rename(job.folder / "away")),
-        *(78, "FAILED", "", r"cannot enter .*/code on .*: is its file system mounted and writable here\?"),
+        *(78, "FAILED", "end", "cannot enter .*/code on "),
     ),
     "scancelled": (Job("scancel 101; exit 75"), 75, "CANCELLED", "end", "cancelled by scancel"),
     "requeue fails once": (

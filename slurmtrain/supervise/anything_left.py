@@ -24,8 +24,8 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
 from slurmtrain.slurm.job_states import JobState
 from slurmtrain.supervise.abandoned import close_abandoned
-from slurmtrain.supervise.finish import run_hook_of
-from slurmtrain.supervise.go_on import ended_meanwhile
+from slurmtrain.supervise.hooks import run_hook_of
+from slurmtrain.supervise.requeue import ended_meanwhile
 from slurmtrain.system.patience import RESTORE, patiently
 
 log = logging.getLogger(__name__)
