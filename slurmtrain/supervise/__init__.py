@@ -6,8 +6,8 @@
 - Copy what cluster.stage names to the nodes (`staging`), start the ranks, survive the signals that are meant for them, and
   wait until every rank has left: `platforms.slurm` in a batch job, `platforms.local` on this machine.
 - Gather the evidence (`evidence`), decide (runs/outcome.py), and complete the record (`finish`).
-- Start the ranks again in the same job (`in_place`), or let the run go on after it (`requeue`): SLURM requeues the job, a new one
-  is submitted, the next one of a chain continues, or the run has ended.
+- Start the ranks again in the same job (`in_place`), or let the run go on after it (`requeue`): SLURM requeues the job, a new
+  one is submitted, the next one of a chain continues, or the run has ended.
 - Run the hook for that (`hooks`).
 
 `packed` does this for each of several runs that share a job. `abandoned` completes the records of attempts whose supervisor is

@@ -16,6 +16,7 @@ import tempfile
 
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
