@@ -96,14 +96,14 @@ VERBS: dict[str, Verb] = {
         "[key=value ...] train [RUN_DIRECTORY [--standby]]",
         "train on this rank; started by srun, torchrun, or by hand",
         "slurmtrain.cli.train",
-        "Train on this rank. The batch script starts this verb on every rank, with a run directory. You can also start it with "
+        "Train on this rank. The supervisor starts this verb on every rank, with a run directory. You can also start it with "
         "python, srun or torchrun, with overrides and without a batch job.",
         composes=True,
         options=(
             Flag(
                 "--standby",
                 "",
-                "for the batch script: load PyTorch, then wait for the number of the attempt on standard input",
+                "for the supervisor: load PyTorch, then wait for the number of the attempt on standard input",
             ),
         ),
         examples=(

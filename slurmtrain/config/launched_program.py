@@ -1,6 +1,6 @@
 """What job.launcher makes of a config and of a command: processes per node, and which words are the launcher's own.
 
-Pure functions, for the checks before the queue, the batch script, and the tasks that start a launcher.
+Pure functions, for the checks before the queue, the supervisor, and the tasks that start a launcher.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.requests import ask_to_cancel, ended_after, write_request
+from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_rank_0, write_request
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.platforms.local import signal_rank_0
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.paths import current_folder
 

@@ -1,6 +1,6 @@
 """`requeue RUN key=value`: change a running run for its next attempt.
 
-The change is kept in the run directory, and made when all ranks have exited: by the batch script, which then submits a new job
+The change is kept in the run directory, and made when all ranks have exited: by the supervisor, which then submits a new job
 with the changed script, or by cluster=local. If SLURM itself has started the job again meanwhile, the job makes the change,
 unless it needs another script: then it leaves to a new job.
 """

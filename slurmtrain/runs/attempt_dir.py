@@ -1,8 +1,4 @@
-"""The folder of an attempt, and the names of all files in it.
-
-The batch script (jobs/job.sbatch.j2) spells the names `job`, `setup-failed` and `srun.log` once more, since it writes
-those files before any Python of ours runs.
-"""
+"""The folder of an attempt, and the names of all files in it."""
 
 from __future__ import annotations
 
@@ -65,12 +61,12 @@ class AttemptDir:
     # Files of the launchers and of the supervisor.
     @property
     def claim_file(self) -> Path:
-        """The file with the job, its restart count and the time at which its batch script claimed the attempt."""
+        """The file with the job, its restart count and the time at which the supervisor claimed the attempt."""
         return self.path / "job"
 
     @property
     def setup_failure_file(self) -> Path:
-        """The file with the batch script's message about a set-up that failed before any rank was started."""
+        """The file with the message about a set-up that failed before any rank was started."""
         return self.path / "setup-failed"
 
     @property

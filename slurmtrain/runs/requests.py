@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.batch_claim import claimed_at
 from slurmtrain.runs.reasons import ENDS_RUN, RunAction
@@ -115,3 +118,17 @@ def write_request(run_dir: RunDir, action: RunAction) -> None:
     """Write a person's request to the run, with the number of its last attempt."""
     asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
     write_json(run_dir.request_file, {**asked, "by": own_user()})
+
+
+def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
+    """Send a signal to rank 0 of an attempt on this host; it tells the other ranks.
+
+    A rank of cluster=local leads its group, whose programs rely on it that all of them are told, as SLURM does.
+
+    Raises:
+        ProcessLookupError, PermissionError: the process has left, or is somebody else's.
+    """
+    if attempt.pid is None:
+        raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun")
+    leads = run_dir.info()["backend"] == Backend.LOCAL and os.getpgid(attempt.pid) == attempt.pid
+    (os.killpg if leads else os.kill)(attempt.pid, number)

@@ -435,11 +435,13 @@ class RunDir:
             raise UnavailableRecordError(f"{self.attempts} cannot be read: {error.strerror}", error) from None
         return sorted(int(name) for name in found if name.isdecimal() and name.isascii() and len(name) <= 9)
 
-    def new_attempt(self) -> int:
-        """Claim the next attempt number by creating its folder. Two claimants never get the same one.
+    @property
+    def workdir(self) -> Path:
+        """The working directory of the ranks: in the snapshot, or where a run without one was submitted."""
+        return self.path / str(self.info()["workdir"])
 
-        The batch script does the same in bash, before any Python of ours runs.
-        """
+    def new_attempt(self) -> int:
+        """Claim the next attempt number by creating its folder. Two claimants never get the same one."""
         self.attempts.mkdir(mode=folder_mode(self.path), exist_ok=True)
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:

@@ -1,6 +1,6 @@
 """The run and the attempt of this process, and who keeps the attempt's record.
 
-A submitted job is given run and attempt by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
+A submitted job is given run and attempt by its supervisor. Ranks that somebody started by hand (srun, torchrun, plain
 python) find them out together: they meet first, rank 0 makes the run directory or claims the next attempt, and
 broadcasts both.
 """
@@ -46,7 +46,7 @@ class AttemptContext:
     """The run and the attempt of this process.
 
     Attributes:
-        supervised: a launcher (the batch script, cluster=local) finishes the attempt's record after the ranks have exited;
+        supervised: a supervisor finishes the attempt's record after the ranks have exited;
             else rank 0 does.
     """
 
@@ -64,7 +64,7 @@ class AttemptContext:
 
 
 def given_attempt(run_dir: RunDir) -> AttemptContext | None:
-    """Return the attempt that the batch script or cluster=local has named, or None for ranks started by hand."""
+    """Return the attempt that a supervisor has named, or None for ranks started by hand."""
     number = os.environ.get(ATTEMPT_VARIABLE)
     return AttemptContext(run_dir, int(number), supervised=True) if number else None
 

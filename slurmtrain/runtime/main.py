@@ -83,7 +83,7 @@ def _run(
 
     Args:
         find: reads the config, and returns it with the function that rank 0 calls for the run directory.
-        given: the attempt that a batch script has named; None: the ranks find out together.
+        given: the attempt that a supervisor has named; None: the ranks find out together.
         began: as for `run_submitted`.
     """
     stop_flag = signals.install_signal_handlers()
@@ -323,7 +323,7 @@ def _evaluate(
 
 
 def _finish_by_hand(config: Config, environment: Environment, context: AttemptContext, code: int) -> None:
-    """Finish the attempt of ranks started by hand: no batch script does, nor could one start them again."""
+    """Finish the attempt of ranks started by hand: no supervisor does, nor could one start them again."""
     if context.supervised or environment.rank != 0:
         return
     never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))

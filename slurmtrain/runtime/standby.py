@@ -1,8 +1,8 @@
 """A rank of the next start in the same job: it loads PyTorch while others train, and then waits for its turn.
 
-With requeue.standby_ranks the batch script starts these ranks as a step of their own beside that of the ranks that train, as
+With requeue.standby_ranks the supervisor starts these ranks as a step of their own beside that of the ranks that train, as
 soon as those do. It has the same tasks, CPUs and GPUs, so each process has from SLURM what a rank has. It touches no GPU. When
-all are ready and the ranks before them have failed, the script tells them the number of their attempt. A signal to stop ends
+all are ready and the ranks before them have failed, it tells them the number of their attempt. A signal to stop ends
 them, and so does any other word; the end of the job ends them in any case.
 """
 
@@ -25,7 +25,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.slurm.environment import rank_or_zero
 from slurmtrain.system.signals import StopFlag
 
-READY = "ready"  # a line of output, which the batch script counts
+READY = "ready"  # a line of output, which the supervisor counts
 LOOK_EVERY_S = 1.0  # for a signal; a word is read at once
 
 

@@ -197,7 +197,7 @@ class StopWatcher:
 
 
 def stated_seconds_left(run_dir: RunDir, number: int) -> float | None:
-    """Return the seconds until the time limit by the job's environment and its batch script; None if they do not tell.
+    """Return the seconds until the time limit by the job's environment and its first claim; None if they do not tell.
 
     It is for containers in which SLURM cannot be asked. The clock of this node may differ from SLURM's, so the time that
     has passed is counted from the claim of the first attempt in this start of the job.

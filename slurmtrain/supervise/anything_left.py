@@ -50,7 +50,9 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
     """Return DONE or END if a job that starts has nothing left to do for a run, else None."""
     info, tries = run_dir.info(), attempts.all_attempts(run_dir)
     last = tries[-1] if tries else None
-    if last is not None and last.verdict == Verdict.DONE and not _is_measured_again(run_dir):
+    # An evaluation whose result was removed is to be measured again.
+    again = run_dir.evaluated_run is not None and not run_dir.result_file.exists()
+    if last is not None and last.verdict == Verdict.DONE and not again:
         return Verdict.DONE
     latest = chain.links(info) or info["job_ids"][-1:]
     if (job_id in info["job_ids"] and job_id not in latest) or requests.ended_after(run_dir, last) is not None:
@@ -74,11 +76,6 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
         ended_meanwhile(run_dir, last.number, scancelled=True)
         return Verdict.END
     return None
-
-
-def _is_measured_again(run_dir: RunDir) -> bool:
-    """Return whether this is an evaluation whose result was removed so that it is measured again."""
-    return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
 
 
 def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:

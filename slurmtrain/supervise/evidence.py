@@ -15,7 +15,6 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy
 from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, requests
-from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence, Policy
 from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
@@ -63,19 +62,14 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
         written = run_dir.metrics_file.stat().st_mtime
         attempt.last_logged = written if attempt.started and written >= attempt.started else None
     if config.job.kind == JobKind.PREPARE and attempt.stepping is not None:  # or the output may be of other settings
-        attempt.last_step = _units_done(config, attempt.last_step)
+        prepare = config.prepare  # rank 0 has said how many units it saw before the others had left
+        counted = count_done(Path(prepare.output), prepare.part, prepare.parts) if prepare.output else None
+        attempt.last_step = max((each for each in (attempt.last_step, counted) if each is not None), default=None)
     # Of a later attempt's steps and checkpoints, none are this one's.
     later = any(run_dir.attempt(n).record_file.exists() for n in run_dir.attempt_numbers() if n > attempt.number)
     if attempt.last_step is None or (not later and config.job.kind not in (JobKind.PREPARE, JobKind.EVALUATE)):
         steps = (attempt.last_step, reached_step.last_logged_step(run_dir), attempt.committed_step, attempt.seen_step)
         attempt.last_step = max(step or 0 for step in steps) or attempt.first_step
-
-
-def _units_done(config: Config, said: int | None) -> int | None:
-    """Return the units that all tasks have done, where rank 0 has `said` how many it saw before the others had left."""
-    prepare = config.prepare
-    counted = count_done(Path(prepare.output), prepare.part, prepare.parts) if prepare.output else None
-    return max((each for each in (said, counted) if each is not None), default=None)
 
 
 def evidence_of(
@@ -116,6 +110,8 @@ def evidence_of(
     if by_slurm:
         node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
+    last_word = last_words(attempt_dir, first.rank) if first and first.failure.exit_code in ABORTED else None
+    said = f" ({last_word})" if last_word is not None else ""
     if unfit or (failure is not None and failure.bad_nodes):
         # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.
         failed_on = unfit[0] if unfit else None
@@ -128,7 +124,7 @@ def evidence_of(
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=(first.failure.exit_code, _sentence_of(first, attempt_dir)) if first is not None else None,
+        failure=(first.failure.exit_code, f"{first.sentence}{said}") if first is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
         diverged=failure is not None and failure.diverged,
@@ -167,11 +163,6 @@ def evidence_of(
     )
 
 
-def _sentence_of(failed: RankFailure, attempt_dir: AttemptDir) -> str:
-    said = last_words(attempt_dir, failed.rank) if failed.failure.exit_code in ABORTED else None
-    return failed.sentence if said is None else f"{failed.sentence} ({said})"
-
-
 def _node_at_fault(
     attempt: Attempt,
     srun_log: SrunLog,
@@ -192,7 +183,7 @@ def _node_at_fault(
         return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
     if first is not None and first.node is not None:
         return first.node
-    if first is not None or set_up:  # the ranks of one node, or the batch script itself, have failed
+    if first is not None or set_up:  # the ranks of one node, or the set-up itself, have failed
         return own_node_name()
     if srun_log.killed_tasks is not None:
         return node_of_killed_tasks(srun_log.killed_tasks)

@@ -113,7 +113,7 @@ def _run(command: str, timeout_s: int, run_dir: RunDir, attempt: Attempt, name: 
     with record.open() as facts, tempfile.TemporaryFile() as output:
         shell = subprocess.Popen(
             ["bash", "-c", command],
-            cwd=run_dir.path / run_dir.info()["workdir"],
+            cwd=run_dir.workdir,
             env={**os.environ, **variables(run_dir, attempt, name)},
             stdin=facts,
             stdout=output,

@@ -1,6 +1,6 @@
 """Restart in place: the ranks start again in the same job, which keeps its nodes. The part that asks SLURM, and waits.
 
-What is decided is in runs/outcome.py; the batch script starts the ranks. Between two attempts nobody else watches over the
+What is decided is in runs/outcome.py; the platform starts the ranks. Between two attempts nobody else watches over the
 job: a signal reaches no rank, and the grace time of a preemption is announced to ranks alone. So SLURM is asked.
 """
 

@@ -1,4 +1,4 @@
-"""The watch of another node over that of the batch script, in a job that keeps its nodes when one fails (--no-kill)."""
+"""Watch the node of the supervisor from another one, in a job that keeps its nodes when one fails (--no-kill)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def stage(
         number: the attempt.
         beside: starts a process on each node.
     """
-    wanted, workdir = config.cluster.stage, run_dir.path / run_dir.info()["workdir"]
+    wanted, workdir = config.cluster.stage, run_dir.workdir
     data = run_dir.attempt(number).path / "stage" / "data"
     data.mkdir(parents=True)
     for source in wanted.data:

@@ -12,9 +12,9 @@ from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
+from slurmtrain.runs.requests import signal_rank_0
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.supervise.platforms.local import signal_rank_0
 from slurmtrain.system import records
 from slurmtrain.system.records import is_scalar
 

@@ -207,7 +207,7 @@ def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float 
             included.
         margin: how many times as long as ever measured both may take.
         floor_s: never less than this many seconds before the end, however quick step and save are: the ranks still have
-            to exit and the batch script to ask for a requeue. Default: SLURM checks time limits every 30 s.
+            to exit and the supervisor to ask for a requeue. Default: SLURM checks time limits every 30 s.
     """
     if not (step_s >= 0 and save_s >= 0 and floor_s >= 0 and margin >= 1):
         raise ValueError(f"no stop can be planned with {step_s=}, {save_s=}, {margin=}, {floor_s=}")

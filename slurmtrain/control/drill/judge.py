@@ -148,7 +148,7 @@ def _back_by(first: Attempt, second: Attempt) -> str:
         return f"in the next job, {second.job_id}"
     if second.restart_count == first.restart_count:
         return "in place, in the same job"
-    return "by SLURM's own requeue" if first.verdict == Next.RESTARTING else "by a requeue of the batch script"
+    return "by SLURM's own requeue" if first.verdict == Next.RESTARTING else "by a requeue of the supervisor"
 
 
 def _story(known: Judgement, evidence: Evidence) -> str:

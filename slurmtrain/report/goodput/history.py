@@ -29,7 +29,7 @@ class AttemptTimes(NamedTuple):
     """What the files say of one attempt. Times are unix seconds, None where nobody has recorded them.
 
     Attributes:
-        begun: when its batch script claimed it.
+        begun: when its supervisor claimed it.
         record: attempt.json.
         job: the start of a job that it belongs to.
         hung_since: when ranks got on for the last time before a hang.
@@ -125,7 +125,7 @@ def _read_times(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last
         if record.job_id is None and len(words) >= 2 and records.is_job_id(name := words[0].decode("ascii", "replace")):
             job = name, int(words[1])
     begun = claimed if claimed is not None else record.started
-    if begun <= 0:  # neither its batch script nor rank 0 has left a word
+    if begun <= 0:  # neither its supervisor nor rank 0 has left a word
         return None
     hung_since = failed = sign = None
     if record.reason == Reason.HANG:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from slurmtrain.config.schema import Config
@@ -47,11 +46,6 @@ class Platform(Protocol):
 
     def carry_out(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:
         """Do what was decided, and return the exit code; None if another attempt starts here."""
-
-
-def working_directory(run_dir: RunDir) -> Path:
-    """Return the working directory of the ranks: in the snapshot, or where a run without one was submitted."""
-    return run_dir.path / str(run_dir.info()["workdir"])
 
 
 def rank_environment(run_dir: RunDir, number: int, variables: Mapping[str, str], threads: int) -> dict[str, str]:

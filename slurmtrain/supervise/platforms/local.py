@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import math
 import os
@@ -20,13 +19,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO
 
-from slurmtrain.choices import Backend, JobKind, RequeueMode
+from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.launch.next_change import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
@@ -34,7 +32,7 @@ from slurmtrain.runs.srun_log import record_killed_task
 from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms import rank_environment, working_directory
+from slurmtrain.supervise.platforms import rank_environment
 from slurmtrain.system import process as processes
 from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
@@ -48,20 +46,6 @@ OUTPUT_S = 5.0  # how long the rest of rank 0's output may take, when all its pr
 # the very thread that they wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four
 # times the processor time. A thousand turns, some microseconds, bridge the time between two loops; then they sleep.
 WAITS_OF_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-
-
-def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
-    """Send a signal to rank 0 of an attempt on this host; it tells the other ranks.
-
-    A rank of cluster=local leads its group, whose programs rely on it that all of them are told, as SLURM does.
-
-    Raises:
-        ProcessLookupError, PermissionError: the process has left, or is somebody else's.
-    """
-    if attempt.pid is None:
-        raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun")
-    leads = run_dir.info()["backend"] == Backend.LOCAL and os.getpgid(attempt.pid) == attempt.pid
-    (os.killpg if leads else os.kill)(attempt.pid, number)
 
 
 def run_local(run_dir: RunDir) -> int:
@@ -170,7 +154,7 @@ class ThisMachine:
         }
         return subprocess.Popen(
             [self.config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
-            cwd=working_directory(self._run_dir),
+            cwd=self._run_dir.workdir,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -7,7 +7,6 @@ itself does not requeue a job that ends within its grace time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.supervise import anything_left, in_place, requeue, staging
-from slurmtrain.supervise.platforms import rank_environment, working_directory
+from slurmtrain.supervise.platforms import rank_environment
 
 STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
 GLANCE_S = 10  # how long SLURM may take to say how many nodes are left
@@ -60,7 +59,6 @@ class SlurmJob:
         self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
         self.job_id = own_job_id() or ""
         self._read_config()
-        self._ranks: subprocess.Popen[bytes] | None = None
         self._standby: subprocess.Popen[bytes] | None = None
         self._standby_log = Path(os.devnull)
         self._starts = 0
@@ -72,10 +70,6 @@ class SlurmJob:
         self._cluster = as_started(self.config).cluster
         spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
         self._keeps_nodes = spare and self.can_start_again and self._sharing == 1
-
-    @functools.cached_property
-    def _workdir(self) -> Path:
-        return working_directory(self._run_dir)
 
     def begin(self) -> int | None:
         """Return the exit code where nothing is left to do for the run, else None."""
@@ -102,8 +96,8 @@ class SlurmJob:
             raise ConfigError(f"cannot create {where}: {error.strerror}") from None
         with contextlib.suppress(OSError):  # a full disk
             # A cancel from now on is meant for this attempt.
-            claim = f"{self.job_id} {own_restart_count()} {time.time()}\n"
-            self._run_dir.attempt(number).claim_file.write_text(claim)
+            claim_file = self._run_dir.attempt(number).claim_file
+            claim_file.write_text(f"{self.job_id} {own_restart_count()} {time.time()}\n")
         return number
 
     def run(self, number: int, nodes: Sequence[str]) -> int:
@@ -117,19 +111,19 @@ class SlurmJob:
             self._prepare_nodes(number)
         environment |= self._staged
         self._starts += 1
-        if not self._use_standby(number, attempt_dir.srun_log):
+        ranks = self._ready_standby(number, attempt_dir.srun_log)
+        if ranks is None:
             with attempt_dir.srun_log.open("ab") as srun_log:
-                self._ranks = subprocess.Popen(
-                    self._srun(attempt_dir.path, nodes), cwd=self._workdir, env=environment, stderr=srun_log
+                ranks = subprocess.Popen(
+                    self._srun(attempt_dir.path, nodes), cwd=self._run_dir.workdir, env=environment, stderr=srun_log
                 )
-        assert self._ranks is not None
         if self.config.requeue.standby_ranks:
-            while self._ranks.poll() is None and self._record(number).stepping is None:
+            while ranks.poll() is None and self._record(number).stepping is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._ranks.wait(STEPPING_POLL_S)
-            if self._ranks.poll() is None:
+                    ranks.wait(STEPPING_POLL_S)
+            if ranks.poll() is None:
                 self._start_standby(attempt_dir.path, nodes, environment)
-        code = self._ranks.wait()
+        code = ranks.wait()
         step = self._record(number).step_id if code == -signal.SIGKILL else None
         if step is not None:  # srun itself was killed, so nobody else would tell its ranks to save and leave
             with contextlib.suppress(ClusterError):  # they have left by themselves
@@ -210,7 +204,7 @@ class SlurmJob:
             self.config,
             self._run_dir.path,
             attempt_dir,
-            self._workdir,
+            self._run_dir.workdir,
             nodes=options,
             packed=self._sharing > 1,
             standby=standby,
@@ -237,7 +231,7 @@ class SlurmJob:
         variables = {name: value for name, value in os.environ.items() if name not in NOT_BESIDE}
         variables["SLURM_EXPORT_ENV"] = "ALL"
         return subprocess.Popen(
-            ["env", "srun", *shared, *words], cwd=self._workdir, env=variables, stdin=subprocess.DEVNULL
+            ["env", "srun", *shared, *words], cwd=self._run_dir.workdir, env=variables, stdin=subprocess.DEVNULL
         )
 
     @property
@@ -270,27 +264,25 @@ class SlurmJob:
         with self._standby_log.open("ab") as standby_log:
             self._standby = subprocess.Popen(
                 self._srun(attempt_dir, nodes, standby=True),
-                cwd=self._workdir,
+                cwd=self._run_dir.workdir,
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=standby_log,
                 stderr=standby_log,
             )
 
-    def _use_standby(self, number: int, srun_log: Path) -> bool:
-        """Let the standby ranks begin if all of them are ready, and return whether they are."""
+    def _ready_standby(self, number: int, srun_log: Path) -> subprocess.Popen[bytes] | None:
+        """Let the standby ranks begin if all of them are ready, and return their srun, else None."""
         standby, self._standby = self._standby, None
-        if standby is None or standby.poll() is not None:
-            return False
-        ready = len(READY.findall(self._standby_log.read_text(errors="replace")))
-        if ready != self.config.world_size or standby.stdin is None:
+        if standby is None or standby.stdin is None or standby.poll() is not None:
+            return None
+        if len(READY.findall(self._standby_log.read_text(errors="replace"))) != self.config.world_size:
             standby.terminate()
-            return False
+            return None
         shutil.move(self._standby_log, srun_log)
-        standby.stdin.write(f"{number}\n".encode())
-        standby.stdin.close()
-        self._ranks = standby
-        return True
+        with standby.stdin as told:
+            told.write(f"{number}\n".encode())
+        return standby
 
 
 def _on_nodes(count: int) -> list[str]:

@@ -102,7 +102,7 @@ def test_a_run_that_comes_back_with_the_same_bits_passes_and_says_how_long_every
 @pytest.mark.parametrize(
     ("first", "second", "who"),
     [
-        (told(verdict="requeue"), BACK, "by a requeue of the batch script"),
+        (told(verdict="requeue"), BACK, "by a requeue of the supervisor"),
         (told(verdict="next"), dataclasses.replace(BACK, job_id="8", restart_count=0), "in the next job, 8"),
         (told(verdict="in-place"), dataclasses.replace(BACK, restart_count=0), "in place, in the same job"),
         (told(job_id=None), dataclasses.replace(BACK, job_id=None, restart_count=0), "by the launcher"),
