@@ -134,7 +134,7 @@ class ClusterConfig:
     srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
     srun_wait_s: int = 60  # srun kills ranks that are still alive this long after the first rank exited
     modules: list[str] = field(default_factory=list)  # modules to load with `module load`, before anything else
-    # bash lines that run after the modules are loaded; if one fails, the job ends (exit code 78)
+    # bash lines that run after the modules are loaded, and may use $SLURMTRAIN_RUN_DIR; if one fails, no rank starts (code 78)
     setup: list[str] = field(default_factory=list)
     venv: str | None = None  # virtual environment to activate
     conda_env: str | None = None  # conda environment to activate instead, by name or path
