@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from slurmtrain.config import secrets
@@ -33,18 +33,7 @@ def register_schema() -> None:
     """Register the schema under the name that the defaults list of conf/config.yaml uses."""
     from hydra.core.config_store import ConfigStore
 
-    # Put back each time: a program that uses Hydra has a store of its own.
-    ConfigStore.instance().repo["schema.yaml"] = _schema_node()
-
-
-@functools.cache
-def _schema_node() -> Any:
-    """Return what Hydra's store keeps for the schema, built once: that takes a seventh of the time of a composition."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(name="schema", node=structured(Config))
-    return store.repo["schema.yaml"]
+    ConfigStore.instance().store(name="schema", node=structured(Config))
 
 
 def compose(
@@ -88,7 +77,7 @@ def explaining(overrides: Sequence[str], primary: Primary) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's, for `=3` or `cluster=3`
-        raise explain(error, overrides, primary, functools.partial(_composed_values, primary)) from None
+        raise explain(error, overrides, primary, partial(_composed_values, primary)) from None
 
 
 @contextmanager
