@@ -440,7 +440,7 @@ def test_sweeps_and_drills_are_made_where_somebody_else_in_the_team_cannot_repla
     stranger.does(replace, groups=[stranger.gid])
 
 
-@pytest.mark.parametrize("verb", ["resume", "requeue", "evaluate", "resubmit"])
+@pytest.mark.parametrize("verb", ["resume", "requeue", "evaluate", "supervise"])
 def test_a_run_that_the_owner_of_the_teams_folder_has_replaced_is_not_continued(
     verb: str,
     team: Path,
@@ -468,6 +468,8 @@ def test_a_run_that_the_owner_of_the_teams_folder_has_replaced_is_not_continued(
     assert main([verb, str(run.path)]) != 0
     assert f"belongs to user {stranger.name}: only the user who submitted a run may" in capsys.readouterr().err
     assert len(slurm.jobs) == 1
+    done = slurm.run(slurm.jobs[0]["id"])  # its script looks before it starts anything of the run
+    assert done.returncode == 78 and "or its code is not yours" in done.stdout and not slurm.calls("srun")
 
 
 def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
