@@ -48,6 +48,8 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
             mode = platform.config.requeue.mode
             stopped = left_with == EXIT_REQUEUE and mode in (RequeueMode.REQUEUE, RequeueMode.RESUBMIT)
             outcome = AttemptOutcome(Reason.ASKED, Verdict(mode) if stopped else Verdict.END, f"exit code {left_with}")
+        if platform.client is not None:  # on this machine it is printed
+            log.info("run %s, attempt %d: %s", run_dir.id, number, outcome.sentence)
         code = platform.carry_out(number, outcome, left_with)
         hooks += start_hook(run_dir, number, platform.config)
     for hook in hooks:  # last: after a requeue, SLURM soon kills this job

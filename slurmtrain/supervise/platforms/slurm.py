@@ -145,7 +145,6 @@ class SlurmJob:
 
         Of a run that shares its job, EXIT_REQUEUE says that the job is to be requeued for it.
         """
-        log.info("run %s, attempt %d: %s", self._run_dir.id, number, outcome.sentence)
         verdict = outcome.verdict
         if verdict is Verdict.IN_PLACE:
             return None

@@ -287,7 +287,7 @@ def test_a_run_at_work_has_the_changed_config_in_its_next_attempt(cli: Cli, proj
 
 
 @pytest.mark.parametrize(
-    ("word", "start", "lr", "nodes"), [("optim.lr=1e-4", "go", 1e-4, 4), ("cluster.nodes=2", "elsewhere", None, 4)]
+    ("word", "start", "lr", "nodes"), [("optim.lr=1e-4", "go", 1e-4, 4), ("cluster.nodes=2", "resubmit", None, 4)]
 )
 def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves_it_to_a_new_job(
     waiting: RunDir,
@@ -311,7 +311,7 @@ def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves
     assert started(waiting) == start
     now = load_frozen(waiting.config_file)
     assert (now.optim.lr, now.cluster.nodes) == (lr or before.optim.lr, nodes)
-    assert waiting.next_change_file.exists() == (start == "elsewhere")  # else the job that goes on would not know of it
+    assert waiting.next_change_file.exists() == (start == "resubmit")  # else the job that goes on would not know of it
 
 
 @pytest.mark.parametrize("kept", [["train.steps=0"], ["nothing.here=1"]])
