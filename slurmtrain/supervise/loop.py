@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import subprocess
-import sys
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
@@ -35,7 +34,7 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
         if set_up_failure is None:
             left_with = platform.run(number, outcome.nodes if outcome is not None else ())
         else:
-            print(f"slurmtrain: {set_up_failure}", file=sys.stderr)
+            log.error(set_up_failure)
             with contextlib.suppress(OSError):  # a full disk
                 run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
             left_with = EXIT_CONFIG
