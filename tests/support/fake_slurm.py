@@ -197,12 +197,19 @@ class FakeSlurm:
 
     # Running a job, as slurmd would start it on its first node.
 
-    def start(self, job_id: str, *, task: int | None = None, **variables: str) -> subprocess.Popen[str]:
-        """Start the batch script of a job on the nodes n1, n2, ..., with the variables that slurmd would set."""
+    def start(
+        self, job_id: str, *, task: int | None = None, nodes: int | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Start the batch script of a job on the nodes n1, n2, ..., with the variables that slurmd would set.
+
+        Args:
+            nodes: so many of those that it has asked for; None: all.
+        """
         import subprocess
 
         job = self.job(job_id)
-        nodes, per_node = int(job["options"].get("nodes", 1)), int(job["options"].get("ntasks-per-node", 1))
+        per_node = int(job["options"].get("ntasks-per-node", 1))
+        nodes = nodes or int(str(job["options"].get("nodes", 1)).rpartition("-")[2])
         names = "n1" if nodes == 1 else f"n[1-{nodes}]"
         now = {"state": "RUNNING", "nodes": names, "start": self.at(0)}
         restarts = (job["tasks"].get(str(task), {}) if task is not None else job).get("restarts", 0)
@@ -246,10 +253,16 @@ class FakeSlurm:
         )
 
     def run(
-        self, job_id: str, *, task: int | None = None, timeout_s: float = 120, **variables: str
+        self,
+        job_id: str,
+        *,
+        task: int | None = None,
+        nodes: int | None = None,
+        timeout_s: float = 120,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run the batch script to its end. A job that has not been requeued meanwhile is COMPLETED or FAILED then."""
-        process = self.start(job_id, task=task, **variables)
+        process = self.start(job_id, task=task, nodes=nodes, **variables)
         return self.finish(process, job_id, task=task, timeout_s=timeout_s)
 
     def finish(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
-from slurmtrain.launch.script import render_script
-from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
@@ -152,20 +149,16 @@ def test_a_model_that_fits_only_on_the_most_nodes_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("given", "used"), [(4, 4), (3, 2), (2, 2)])
-def test_the_batch_script_starts_ranks_on_what_can_be_used_of_what_was_given(given: int, used: int) -> None:
-    paths = JobPaths([Path("/home/me/runs/train/RUN")], "code", "python", submit_dir=Path("/home/me"))
-    script = render_script(elastic("2-4", 64), paths)
-    assert "#SBATCH --nodes=2-4\n" in script and '"${nodes_of_ranks[@]}"' in script
-    begin = script.index("for nodes in")
-    lines = script[begin : script.index("\n\n", begin)]
-    told = subprocess.run(
-        ["bash", "-c", f'{lines}\necho "${{nodes_of_ranks[@]}}"'],
-        env={"SLURM_JOB_NUM_NODES": str(given)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.split() == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]
+def test_ranks_start_on_what_can_be_used_of_what_was_given(
+    given: int, used: int, project: Path, slurm: FakeSlurm
+) -> None:
+    sizes = ["cluster.nodes=2-4", "train.global_batch_size=64", "parallel=fsdp"]
+    assert main(["+cluster=a100x4", *sizes, "submit"]) == 0
+    slurm.command("srun", 'echo "$@" >>"$here/starts"; exit 78')
+    slurm.run("101", nodes=given)
+    (start,) = [line for line in (slurm.directory / "starts").read_text().splitlines() if " train " in line]
+    options = [word for word in start.split() if word.startswith(("--nodes", "--ntasks"))]
+    assert options == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]
 
 
 def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_before(
