@@ -27,7 +27,8 @@ OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 # What another launcher, around the shell that submits, has told its own ranks: ours must not take it for theirs.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK")
-OF_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+# PMIX_MCA_ and OMPI_MCA_ are settings of a site.
+OF_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "OMPI_COMM_WORLD_")
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 
 

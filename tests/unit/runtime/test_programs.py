@@ -142,8 +142,14 @@ PROGRAMS = {
     ),
     "finds its port in use": Program(
         "touch started",
-        (TWO, ONCE, "cluster.srun_wait_s=600"),
-        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "TAKEN"},
+        (
+            TWO,
+            ONCE,
+            "cluster.srun_wait_s=600",
+            "+cluster.env.MASTER_ADDR=127.0.0.1",
+            "+cluster.env.MASTER_PORT='${oc.env:TAKEN}'",
+        ),
+        env={"TAKEN": "0"},
     ),
     "wants a GPU": Program("touch started", ("cluster.gpus_per_node=1",), env=NO_GPU),
     "has a loop of its own": Program(
@@ -187,7 +193,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     root = tmp_path_factory.mktemp("programs")
     pool = ThreadPoolExecutor(3)
     with socket.create_server(("127.0.0.1", 0)) as somebody:
-        PROGRAMS["finds its port in use"].env["MASTER_PORT"] = str(somebody.getsockname()[1])
+        PROGRAMS["finds its port in use"].env["TAKEN"] = str(somebody.getsockname()[1])
         yield {name: pool.submit(end_of, program, root / name.replace(" ", "-")) for name, program in PROGRAMS.items()}
         pool.shutdown(cancel_futures=True)  # a test that runs alone does not need them all
 
@@ -303,7 +309,7 @@ def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_sta
     ended: Ended,
 ) -> None:
     end = ended("finds its port in use", 1)
-    port = PROGRAMS["finds its port in use"].env["MASTER_PORT"]
+    port = PROGRAMS["finds its port in use"].env["TAKEN"]
     assert f"MASTER_PORT={port} from the environment is in use on" in end.said and "unset MASTER_ADDR" in end.said
     assert not (end.folder / "started").exists()
     (attempt,) = end.status()["attempts"]
