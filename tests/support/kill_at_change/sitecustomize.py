@@ -37,7 +37,7 @@ class Killer:
             if self.cancel:
                 subprocess.run(self.cancel, stdout=subprocess.DEVNULL, check=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if event == "subprocess.Popen" and what.startswith("srun "):
+        if event == "subprocess.Popen" and what.startswith("env srun "):
             self.counts = self.later
         self.busy = False
 

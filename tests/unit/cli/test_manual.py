@@ -16,7 +16,7 @@ from slurmtrain.cli.manual import WIDEST, topics
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import compose
 from slurmtrain.config.reference import page
-from slurmtrain.resources import PACKAGE
+from slurmtrain.resources import PACKAGE, shipped
 from tests.support.transformers_models import write_small_model
 
 README = PACKAGE.parent / "README.md"
@@ -69,6 +69,7 @@ def test_every_message_of_the_page_troubleshooting_is_one_of_the_package() -> No
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
+    texts.append(shipped("jobs").joinpath("job.sbatch.j2").read_text())
     messages = re.findall(r"^- `([^`]+)`", (PACKAGE / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(messages) > 20
     unknown = [

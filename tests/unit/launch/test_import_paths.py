@@ -111,7 +111,7 @@ def test_an_editable_install_runs_from_the_snapshot_and_not_from_the_edited_work
     roots = json.loads((run_dir / "run.json").read_text())["import_roots"]
     assert sorted(roots) == ["libs/alpha/src", "libs/beta/src", "libs/gamma"]
     on_path = ":".join(f'"$run_dir"/{each}' for each in ("code", *(f"code/{root}" for root in roots)))
-    assert f"export PYTHONPATH={on_path}" in (run_dir / "job.sbatch").read_text()
+    assert f"PYTHONPATH={on_path}" in (run_dir / "job.sbatch").read_text()
 
 
 def test_a_package_that_is_installed_editable_under_another_name_than_its_folders_is_refused(
