@@ -197,19 +197,17 @@ class FakeSlurm:
 
     # Running a job, as slurmd would start it on its first node.
 
-    def start(
-        self, job_id: str, *, task: int | None = None, nodes: int | None = None, **variables: str
-    ) -> subprocess.Popen[str]:
+    def start(self, job_id: str, *, task: int | None = None, **variables: str) -> subprocess.Popen[str]:
         """Start the batch script of a job on the nodes n1, n2, ..., with the variables that slurmd would set.
 
-        Args:
-            nodes: so many of those that it has asked for; None: all.
+        With SLURM_JOB_NUM_NODES it gets so many of those that it has asked for.
         """
         import subprocess
 
         job = self.job(job_id)
         per_node = int(job["options"].get("ntasks-per-node", 1))
-        nodes = nodes or int(str(job["options"].get("nodes", 1)).rpartition("-")[2])
+        asked = str(job["options"].get("nodes", 1)).rpartition("-")[2]
+        nodes = int(variables.get("SLURM_JOB_NUM_NODES", asked))
         names = "n1" if nodes == 1 else f"n[1-{nodes}]"
         now = {"state": "RUNNING", "nodes": names, "start": self.at(0)}
         restarts = (job["tasks"].get(str(task), {}) if task is not None else job).get("restarts", 0)
@@ -262,7 +260,7 @@ class FakeSlurm:
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run the batch script to its end. A job that has not been requeued meanwhile is COMPLETED or FAILED then."""
-        process = self.start(job_id, task=task, nodes=nodes, **variables)
+        process = self.start(job_id, task=task, **variables)
         return self.finish(process, job_id, task=task, timeout_s=timeout_s)
 
     def finish(

@@ -155,7 +155,7 @@ def test_ranks_start_on_what_can_be_used_of_what_was_given(
     sizes = ["cluster.nodes=2-4", "train.global_batch_size=64", "parallel=fsdp"]
     assert main(["+cluster=a100x4", *sizes, "submit"]) == 0
     slurm.command("srun", 'echo "$@" >>"$here/starts"; exit 78')
-    slurm.run("101", nodes=given)
+    slurm.run("101", SLURM_JOB_NUM_NODES=str(given))
     (start,) = [line for line in (slurm.directory / "starts").read_text().splitlines() if " train " in line]
     options = [word for word in start.split() if word.startswith(("--nodes", "--ntasks"))]
     assert options == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]
