@@ -1,12 +1,14 @@
 """The words that fields of the config take where only a few are known. Imports nothing, so that every room can use them.
 
-A member is the word itself: it is compared, written and read as text. `config/typed.py` makes members of what was typed,
+A member is the word itself: it is compared, written and read as text. `config/fields.py` makes members of what was typed,
 and refuses all other words.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+DECODERS = ("slurmtrain.models.Decoder", "slurmtrain.models.decoder.Decoder")  # names of our own decoder in `_target_`
 
 
 class Choice(StrEnum):

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 EXIT_USAGE = 2  # a command line that cannot be understood; nothing was done
 EXIT_REQUEUE = os.EX_TEMPFAIL  # 75, sysexits.h: stopped early with what is needed to continue
 EXIT_CONFIG = os.EX_CONFIG  # 78, sysexits.h: the config or the environment is wrong; a retry cannot help
+SHOWN = 80  # characters of a value that an error repeats
+LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 
 
 class SlurmtrainError(Exception):
@@ -194,8 +196,36 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
+MOST_NAMES = 40  # that a hint lists
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return a hint that names what `word` was probably meant to be, or all names when none is similar."""
+    """Return a hint that names what `word` was probably meant to be, or all names, unless they are very many; else ""."""
     known = sorted(names)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are: {', '.join(known)}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known are: {', '.join(known)}" if len(known) <= MOST_NAMES else ""
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message repeats it: on one line, and shortened."""
+    text = repr(value) if not isinstance(value, str) or not value.isprintable() else value
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, shortened, since omegaconf repeats values however long they are."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 4]} ..."
+
+
+def why_not_built(error: BaseException, target: str) -> str:
+    """Return why Hydra cannot build what a `_target_` names: the innermost cause, without the lines about its own search."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, ModuleNotFoundError) and cause.name == target and "." in target:
+        module, _, name = target.rpartition(".")
+        return f"{module} has no {name}"
+    return first_line(cause)

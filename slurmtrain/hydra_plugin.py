@@ -25,13 +25,6 @@ class LauncherConf:
     again: bool = False  # do not come back to a multirun with the same hydra.sweep.dir whose shell has died
 
 
-@dataclass
-class SearchLauncherConf:
-    """The config of the launcher that `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
-
-    _target_: str = "hydra_plugins.slurmtrain.SearchLauncher"
-
-
 class SlurmtrainLauncher(Launcher):
     """The launcher of `hydra/launcher=slurmtrain`."""
 
@@ -49,24 +42,4 @@ class SlurmtrainLauncher(Launcher):
         return results
 
 
-class SearchLauncher(Launcher):
-    """The launcher of a search, which asks `sweep.search.Search` for the results of points."""
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self._context, self._search, self._config = hydra_context, task_function, config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
-        from slurmtrain.sweep.hydra_launcher import job_config
-
-        jobs = [
-            (overrides, job_config(self._context, self._config, overrides, number))
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
-        results: Sequence[Any] = self._search.launch(jobs)
-        return results
-
-
 ConfigStore.instance().store(group="hydra/launcher", name="slurmtrain", node=LauncherConf, provider="slurmtrain")
-ConfigStore.instance().store(
-    group="hydra/launcher", name="slurmtrain_search", node=SearchLauncherConf, provider="slurmtrain"
-)

@@ -1,7 +1,8 @@
-"""The command line: argv -> verb + Hydra overrides. Imports no torch, and nothing that the verb does not need."""
+"""The command line: argv -> a verb's `main`. Imports no torch, and nothing that the verb does not need."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -11,10 +12,6 @@ from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, storage_hint
 from slurmtrain.system import interrupts
-from slurmtrain.system.records import printable
-from slurmtrain.system.redaction import SECRET_VARIABLE, hide, redact
-
-HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
+    except SystemExit as done:  # argparse has printed the help
+        return int(done.code or 0)
     except SlurmtrainError as error:
+        from slurmtrain.system.records import printable
+        from slurmtrain.system.redaction import SECRET_VARIABLE, hide, redact
+
         # Hydra's message about an interpolation that it cannot use may repeat the value of any variable.
         hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
         print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"slurmtrain: error: {error.filename}: {error.strerror}; whose is it?", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `status | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail to flush it at the end
         return 141
     except OSError as error:
         hint = storage_hint(error)
@@ -53,63 +55,57 @@ def _run(words: list[str]) -> int:
         if remote.wanted(words):
             interrupts.raise_again()
             return remote.main(words)
-    verb = arguments.find_verb(words)
-    if verb is not None and not VERBS[verb].composes:
-        if verb != "help":
-            _log_to_stderr()
-        rest = list(words)
-        rest.remove(verb)
-        module = importlib.import_module(VERBS[verb].module)
-        interrupts.raise_again()
-        result: int = module.main(verb, rest)
-        return result
+    found = arguments.parse(words)
+    if found.verb is None:
+        return _without_verb(found)
+    verb = VERBS[found.verb]
+    module = f"slurmtrain.cli.{verb.module or found.verb}"
+    if found.verb != "help":
+        from slurmtrain.system import logs  # loads logging, which --help and tab completion do without
 
-    parsed = arguments.parse(words)
-    if "--help" in parsed.options:
-        from slurmtrain.cli.help import help_text
+        logs.set_up()
+    if verb.composes:
+        if _is_for_hydra(found):
+            module = "slurmtrain.cli.hydra_options"
+        elif found.multirun and found.verb != "submit":
+            raise UsageError(f"-m (--multirun) works with submit, not with {found.verb}", hint="-m key=1,2 submit")
+    main_of_verb = importlib.import_module(module).main
+    interrupts.raise_again()
+    code: int = main_of_verb(found)
+    return code
 
-        print(help_text(parsed.verb))
+
+def _without_verb(found: argparse.Namespace) -> int:
+    if found.help:
+        from slurmtrain.cli.help import overview
+
+        print(overview())
         return 0
-    if "--version" in parsed.options:
+    if found.version:
         from slurmtrain import __version__
 
         print(f"slurmtrain {__version__}")
         return 0
-    if "--experimental-rerun" in parsed.options:
+    if found.shell_completion and "query=bash" in found.overrides:
+        from slurmtrain.cli.hydra_options import complete
+
+        complete(found)
+        return 0
+    if _is_for_hydra(found):
+        from slurmtrain.cli import hydra_options
+
+        interrupts.raise_again()
+        return hydra_options.main(found)
+    if found.words:
+        raise arguments.not_understood(found.words[0], None)
+    names = ", ".join(arguments.visible_verbs())
+    raise UsageError("no verb given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
+
+
+def _is_for_hydra(found: argparse.Namespace) -> bool:
+    """Return whether Hydra answers the command line itself: it prints something and runs nothing."""
+    if found.experimental_rerun is not None:
         raise UsageError(
             "--experimental-rerun is not supported", hint="`resume RUN` continues a run as it was submitted"
         )
-    if any(option in parsed.options for option in HYDRA_ONLY):
-        from slurmtrain.cli.hydra_options import run_hydra
-
-        interrupts.raise_again()
-        return run_hydra(parsed)
-    if parsed.verb is None:
-        if parsed.positionals:
-            raise arguments.unknown_verb(parsed.positionals[0])
-        names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
-        raise UsageError("no verb given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
-    if parsed.positionals and parsed.verb not in ("train", "prepare", "drill"):
-        raise arguments.no_override(parsed.positionals[0], parsed.verb)
-    _log_to_stderr()
-    if "--multirun" in parsed.options:
-        if parsed.verb != "submit":
-            raise UsageError(f"-m (--multirun) works with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
-        if "--from" in parsed.options:
-            raise UsageError(
-                "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
-            )
-        from slurmtrain.cli import multirun
-
-        interrupts.raise_again()
-        return multirun.submit(parsed)
-    module = importlib.import_module(VERBS[parsed.verb].module)
-    interrupts.raise_again()
-    code: int = module.main(parsed)
-    return code
-
-
-def _log_to_stderr() -> None:
-    from slurmtrain.system import logs  # loads logging, which --help and tab completion do without
-
-    logs.set_up()
+    return bool(found.cfg or found.info or found.hydra_help or found.shell_completion)

@@ -1,15 +1,26 @@
-"""Tables of runs and of points: the columns that show the progress of each, and the line that summarises them."""
+"""Tables of runs and of points, sentences as wide as the terminal, and --watch, which draws a table again and again."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import textwrap
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slurmtrain.report.progress import roughly
-from slurmtrain.report.status.state import WAITING, RunState
+from slurmtrain.errors import UsageError
+from slurmtrain.system.durations import roughly
+from slurmtrain.system.records import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slurmtrain.report.status.state import RunState
+
 
 GAP = 3  # between two columns
 LONGEST_RULE = 120  # in a file or pipe, where the longest sentence is one line
@@ -18,23 +29,8 @@ INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 # Columns that a narrow terminal leaves out, in this order.
 LEAST_WANTED = (
-    "queue h",
-    "checkpoints",
-    "evaluation",
-    "start-up",
-    "idle",
-    "unknown",
-    "by SLURM",
-    "lost steps",
-    "GPUs idle",
-    "redone",
-    "hung",
-    "attempts",
-    "valid loss",
-    "tokens/s",
-    "name",
-    "run",
-    "loss",
+    *("queue h", "checkpoints", "evaluation", "start-up", "idle", "unknown", "by SLURM", "lost steps", "GPUs idle"),
+    *("redone", "hung", "size", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
 )
 
 
@@ -42,11 +38,16 @@ def progress_cells(now: RunState) -> list[str]:
     """Return the cells below PROGRESS; a cell is empty if its value is not known."""
     progress = now.progress
     step = "" if progress.step is None else str(progress.step)
+    tokens = ""
+    if progress.tokens_per_s is not None:
+        from slurmtrain.observe.progress import format_count
+
+        tokens = format_count(progress.tokens_per_s)
     return [
         f"{step}/{progress.steps}" if step and progress.steps is not None else step,
         _loss(progress.loss),
         _loss(progress.valid_loss),
-        _tokens(progress.tokens_per_s),
+        tokens,
         "" if progress.eta_s is None else roughly(progress.eta_s),
     ]
 
@@ -69,7 +70,7 @@ def remark(now: RunState) -> str:
 
 def urgency(now: RunState) -> int:
     """Return the sort key by which runs that run come first, then those that wait, then those that have ended."""
-    return 2 if not now.alive else int(now.status in WAITING)
+    return 2 if not now.alive else int(now.waits)
 
 
 def counts(found: Iterable[RunState]) -> dict[str, int]:
@@ -134,15 +135,10 @@ def sentence_lines(sentence: str, indent: int, width: int | None) -> list[str]:
     """Return a sentence as lines of a terminal, of which the later ones are indented; one line if `width` is None."""
     if width is None:
         return [sentence]
-    together = sentence.replace(" %", "\xa0%")  # which textwrap leaves on one line
-    lines = textwrap.wrap(
-        together,
-        max(width, indent + LEAST_ROOM),
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
+    least = max(width, indent + LEAST_ROOM)
+    return textwrap.wrap(
+        sentence, least, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
-    return [line.replace("\xa0", " ") for line in lines]
 
 
 def print_sentence(sentence: str, indent: int) -> None:
@@ -164,16 +160,97 @@ def _loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
-def _tokens(value: float | None) -> str:
-    if value is None:
-        return ""
-    from slurmtrain.observe.progress import format_count
-
-    return format_count(value)
+SHARE = 0.1  # greatest share of time spent on asking: after an answer that took a second, ten seconds pass
+SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
 
 
-def format_size(size: int) -> str:
-    """Format a number of bytes for a person, in units of 10^9, 10^6, 10^3 or 1."""
-    if size >= 1e5:
-        return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    return f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size} bytes"
+@dataclass(frozen=True)
+class View:
+    """The result of one look.
+
+    Attributes:
+        lines: lines to show, the most important first; those below the terminal's end are not shown by --watch.
+        doubts: reasons why SLURM could not be asked.
+        over: whether nothing will change any more.
+    """
+
+    lines: list[str]
+    doubts: list[str]
+    over: bool = True
+
+
+def show(look: Callable[[], View], options: argparse.Namespace) -> int:
+    """Print what `look` returns, or show it until it is over, with --watch."""
+    if options.watch:
+        return watch(look, options.every)
+    view = look()
+    print("\n".join(view.lines))
+    print_doubts(view.doubts)
+    return 0
+
+
+def print_doubts(reasons: Iterable[str]) -> None:
+    """Print the reasons why SLURM could not be asked."""
+    for reason in reasons:
+        print()
+        print_sentence(f"SLURM cannot be asked: {printable(reason)}", 2)
+
+
+def check_watch_options(options: argparse.Namespace) -> None:
+    """Check the options of `--watch`.
+
+    Raises:
+        UsageError: they are not possible.
+    """
+    if options.watch and options.json:
+        raise UsageError("--watch and --json exclude each other", hint="a program can call status repeatedly")
+    if options.watch and not sys.stdout.isatty():
+        raise UsageError("--watch needs a terminal", hint="leave it out, or use --json")
+
+
+def watch(
+    look: Callable[[], View],
+    every_s: float,
+    *,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Show what `look` returns until it is over. Ctrl-C is passed on, with the terminal as it was.
+
+    While SLURM does not answer, the last view stays, with its age.
+
+    Args:
+        every_s: seconds between two looks, if they are quick.
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = console or Console(highlight=False)
+    shown, seen, failures = View([], []), 0.0, 0
+    with Live(Text("asking SLURM ..."), console=console, auto_refresh=False) as live:
+        while True:
+            began = clock()
+            view = look()
+            took_s = clock() - began
+            failures = failures + 1 if view.doubts else 0
+            if not view.doubts or not shown.lines:
+                shown, seen = view, began
+            age = roughly(max(0.0, clock() - seen))
+            note = f"SLURM cannot be asked: {'; '.join(view.doubts)}" if view.doubts else "Ctrl-C leaves"
+            end = ["", f"as of {time.strftime('%H:%M:%S', time.localtime(seen))}, {age} ago; {note}"]
+            end = [] if view.over else end
+            lines, room = shown.lines, console.height - 1 - len(end)
+            if len(lines) > room:
+                lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more"]
+            live.update(Text("\n".join([*lines, *end]), no_wrap=True, overflow="ellipsis"), refresh=True)
+            if view.over:
+                return 0
+            sleep(pause_s(every_s, took_s, failures))
+
+
+def pause_s(every_s: float, took_s: float, failures: int) -> float:
+    """Return the seconds until the next look, by the duration of the last one and the failures so far."""
+    patience_s = min(every_s * 2.0 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
+    return max(patience_s, took_s * (1 / SHARE - 1))

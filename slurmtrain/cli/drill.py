@@ -2,94 +2,63 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import math
 from typing import Any
 
-from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.run_control import open_run
+from slurmtrain.cli.json_output import fields_of, print_json
+from slurmtrain.cli.stop import open_run
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.control.drill.comparison import TOLERANCE
-from slurmtrain.control.drill.judge import Judgement, Result
-from slurmtrain.control.drill.own import OwnDrill, OwnPlan, drill_config, drill_run
-from slurmtrain.control.drill.scratch import Leftovers
-from slurmtrain.control.drill.site import SiteDrill, drill_site
-from slurmtrain.control.drill.ways import TINY, is_for_site, keys_of, parse_ways
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.control.drill.comparison import Comparison
+from slurmtrain.control.drill.judge import Evidence, Result, Verdict
+from slurmtrain.control.drill.run import Drill, drill
+from slurmtrain.control.drill.ways import TINY, Plan, Way, is_for_site, keys_of, parse_ways
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.launch.changes import changed
+from slurmtrain.launch.snapshot import source_of_run
 from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
 
-WITHIN_MIN = 30.0
-STEPS = 20
-OF_SITE, OF_OWN = ("--ways", "--leaving"), ("--steps", "--stop-at", "--stop-after", "--tolerance")
 
-
-def main(arguments: Arguments) -> int:
-    """Run the verb and return its exit code."""
-    options = arguments.options
-    if len(arguments.positionals) > 1:
-        raise UsageError(f"expected one RUN, but these are several: {' '.join(arguments.positionals)}")
-    of_site = not arguments.positionals and is_for_site(arguments.overrides)
-    for option in OF_OWN if of_site else OF_SITE:
-        if option in options:
-            whose = (
-                "a run of your own, and this drills the site" if of_site else "the site, and this drills a run of yours"
-            )
-            raise UsageError(f"{option} is for a drill of {whose}", hint="drill --help")
-    within_min = _number(options, "--within", WITHIN_MIN, least=0.1)
-    keep = "--keep" in options
-    if of_site:
-        return _site(arguments, within_min, keep=keep)
-    steps = int(_number(options, "--steps", STEPS, least=2, whole=True))
-    plan = OwnPlan(
-        steps=steps,
-        stop_at=int(_number(options, "--stop-at", steps // 2, least=1, whole=True)),
-        stop_after_s=_number(options, "--stop-after", 0, least=0) if "--stop-after" in options else None,
-        tolerance=_number(options, "--tolerance", TOLERANCE, least=0),
-        within_min=within_min,
-        keep=keep,
+def main(arguments: argparse.Namespace) -> int:
+    """Run the verb and return its exit code: 1 if a way has failed, 75 if none could be judged, else 0."""
+    words, cwd, given, source = arguments.overrides, current_folder(), None, None
+    if arguments.run is None and is_for_site(words):
+        given, words = keys_of(words), [*words, *TINY]
+    every = list(Way) if given is not None else [Way.EARLY_SIGNAL]
+    plan = Plan(
+        ways=every if arguments.ways is None else parse_ways(arguments.ways),
+        steps=arguments.steps,
+        stop_at=arguments.stop_at or arguments.steps // 2,
+        stop_after_s=arguments.stop_after,
+        leaving_s=arguments.leaving,
+        tolerance=arguments.tolerance,
+        within_min=arguments.within,
+        keep=arguments.keep,
     )
     if plan.stop_at >= plan.steps:
         raise UsageError(f"--stop-at {plan.stop_at}: expected a step before --steps {plan.steps}")
-    if arguments.positionals:
-        run_dir = open_run(arguments.positionals[0])
-        return _own(drill_run(run_dir, plan, arguments.overrides, current_folder()), plan, options)
-    config, _ = compose_and_validate(arguments)
-    return _own(drill_config(config, plan, arguments.overrides, current_folder()), plan, options)
-
-
-def _number(options: dict[str, str], name: str, default: float, *, least: float, whole: bool = False) -> float:
-    text = options.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(int(text)) if whole else float(text)
-    except ValueError:
-        value = math.nan
-    if not (least <= value < math.inf):
-        raise UsageError(f"{name} {text}: a {'whole ' if whole else ''}number of at least {least:g} was expected")
-    return value
-
-
-def _site(arguments: Arguments, within_min: float, *, keep: bool) -> int:
-    ways = parse_ways(arguments.options.get("--ways"))
-    leaving_s = _number(arguments.options, "--leaving", 0.0, least=0)
-    given = keys_of(arguments.overrides)
-    words = [*arguments.overrides, *TINY, "job.snapshot=none"]
-    config, _ = compose_and_validate(dataclasses.replace(arguments, overrides=words))
-    found = drill_site(
-        config, ways, words, given, current_folder(), within_min=within_min, leaving_s=leaving_s, keep=keep
-    )
-    if "--json" in arguments.options:
-        print_json(site_object(found))
+    if arguments.run is None:
+        config, _ = compose_and_validate(argparse.Namespace(**{**vars(arguments), "overrides": words}))
     else:
-        print_site(found)
-    return exit_code([each.result for each in found.judgements])
+        run_dir = open_run(arguments.run)
+        config, source = load_frozen(run_dir.config_file), source_of_run(run_dir)
+        if words:
+            config, _ = changed(config, words, cwd)
+        if source.root is None:
+            log.warning("run %s runs in place: all runs of the drill share what the program writes there", run_dir.id)
+    found = drill(config, plan, words, cwd, source=source, given=given)
+    if arguments.json:
+        print_json(drill_object(found))
+    else:
+        print_drill(found)
+    return exit_code([verdict.result for _, verdict in found.verdicts])
 
 
 def exit_code(results: list[Result]) -> int:
@@ -99,130 +68,79 @@ def exit_code(results: list[Result]) -> int:
     return 0 if Result.PASSED in results else EXIT_REQUEUE
 
 
-# For a person.
-
-
-def print_site(found: SiteDrill) -> None:
-    """Print a row for each way, and below it why others than those that have passed have not, and what to set."""
+def print_drill(found: Drill) -> None:
+    """Print a row for each way; below, what has happened in those that have not passed, and what to do."""
     rows = [
         [
-            each.way,
-            each.result,
-            _seconds(each.left_after_s, each.time_s),
-            _saved(each),
-            each.back_by or "",
-            _seconds(each.back_after_s),
-            {True: "the same", False: "others", None: ""}[each.same_bits],
+            its.way,
+            verdict.result,
+            _seconds(its.left_after_s) + (f" of {its.time_s:.0f} s" if its.left_after_s and its.time_s else ""),
+            f"step {its.saved_step}" if its.saved_step else "",
+            its.back_by or "",
+            _seconds(its.back_after_s),
+            _bits(its.comparison),
         ]
-        for each in found.judgements
+        for its, verdict in found.verdicts
     ]
     print_table(["way", "verdict", "left after", "saved", "came back", "after", "bits"], rows)
     print()
-    for each in (each for each in found.judgements if each.result is not Result.PASSED):
-        print(printable(f"{each.way}: {each.result}: {each.sentence}" if each.result is Result.FAILED else _line(each)))
-        if each.advice is not None:
-            print(printable(f"  set: {each.advice}" if each.result is Result.FAILED else f"  {each.advice}"))
-    passed = sum(each.result is Result.PASSED for each in found.judgements)
-    failed = sum(each.result is Result.FAILED for each in found.judgements)
-    rest = len(found.judgements) - passed - failed
-    print(f"{passed} passed, {failed} failed, {rest} not tried; {_left(found.took_s, found.leftovers)}")
+    for its, verdict in found.verdicts:
+        if verdict.result is not Result.PASSED or its.is_program or len(found.verdicts) == 1:
+            print(printable(f"{its.way} {verdict.result}: {verdict.sentence}"))
+            for hint in verdict.hints:
+                print(printable(f"  hint: {hint}"))
+    results = [verdict.result for _, verdict in found.verdicts]
+    counts = ", ".join(f"{results.count(each)} {each}" for each in Result if each in results)
+    jobs = "some of its jobs have not ended yet (they are cancelled)" if found.jobs_left else "no job is left"
+    print(f"{counts}; it took {found.took_s:.0f} s, and {jobs}")
+    if found.kept is not None:
+        print(f"its runs are kept, to look at: {found.kept}")
 
 
-def _left(took_s: float, leftovers: Leftovers) -> str:
-    """Say how long a drill took, and what it has left behind."""
-    jobs = "some of its jobs have not ended yet (they are cancelled)" if leftovers.jobs else "no job is left"
-    kept = f"\nits runs are kept, to look at: {leftovers.folder}" if leftovers.folder is not None else ""
-    return f"it took {took_s:.0f} s, and {jobs}{kept}"
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
 
 
-def _line(each: Judgement) -> str:
-    return f"{each.way}: {each.sentence}"
+def _bits(found: Comparison | None) -> str:
+    return "" if found is None or found.reached is None else "the same" if found.same_bits else "others"
 
 
-def _seconds(value: float | None, of: float | None = None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.1f} s" + (f" of {of:.0f} s" if of is not None else "")
+def drill_object(found: Drill) -> dict[str, Any]:
+    """Return what `drill --json` prints.
 
-
-def _saved(each: Judgement) -> str:
-    if not each.saved_step:
-        return ""
-    return f"step {each.saved_step}" + (f", {each.save_s:.1f} s" if each.save_s is not None else "")
-
-
-def _own(found: OwnDrill, plan: OwnPlan, options: dict[str, str]) -> int:
-    if "--json" in options:
-        print_json(own_object(found))
-    else:
-        print(printable(f"{found.result}: {found.sentence}"))
-        for cause in found.causes:
-            print(printable(f"  likely: {cause}"))
-        print(_left(found.took_s, found.leftovers))
-    return exit_code([found.result])
-
-
-# For a program.
-
-
-def site_object(found: SiteDrill) -> dict[str, Any]:
-    """Return what `drill --json` prints of a site.
-
-    took_s   seconds of the whole drill
-    kept     folder of its runs; null if it was removed
-    jobs_left  whether some of its jobs, which are cancelled, have not ended yet
-    ways     for each way: way, result ("passed", "failed" or "not tried"), sentence, advice (what to set), told_after_s,
-             left_after_s, time_s (that SLURM gives), saved_step, save_s, back_by, back_after_s, resumed_step and same_bits;
-             null where it is not known; undecided: it can be tried here, and what came of it is not known
+    ways         for each way the object that follows; null where something is not known
+      way, result   "passed", "failed", "not tried" (it cannot be tried here) or "not judged"
+      sentence, hints  what has happened, and what to set or what was probably not restored
+      left_after_s, time_s  seconds until the ranks had left, and those that SLURM gives
+      saved_step, stopped_at, resumed_at  steps
+      back_by, back_after_s  what brought it back, and after how many seconds
+      same_bits    whether nothing differs from the undisturbed run
+      steps        steps whose logs were compared
+      checkpoint   step of the checkpoint that was compared
+      divergence   first difference in the logs: step, name, undisturbed and resumed; with null for other samples
+      tensors      the tensors that differ, each with name, relative (null: not comparable) and why
+      random       names of random states that differ, from which nothing has drawn
+    took_s       seconds of the whole drill
+    kept         folder of its runs; null if it was removed
+    jobs_left    whether some of its jobs, which are cancelled, have not ended yet
     """
+    kept = None if found.kept is None else str(found.kept)
+    ways = [way_object(*each) for each in found.verdicts]
+    return {"ways": ways, "took_s": found.took_s, "kept": kept, "jobs_left": found.jobs_left}
+
+
+def way_object(its: Evidence, verdict: Verdict) -> dict[str, Any]:
+    """Return what is known of one way."""
+    same = its.comparison or Comparison()
+    first = same.divergence
     return {
-        "took_s": found.took_s,
-        **_leftovers_object(found.leftovers),
-        "ways": [dataclasses.asdict(each) for each in found.judgements],
-    }
-
-
-def _leftovers_object(leftovers: Leftovers) -> dict[str, Any]:
-    return {"kept": None if leftovers.folder is None else str(leftovers.folder), "jobs_left": leftovers.jobs}
-
-
-def own_object(found: OwnDrill) -> dict[str, Any]:
-    """Return what `drill RUN --json` prints.
-
-    result       "passed", "failed" or "not tried"
-    sentence, causes  what it has shown, and what is likely wrong
-    stopped_at, resumed_at  steps; null where they are not known
-    same_bits    whether nothing differs; null if nothing was compared
-    relative     largest relative difference between two numbers; null for infinity
-    steps        steps whose logs were compared
-    checkpoint   step of the checkpoint that was compared; null: none
-    parting      first difference in the logs: step, name, undisturbed and resumed; null: none
-    tensors      names of the tensors that differ, each with relative (null: not comparable) and why
-    took_s, kept, jobs_left  as for a site
-    """
-    same = found.comparison
-    divergence = same.divergence if same is not None else None
-    return {
-        "result": found.result,
-        "sentence": found.sentence,
-        "causes": list(found.causes),
-        "stopped_at": found.stopped_at,
-        "resumed_at": found.resumed_at,
-        "same_bits": same.same_bits if same is not None and same.anything_compared else None,
-        "relative": None if same is None or not math.isfinite(same.largest) else same.largest,
-        "steps": list(same.steps) if same is not None else [],
-        "checkpoint": same.checkpoint if same is not None else None,
-        "parting": None
-        if divergence is None
-        else {"step": divergence.step, "name": divergence.name, "undisturbed": divergence.a, "resumed": divergence.b},
+        **fields_of(its, "way left_after_s time_s saved_step stopped_at resumed_at back_by back_after_s"),
+        **verdict._asdict(),
+        "same_bits": same.same_bits if same.reached is not None else None,
+        **fields_of(same, "steps checkpoint random"),
+        "divergence": first and {"step": first.step, "name": first.name, "undisturbed": first.a, "resumed": first.b},
         "tensors": [
-            {
-                "name": each.name,
-                "relative": each.relative if math.isfinite(each.relative) else None,
-                "why": each.why,
-            }
-            for each in (same.tensors if same is not None else ())
+            dataclasses.asdict(each) | {"relative": each.relative if math.isfinite(each.relative) else None}
+            for each in same.tensors
         ],
-        "took_s": found.took_s,
-        **_leftovers_object(found.leftovers),
     }

@@ -1,25 +1,104 @@
-"""`--help`: enough to find everything. Plain text from the verb table and the conf folder; nothing heavy is imported."""
+"""`--help` without a verb, and the verb `help`: the pages of the manual, slurmtrain/docs/*.md, which ship with the package.
+
+Nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import sys
 import textwrap
-from collections.abc import Iterable
 
-from slurmtrain.cli.arguments import HELP_COLUMNS, PROGRAM, epilog
+from slurmtrain.cli.arguments import PROGRAM, visible_verbs
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.folders import config_groups
+from slurmtrain.config.folders import PACKAGE, shipped
+from slurmtrain.errors import UsageError, nearest
+
+PAGES = PACKAGE / "docs"
+ORDER = (
+    "quickstart clusters own-scripts clients python models data parallelism planning requeue drill preflight checkpoints "
+    "evaluation numbers sweeps runs loggers usage shared-folders secrets troubleshooting config internals changelog"
+).split()
+WIDEST = 120  # columns; longer lines of prose are hard to read
 
 
-def help_text(verb: str | None = None) -> str:
-    """Return the help of everything, or of one verb that composes a config."""
-    return _overview() if verb is None else _of_verb(verb)
+def main(options: argparse.Namespace) -> int:
+    """Print the list of topics, a page, or the help of a verb.
+
+    Raises:
+        UsageError: there is no such topic.
+    """
+    topic = options.topic
+    if topic is None:
+        print(_contents())
+    elif topic in topics():
+        _show((PAGES / f"{topic}.md").read_text(encoding="utf-8"))
+    elif topic in VERBS:
+        from slurmtrain import cli
+
+        return cli.main([topic, "--help"])
+    else:
+        raise UsageError(
+            f"there is no topic {topic!r}",
+            hint=nearest(topic, {*topics(), *visible_verbs()}),
+        )
+    return 0
 
 
-def _overview() -> str:
+def topics() -> dict[str, str]:
+    """Return the name of every page and what it is about, in one line, in the order of reading."""
+    pages = sorted(PAGES.glob("*.md"), key=lambda page: (_place(page.stem), page.stem))
+    return {page.stem: _subject(page.read_text(encoding="utf-8")) for page in pages}
+
+
+def _place(topic: str) -> int:
+    return ORDER.index(topic) if topic in ORDER else len(ORDER)
+
+
+def _subject(page: str) -> str:
+    """Return what a page is about: its title is `# Topic: subject`."""
+    return page.partition("\n")[0].partition(": ")[2]
+
+
+def _contents() -> str:
+    known = topics()
+    width = max(map(len, known))
+    lines = "\n".join(f"  {name:<{width}}  {subject}" for name, subject in known.items())
+    return (
+        f"Topics of the manual. Show one with: python -m slurmtrain help TOPIC\n{lines}\n\n"
+        "Flags and examples of a verb: python -m slurmtrain VERB --help"
+    )
+
+
+def _show(page: str) -> None:
+    """Print a page: rendered and in a pager on a terminal, as it is otherwise."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        print(page, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.theme import Theme
+
+    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and exit at once if the page fits the screen
+    console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, also on white terminals
+    console.width = min(console.width, WIDEST)
+    with console.pager(styles=True):
+        console.print(Markdown(_as_commands(page), code_theme="ansi_dark", hyperlinks=False))
+
+
+def _as_commands(page: str) -> str:
+    """Return the page with its links to other pages as the commands that show these."""
+    return re.sub(r"\[[^]]+\]\(([a-z-]+)\.md(?:#[a-z-]*)?\)", r"`help \1`", page)
+
+
+def overview() -> str:
+    """Return the help of everything."""
     verbs = "\n".join(f"  {name:<12}{found.summary}" for name, found in VERBS.items() if not found.hidden)
     groups = "\n".join(
         textwrap.fill(" ".join(names), 116, initial_indent=f"  {group + '=':<13}", subsequent_indent=" " * 15)
-        for group, names in config_groups().items()
+        for group, names in _config_groups().items()
     )
     return f"""slurmtrain: run training jobs on SLURM: submit with one command, stop cleanly, resume exactly.
 
@@ -35,7 +114,12 @@ Config groups (choose with group=option; single fields with group.field=value)
 {groups}
 
 Hydra
-{_HYDRA}
+  {PROGRAM} --cfg job [overrides]     the composed config, with every field
+  --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine)
+  --config-name NAME   another primary config
+  --config-path DIR    searched first, with its own primary config
+  +key=value adds, ~key removes, ++key=value adds or overrides; --info defaults-tree; --hydra-help
+  eval "$(slurmtrain -sc install=bash)"    tab completion
 
 Examples
   {PROGRAM} +cluster=local submit                       a run on this machine, one to two minutes
@@ -47,42 +131,10 @@ Examples
 """
 
 
-_HYDRA = f"""\
-  {PROGRAM} --cfg job [overrides]     the composed config, with every field
-  --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine)
-  --config-name NAME   another primary config
-  --config-path DIR    searched first, with its own primary config
-  +key=value adds, ~key removes, ++key=value adds or overrides; --info defaults-tree; --hydra-help
-  eval "$(slurmtrain -sc install=bash)"    tab completion"""
-
-
-def _of_verb(verb: str) -> str:
-    """Return the help of a verb that composes a config, in the shape that argparse gives the others."""
-    found = VERBS[verb]
-    usage = textwrap.fill(
-        f"usage: {PROGRAM} {found.usage}", HELP_COLUMNS, subsequent_indent=" " * 7, break_on_hyphens=False
-    )
-    options = [(f"{flag.name} {flag.metavar}", flag.help) for flag in found.options]
-    overrides = [
-        ("GROUP=NAME", f"choose from a config group: {', '.join(config_groups())}"),
-        ("KEY=VALUE", "set one field, such as cluster.nodes=4; +KEY=VALUE adds one, ~KEY removes one"),
-        ("--config-dir DIR", "also look for configs in DIR"),
-        ("--cfg job", "print the composed config with every field, and do nothing else"),
-    ]
-    return "\n\n".join(
-        [
-            usage,
-            textwrap.fill(found.help, HELP_COLUMNS),
-            "options:\n" + _rows([*options, ("-h, --help", "show this help and exit")]),
-            "config:\n" + _rows(overrides),
-            epilog(verb),
-        ]
-    )
-
-
-def _rows(rows: Iterable[tuple[str, str]]) -> str:
-    """Return two columns, as argparse lays out its options."""
-    return "\n".join(
-        textwrap.fill(what, HELP_COLUMNS, initial_indent=f"  {name:<24}", subsequent_indent=" " * 26)
-        for name, what in rows
-    )
+def _config_groups() -> dict[str, list[str]]:
+    folder = shipped("conf")
+    return {
+        group: sorted(file.removesuffix(".yaml") for file in os.listdir(folder / group) if file.endswith(".yaml"))
+        for group in sorted(os.listdir(folder))
+        if not group.startswith((".", "_")) and (folder / group).is_dir()
+    }

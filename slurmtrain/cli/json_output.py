@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.json_text import json_text
 
@@ -15,6 +13,7 @@ if TYPE_CHECKING:
 
     from slurmtrain.report.goodput.causes import Goodput
     from slurmtrain.report.page.contents import Page
+    from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.sweep_dir import Point
 
@@ -24,10 +23,23 @@ def print_json(value: Any) -> None:
     print(json_text(value), end="")
 
 
+def emit(value: Any, text: str, *, as_json: bool) -> None:
+    """Print an answer: the value for a program, or the text for a person."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
+
+
+def fields_of(found: object, names: str) -> dict[str, Any]:
+    """Return these attributes of an object by name."""
+    return {name: getattr(found, name) for name in names.split()}
+
+
 def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     """Return one run.
 
-    `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
+    `status RUN --json` prints one, `status --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
     goodput      in `status RUN --json` alone: see `goodput_object`
@@ -54,22 +66,23 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     attempts     attempts, oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
                  reason, verdict, exit_code and sentence; null where it is not known
     """
-    info = run_dir.info() if now.status != RunStatus.UNREADABLE else {"job_ids": []}
+    info = run_dir.info() if now.readable else {"job_ids": []}
     return {
         "id": run_dir.id,
         "name": run_dir.path.parent.name,
         "path": str(run_dir.path),
         "state": now.status,
         "sentence": now.explanation,
-        "alive": now.alive,
-        "step": now.step,
-        "job_id": now.job_id,
+        **fields_of(now, "alive step job_id"),
         "job_ids": info["job_ids"],
         "created": info.get("created"),
         "doubt": now.slurm_error,
         **_progress_object(now),
-        "attempts": [_attempt_object(attempt) for attempt in now.attempts],
+        "attempts": [fields_of(each, _ATTEMPT) | {"started": each.started or None} for each in now.attempts],
     }
+
+
+_ATTEMPT = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
 
 
 def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
@@ -79,13 +92,14 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
     state, sentence, job_id, job_ids  as of a run
     metrics        metrics by name; {} before it is done
     """
+    readable = now.readable
     return {
         "name": evaluation.path.name,
         "state": now.status,
         "sentence": now.explanation,
         "job_id": now.job_id,
-        "job_ids": evaluation.info()["job_ids"] if now.status != RunStatus.UNREADABLE else [],
-        "metrics": evaluation.measured() if now.status != RunStatus.UNREADABLE else {},
+        "job_ids": evaluation.info()["job_ids"] if readable else [],
+        "metrics": evaluation.measured() if readable else {},
     }
 
 
@@ -104,20 +118,13 @@ def goodput_object(found: Goodput) -> dict[str, Any]:
     interruptions number of attempts that ended before the run had finished, by why
     gpu_hours, lost_gpu_hours, held_s, gpu_count, running  sums; seconds in which nodes were held; GPUs of the newest attempt
     """
+    by_cause = fields_of(found, "seconds gpu_seconds startup_s lost_s lost_gpu_seconds interruptions")
     return {
         "goodput": found.share,
         "effective": found.effective_share,
-        "wall_s": found.wall_s,
-        "held_s": found.held_s,
-        "gpu_count": found.gpu_count,
-        "gpu_hours": found.gpu_hours,
-        "lost_gpu_hours": found.lost_gpu_hours,
-        "running": found.running,
-        **{name: {str(key): value for key, value in getattr(found, name).items()} for name in _BY_CAUSE},
+        **fields_of(found, "wall_s held_s gpu_count gpu_hours lost_gpu_hours running"),
+        **{name: {str(key): value for key, value in each.items()} for name, each in by_cause.items()},
     }
-
-
-_BY_CAUSE = ("seconds", "gpu_seconds", "startup_s", "lost_s", "lost_gpu_seconds", "interruptions")
 
 
 def usage_object(row: Row) -> dict[str, Any]:
@@ -129,19 +136,15 @@ def usage_object(row: Row) -> dict[str, Any]:
                   gpu and xid
     accounted_gpu_hours  GPU hours of its jobs by SLURM's accounting; null if there is none, or by node
     """
-    gpus = row.gpus
-    sampled = gpus.sampled_s > 0
+    gpus, sampled = row.gpus, row.gpus.sampled_s > 0
     return {
-        "who": row.who,
-        "runs": row.runs,
+        **fields_of(row, "who runs"),
         **goodput_object(row.goodput),
         "gpus": {
             "sampled_gpu_hours": gpus.sampled_s / 3600 if sampled else None,
             "idle_gpu_hours": gpus.idle_s / 3600 if sampled else None,
-            "utilization": gpus.utilization,
-            "power_w": gpus.power_w,
-            "ecc_errors": gpus.ecc_errors,
-            "xids": [{"node": node, "gpu": gpu, "xid": xid} for node, gpu, xid in gpus.xids],
+            **fields_of(gpus, "utilization power_w ecc_errors"),
+            "xids": [dict(zip(("node", "gpu", "xid"), each, strict=True)) for each in gpus.xids],
         },
         "accounted_gpu_hours": None if row.accounted_gpu_s is None else row.accounted_gpu_s / 3600,
     }
@@ -155,12 +158,7 @@ def report_object(page: Page, written: Sequence[Path]) -> dict[str, Any]:
     sentences    what it is, how far it got, what was lost and why
     advice       what to do
     """
-    return {
-        "files": [str(each) for each in written],
-        "state": page.state,
-        "sentences": list(page.sentences),
-        "advice": list(page.advice),
-    }
+    return {"files": [str(each) for each in written], **fields_of(page, "state sentences advice")}
 
 
 def point_object(point: Point, now: RunState) -> dict[str, Any]:
@@ -185,31 +183,7 @@ def point_object(point: Point, now: RunState) -> dict[str, Any]:
 
 
 def _progress_object(now: RunState) -> dict[str, Any]:
-    progress = now.progress
     return {
-        "steps": progress.steps,
-        "loss": progress.loss,
-        "valid_loss": progress.valid_loss,
-        "logged": progress.logged,
-        "tokens_per_s": progress.tokens_per_s,
-        "step_time_s": progress.step_time_s,
-        "eta_s": progress.eta_s,
-        "reason": now.reason,
-        "expected_start": now.expected_start,
-    }
-
-
-def _attempt_object(attempt: Attempt) -> dict[str, Any]:
-    return {
-        "number": attempt.number,
-        "job_id": attempt.job_id,
-        "nodes": attempt.nodes,
-        "started": attempt.started or None,
-        "ended": attempt.ended,
-        "first_step": attempt.first_step,
-        "last_step": attempt.last_step,
-        "reason": attempt.reason,
-        "verdict": attempt.verdict,
-        "exit_code": attempt.exit_code,
-        "sentence": attempt.sentence,
+        **fields_of(now.progress, "steps loss valid_loss logged tokens_per_s step_time_s eta_s"),
+        **fields_of(now, "reason expected_start"),
     }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.columns import one_line, print_table
-from slurmtrain.cli.json_output import print_json
+from slurmtrain.cli.json_output import emit, fields_of, print_json
 from slurmtrain.config.schema import RequeueConfig
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.progress import roughly
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.node_ledger import (
     ALL,
@@ -29,6 +29,7 @@ from slurmtrain.slurm.node_ledger import (
     short,
     state_folder,
 )
+from slurmtrain.system.durations import roughly
 
 HEADER = ("cluster", "node", "left out", "what", "last", "")
 CLOCKS_DIFFER_S = 600.0
@@ -36,49 +37,15 @@ CLOCKS_DIFFER_S = 600.0
 POLICY = BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)
 
 
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    options = _parser(verb).parse_args(words)
-    if options.action == "list":
-        return _list(options)
-    return _blame(options) if options.action == "blame" else _forgive(options)
-
-
-def _parser(verb: str) -> Parser:
-    parser = Parser.of(verb)
-    actions = parser.add_subparsers(dest="action", metavar="list|blame|forgive", title="actions", required=True)
-    hours = RequeueConfig().blame_expiry_h
-    listing = actions.add_parser(
-        "list",
-        help="list incidents, and which nodes are excluded",
-        description="List the nodes that something is on record against, and whether all your runs leave them out. Records "
-        f"count for {hours:g} hours (requeue.blame_expiry_h).",
-    )
-    blaming = actions.add_parser(
-        "blame",
-        help="exclude a node from the next starts of your runs",
-        description=f"Leave a node out of the next starts of your runs, for {hours:g} hours (requeue.blame_expiry_h). Jobs "
-        "that run or wait already are not changed.",
-    )
-    blaming.add_argument("node", metavar="NODE", help="SLURM's name of the node")
-    blaming.add_argument("--reason", default="", metavar="TEXT", help="why, for `nodes list` and `status`")
-    forgiving = actions.add_parser(
-        "forgive",
-        help="use a node again",
-        description="Use a node again: what was recorded of it until now does not count any more.",
-    )
-    forgiving.add_argument("node", nargs="?", metavar="NODE", help="SLURM's name of the node")
-    forgiving.add_argument("--all", action="store_true", help="all nodes of the cluster")
-    for action in (listing, blaming, forgiving):
-        action.add_argument(
-            "--cluster", metavar="NAME", help="SLURM's name of the cluster; default: the one of this shell"
-        )
-        action.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
-    return parser
-
-
-def _list(options: argparse.Namespace) -> int:
-    clusters = [_cluster(options)] if options.cluster else sorted(path.stem for path in _folder().glob("*.jsonl"))
+    if options.action != "list":
+        cluster, node, said = (_blame if options.action == "blame" else _forgive)(options)
+        emit({"cluster": cluster, "node": node, "said": said}, said, as_json=options.json)
+        return 0
+    with _explaining("there is no ledger of nodes", "set HOME or XDG_STATE_HOME"):
+        ledgers = state_folder().glob("*.jsonl")
+    clusters = [options.cluster] if options.cluster else sorted(path.stem for path in ledgers)
     now = time.time()
     objects = [each for cluster in clusters for each in _objects(cluster, now)]
     if options.json:
@@ -110,10 +77,7 @@ def _objects(cluster: str, now: float) -> list[dict[str, Any]]:
             "node": node,
             "until": blamed[node].until if node in blamed else None,
             "why": (blamed[node] if node in blamed else Blamed(node, now, tuple(on_record))).why(),
-            "records": [
-                {name: getattr(each, name) for name in ("time", "event", "run", "attempt", "said", "lasted_s")}
-                for each in on_record
-            ],
+            "records": [fields_of(each, "time event run attempt said lasted_s") for each in on_record],
         }
         for node, on_record in sorted(by_node.items())
     ]
@@ -126,7 +90,8 @@ def _row(node: dict[str, Any], now: float) -> list[str]:
     return [node["cluster"], node["node"], until, one_line(node["why"]), when, one_line(last["said"])]
 
 
-def _blame(options: argparse.Namespace) -> int:
+def _blame(options: argparse.Namespace) -> tuple[str, str, str]:
+    """Return the cluster, the node, and what was done."""
     cluster, node = _cluster(options), _node(options.node)
     known = SlurmClient().existing_nodes([node]) if not options.cluster else None
     if known is not None and node not in known:
@@ -134,12 +99,11 @@ def _blame(options: argparse.Namespace) -> int:
     now = time.time()
     _append(cluster, NodeRecord(now, node, NodeEvent.BY_HAND, said=short(options.reason)))
     until = time.strftime("%m-%d %H:%M", time.localtime(now + POLICY.expiry_s))
-    return _say(
-        options, cluster, node, f"{node} is left out of the next starts of your runs on {cluster} until {until}"
-    )
+    return cluster, node, f"{node} is left out of the next starts of your runs on {cluster} until {until}"
 
 
-def _forgive(options: argparse.Namespace) -> int:
+def _forgive(options: argparse.Namespace) -> tuple[str, str, str]:
+    """Return the cluster, the node or `ALL`, and what was done."""
     if options.all == (options.node is not None):
         raise UsageError("name the nodes to forgive", hint="nodes forgive NODE, or nodes forgive --all")
     cluster = _cluster(options)
@@ -148,20 +112,11 @@ def _forgive(options: argparse.Namespace) -> int:
     against = [each for each in read_ledger(_ledger(cluster)) if each.event in FAULTS and node in (ALL, each.node)]
     if not against:
         which = "any node" if options.all else node
-        return _say(options, cluster, node, f"nothing is on record against {which} on {cluster}")
+        return cluster, node, f"nothing is on record against {which} on {cluster}"
     # A node's clock may be ahead of this machine's, by minutes at most.
     latest = max([now, *(each.time for each in against if each.time < now + CLOCKS_DIFFER_S)])
     _append(cluster, NodeRecord(latest, node, NodeEvent.FORGIVEN))
-    what = "all nodes are" if options.all else f"{node} is"
-    return _say(options, cluster, node, f"{what} forgiven on {cluster}")
-
-
-def _say(options: argparse.Namespace, cluster: str, node: str, said: str) -> int:
-    if options.json:
-        print_json({"cluster": cluster, "node": node, "said": said})
-    else:
-        print(said)
-    return 0
+    return cluster, node, f"{'all nodes are' if options.all else f'{node} is'} forgiven on {cluster}"
 
 
 def _cluster(options: argparse.Namespace) -> str:
@@ -184,27 +139,21 @@ def _node(name: str) -> str:
     return name
 
 
-def _folder() -> Path:
+@contextlib.contextmanager
+def _explaining(what: str, hint: str) -> Iterator[None]:
+    """Raise errors of the storage as a sentence."""
     try:
-        return state_folder()
+        yield
     except OSError as error:
-        raise UsageError(f"there is no ledger of nodes: {error.strerror}", hint="set HOME or XDG_STATE_HOME") from None
+        raise UsageError(f"{what}: {error.strerror}", hint=hint) from None
 
 
 def _ledger(cluster: str) -> Path:
-    try:
+    with _explaining(f"there is no ledger of cluster {cluster!r}", "--cluster NAME"):
         return ledger_file(cluster)
-    except OSError as error:
-        raise UsageError(
-            f"there is no ledger of cluster {cluster!r}: {error.strerror}", hint="--cluster NAME"
-        ) from None
 
 
 def _append(cluster: str, record: NodeRecord) -> None:
     path = _ledger(cluster)
-    try:
+    with _explaining(f"{path} cannot be written", "is its disk full, or another user's?"):
         append_to_ledger(path, [record])
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}", hint="is its disk full, or another user's?"
-        ) from None

@@ -9,27 +9,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.columns import format_size
 from slurmtrain.cli.json_output import print_json, report_object
+from slurmtrain.cli.status import run_or_sweep
+from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UsageError
 from slurmtrain.report import collect
 from slurmtrain.report.page.contents import Page
 from slurmtrain.report.page.render import render
 from slurmtrain.report.table_files import write_whole
-from slurmtrain.runs import lookup
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep import folder as sweeps
+from slurmtrain.sweep.jobs import states_of
+from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide
 
-EVERY_S = 5.0
 
-
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    options = _parser(verb).parse_args(words)
     _check(options)
     hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
     make = _page_of(options)
@@ -41,40 +37,11 @@ def main(verb: str, words: list[str]) -> int:
     return _write(page, options)
 
 
-def _parser(verb: str) -> Parser:
-    parser = Parser.of(verb)
-    parser.add_argument(
-        "what", metavar="RUN|SWEEP", help="a run id or the name of a sweep, a part of it, a path, or last"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="the page (default: report-NAME.html here); - for standard output"
-    )
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also draw each chart into FOLDER as a PNG file")
-    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="also write each table into FOLDER as a CSV file")
-    parser.add_argument(
-        "--metric", metavar="NAME", help="for a sweep: compare the points by the best value of this metric"
-    )
-    parser.add_argument("--mode", choices=("min", "max"), help="for a sweep: whether lower or higher values are better")
-    parser.add_argument("--serve", action="store_true", help="show the page on this machine, refreshed, until Ctrl-C")
-    parser.add_argument("--port", type=int, metavar="PORT", help="port for --serve (default: any free port)")
-    parser.add_argument(
-        "--every",
-        type=float,
-        metavar="SECONDS",
-        default=EVERY_S,
-        help=f"with --serve: seconds between refreshes (default: {EVERY_S:g})",
-    )
-    parser.add_argument("--json", action="store_true", help="print what was written, and a summary of the page")
-    return parser
-
-
 def _check(options: argparse.Namespace) -> None:
     if options.port is not None and not options.serve:
         raise UsageError("--port needs --serve", hint="add --serve, or leave it out")
     if options.port is not None and not 1024 <= options.port <= 65535:
         raise UsageError(f"--port {options.port}: expected a port from 1024 to 65535")
-    if not options.every >= 1:
-        raise UsageError(f"--every {options.every:g}: expected at least 1 second")
     if options.serve and (options.out or options.png or options.tables or options.json):
         raise UsageError("--serve does not write files", hint="without it, --out, --png and --tables do")
     if options.out == "-" and options.json:
@@ -83,7 +50,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _page_of(options: argparse.Namespace) -> Callable[[], Page]:
     """Return what makes the page, each time from the files as they are then."""
-    found = _find(options.what)
+    found = run_or_sweep(options.what, runs_root())
     if isinstance(found, Sweep):
         return lambda: _sweep_page(found, options)
     if options.metric or options.mode:
@@ -98,23 +65,10 @@ def _page_of(options: argparse.Namespace) -> Callable[[], Page]:
     return run_page_now
 
 
-def _find(reference: str) -> RunDir | Sweep:
-    """Return the run, or if there is none, the sweep that a person means."""
-    root = lookup.runs_root()
-    if lookup.is_sweep(reference):
-        return sweeps.find(reference, root)
-    try:
-        return lookup.find(reference, root)
-    except UsageError as error:
-        if any(reference in sweep.id for sweep in sweeps.all_sweeps(root)):
-            return sweeps.find(reference, root)
-        raise UsageError(error.message, hint=error.hint) from None
-
-
 def _sweep_page(sweep: Sweep, options: argparse.Namespace) -> Page:
     from slurmtrain.report.page.sweep_page import SweepFacts, sweep_page
 
-    now = sweeps.states_of(sweep)
+    now = states_of(sweep)
     points = []
     for point in sweep.points():
         run_dir = sweep.run_dir(point.run_id)
@@ -141,11 +95,11 @@ def _write(page: Page, options: argparse.Namespace) -> int:
     if options.png is not None:
         from slurmtrain.report.page.pictures import draw_all
 
-        written += draw_all(page, options.png)
+        written += draw_all(page, Path(options.png))
     if options.tables is not None:
         from slurmtrain.report.page.tables import write_all
 
-        written += write_all(page, options.tables)
+        written += write_all(page, Path(options.tables))
     if options.json:
         print_json(report_object(page, written))
     elif options.out != "-":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Sequence
 
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.cli.run_control import CHANGES_HELP, open_run, parser_of, say, split_overrides
-from slurmtrain.control.access import claimed_alone, client, has_no_job, jobs_in_queue
+from slurmtrain.cli.stop import open_run, say
+from slurmtrain.control.stop import claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState, RunStatus
@@ -20,37 +21,26 @@ from slurmtrain.system.paths import current_folder
 log = logging.getLogger(__name__)
 
 
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    overrides, words = split_overrides(words)
-    parser = parser_of(verb)
-    parser.add_argument("set", nargs="*", metavar="KEY=VALUE", help=CHANGES_HELP)
-    parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the current code")
-    options = parser.parse_args(words)
-    if options.set:
-        raise UsageError(f"{options.set[0]!r} is not KEY=VALUE", hint="such as optim.lr=1e-4")
     run_dir = open_run(options.run)
     if options.json and run_dir.info()["backend"] == Backend.LOCAL:
         raise UsageError(f"--json: run {run_dir.id} would resume here, in the foreground, and print its output")
-    said = _resume(run_dir, overrides, code=options.code)
+    with claimed_alone(run_dir):
+        said = _resume(run_dir, options.overrides, code=options.code)
     if isinstance(said, int):
         return said
     say(run_dir, said, as_json=options.json)
     return 0
 
 
-def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = False) -> str | int:
+def _resume(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
     """Resume a run; return what was done, or the exit code of a run that was resumed here, in the foreground.
 
     Args:
         overrides: fields of its config to change.
         code: use the code as it is now.
     """
-    with claimed_alone(run_dir):
-        return _resume_alone(run_dir, overrides, code=code)
-
-
-def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
     now = state(run_dir)
     if now.alive:
         if now.status == RunStatus.UNKNOWN:
@@ -73,13 +63,14 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     elif finished:
         return f"run {run_dir.id} is finished: there is nothing to resume"
     if lookup.is_sweep(run_dir.path.parent):
-        from slurmtrain.sweep.folder import check_not_planned
+        from slurmtrain.sweep.jobs import check_not_planned
 
         check_not_planned(run_dir)
-    from slurmtrain.launch.changes import change, undo_unfinished
-    from slurmtrain.launch.next_change import apply_next_change
+    from slurmtrain.launch.changes import apply_next_change, change, finish_change
+    from slurmtrain.launch.job import interrupted, resume, settle
 
-    undo_unfinished(run_dir)
+    settle(run_dir)
+    finish_change(run_dir)
     if run_dir.next_change_file.exists() and not finished:
         apply_next_change(run_dir)
     lines: list[str] = []
@@ -96,13 +87,9 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         if lines:
             print("\n".join(lines), flush=True)
         return run_local(run_dir)
-    from slurmtrain.launch import further_jobs
-
     try:
-        job_ids = further_jobs.resume(run_dir, client(run_dir))
+        job_ids = resume(run_dir, client(run_dir))
     except KeyboardInterrupt:
-        from slurmtrain.launch.submit import interrupted
-
         log.info(interrupted(run_dir, client(run_dir)))
         raise
     return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
@@ -129,8 +116,9 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(
             f"run {run_dir.id} is finished, so it cannot be changed, except to train more steps: train.steps=+100",
-            hint="a point of a sweep and a run with job=command cannot train more steps either: submit a new run with "
-            f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
+            hint="a program of your own and a point of a sweep cannot train more steps either: submit a new run, which "
+            "can start from a checkpoint of this one (of the built-in trainer: checkpoint.restore_from=CHECKPOINT; "
+            f"`checkpoints {run_dir.id}` lists them)",
         )
 
 

@@ -2,132 +2,141 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import shutil
-import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmtrain.choices import Backend
-from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.columns import LONGEST_RULE, terminal_width
-from slurmtrain.cli.json_output import print_json
+from slurmtrain.choices import Backend, JobKind
+from slurmtrain.cli.columns import sentence_lines, terminal_width
+from slurmtrain.cli.json_output import emit
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.access import claimed_alone
-from slurmtrain.control.submitting import check, starting_after, submit_run, warn_of_memory
+from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
-from slurmtrain.launch.script_parts import Line
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import dry_run, explained, preparing, slurm_conf_of
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.topology import order_of_ranks
-from slurmtrain.slurm.versions import parse_version
-from slurmtrain.system.paths import current_folder
+from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
+    from slurmtrain.launch.bundle import Bundle
     from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
 
-COLUMN = 72  # where the reasons of `render --explain` begin, at most
 
-
-def main(arguments: Arguments) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    for option in ("--array-parallelism", "--again"):
-        if option in arguments.options:
+    if arguments.verb == "render":
+        return _render(arguments)
+    if arguments.multirun:
+        if arguments.bundle is not None:
+            raise UsageError(
+                "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
+            )
+        from slurmtrain.cli import multirun
+
+        return multirun.submit(arguments)
+    for option, given in (("--array-parallelism", arguments.array_parallelism), ("--again", arguments.again)):
+        if given:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
-    if "--from" in arguments.options:
-        with contextlib.ExitStack() as unpacked:
-            return _submit_or_show(_of_bundle(arguments, unpacked), arguments, unpacked)
-    config = _as_typed(arguments)
-    job = _Experiment(config, validate(config), arguments.overrides, None, current_folder())
-    return _submit_or_show(job, arguments, contextlib.ExitStack())
+    cwd, after = current_folder(), arguments.after
+    source: CodeSource | None = None
+    folder, overrides = cwd, arguments.overrides
+    with contextlib.ExitStack() as unpacked:  # ends before a wait for the end of the run
+        if arguments.bundle is None:
+            config, dims = compose_and_validate(arguments)
+        else:
+            bundle, config, dims = _of_bundle(arguments, unpacked)
+            source, folder, overrides = bundle.code, bundle.workdir or cwd, [*bundle.manifest["overrides"], *overrides]
+        # A dry run queues nothing, and may be used on another machine.
+        check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
+        local = config.cluster.backend == Backend.LOCAL
+        if after is not None and (local or arguments.dry_run):
+            from slurmtrain.control.submitting import starting_after
+
+            config = starting_after(config, after)
+        if arguments.dry_run:
+            print(dry_run(config, cwd, source), end="")
+            return 0
+        if local:
+            warn_of_memory(config, dims)
+            with preparing(config, overrides, cwd, source) as run_dir:
+                pass
+        else:
+            from slurmtrain.control.submitting import submit_run
+
+            run_dir, job_id = submit_run(config, dims, overrides, cwd, after=after, source=source)
+    if local:
+        return _run_here(run_dir, config)
+    run = lookup.reference(run_dir)
+    steps = f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else "")
+    emit(
+        {"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]},
+        f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}\n{steps}",
+        as_json=arguments.json,
+    )
+    if arguments.json or not arguments.follow:
+        return 0
+    from slurmtrain.cli.logs import follow_to_the_end
+
+    return follow_to_the_end(run_dir)
 
 
-@dataclass(frozen=True)
-class _Experiment:
-    """What is submitted.
-
-    Attributes:
-        overrides: for the record.
-        source: the code, out of a bundle; None: that of the current folder.
-        folder: the folder to which the words of a program are relative.
-    """
-
-    config: Config
-    dims: ParallelDims
-    overrides: Sequence[str]
-    source: CodeSource | None
-    folder: Path
-
-
-def _of_bundle(arguments: Arguments, unpacked: contextlib.ExitStack) -> _Experiment:
-    """Return what a bundle holds, with the overrides of the command line. It is unpacked until `unpacked` is closed."""
+def _of_bundle(arguments: argparse.Namespace, unpacked: contextlib.ExitStack) -> tuple[Bundle, Config, ParallelDims]:
+    """Return a bundle, which is unpacked until `unpacked` is closed, and its config with the overrides of the command."""
     from slurmtrain.launch import bundle as bundles
 
-    for option in ("--config-name", "--config-path"):
-        if option in arguments.options:
-            raise UsageError(f"--from contains a whole config, so there is nothing to compose from {option}")
-    bundle = unpacked.enter_context(bundles.opened(Path(arguments.options["--from"]).expanduser()))
-    config_dir = arguments.options.get("--config-dir")
-    config, dims = bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=config_dir)
-    bundles.tell_differences(bundle)
-    overrides = [*bundle.manifest["overrides"], *arguments.overrides]
-    return _Experiment(config, dims, overrides, bundle.code, bundle.workdir or current_folder())
+    if arguments.config_name != "config" or arguments.config_path is not None:
+        raise UsageError(
+            "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
+        )
+    bundle = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
+    return bundle, *bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=arguments.config_dir)
 
 
-def _submit_or_show(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
-    config, dims = job.config, job.dims
-    after, dry = arguments.options.get("--after"), "--dry-run" in arguments.options
-    # A dry run queues nothing, and may be used on another machine.
-    check(config, dims, job.folder, later=after is not None, look_at_files=not dry)
-    if arguments.verb == "render":
-        return _render(config, arguments)
-    if dry:
-        shown = config if after is None else starting_after(config, after)
-        print(dry_run(shown, current_folder(), job.source), end="")
-        return 0
-    if config.cluster.backend == Backend.LOCAL:
-        if after is not None:
-            starting_after(config, after)
-        warn_of_memory(config, dims)
-        return _run_here(job, unpacked)
-    return _submit(job, arguments, unpacked)
+def _run_here(run_dir: RunDir, config: Config) -> int:
+    from slurmtrain.control.stop import claimed_alone
+    from slurmtrain.supervise.platforms.local import run_local
+
+    print(f"run {run_dir.id} in {run_dir.path}", flush=True)
+    # Without the claim, `resume` in another shell could take a slow start, or a hook between two attempts, for the run's end.
+    with claimed_alone(run_dir):
+        code = run_local(run_dir)
+    if code == 0 and config.job.kind == JobKind.TRAIN:
+        print(f"try next: status last   report last   resume last train.steps=+{config.train.steps}   help")
+    return code
 
 
-def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
+def compose_and_validate(arguments: argparse.Namespace) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = _as_typed(arguments)
+    config = compose(
+        arguments.overrides,
+        config_name=arguments.config_name,
+        config_dir=arguments.config_dir,
+        config_path=arguments.config_path,
+    )
     return config, validate(config)
 
 
-def _as_typed(arguments: Arguments) -> Config:
-    return compose(
-        arguments.overrides,
-        config_name=arguments.options.get("--config-name", "config"),
-        config_dir=arguments.options.get("--config-dir"),
-        config_path=arguments.options.get("--config-path"),
-    )
-
-
-def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
+def awaited_runs(config: Config, after: str | None) -> list[RunDir]:
     """Return the runs of --after. Errors in them are raised before anything is created."""
-    if "--after" not in options:
+    if after is None:
         return []
+    from slurmtrain.control.submitting import starting_after
     from slurmtrain.launch import dependencies
 
-    starting_after(config, options["--after"])
-    return dependencies.find_runs(options["--after"], lookup.runs_root())
+    starting_after(config, after)
+    return dependencies.find_runs(after, runs_root())
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
@@ -136,98 +145,23 @@ def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
         log.info("--after does not apply to %s, which already exists", sweep.id)
 
 
-def _submit(job: _Experiment, arguments: Arguments, unpacked: contextlib.ExitStack) -> int:
-    run_dir, job_id = submit_run(
-        job.config,
-        job.dims,
-        job.overrides,
-        current_folder(),
-        after=arguments.options.get("--after"),
-        source=job.source,
-    )
-    unpacked.close()  # before a wait for the end of the run
-    if "--json" in arguments.options:
-        print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
+def _render(arguments: argparse.Namespace) -> int:
+    config, dims = compose_and_validate(arguments)
+    check(config, dims, current_folder())
+    target = arguments.output
+    if arguments.explain:
+        if target is not None:
+            raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
+        from slurmtrain.slurm.topology import order_of_ranks
+
+        lines = explained(config, current_folder(), order_of_ranks(_slurm_here(config)))
+        text: list[str] = []
+        for why, group in groupby(lines, key=lambda line: line.why):
+            text += [line.text for line in group]
+            text += sentence_lines(f"    | {why}", len("    | "), terminal_width()) if why else []
+        emit([{"line": line.text, "why": line.why} for line in lines], "\n".join(text), as_json=arguments.json)
         return 0
-    print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
-    run = lookup.reference(run_dir)
-    print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
-    if "--follow" not in arguments.options:
-        return 0
-    from slurmtrain.cli.logs import follow_to_the_end
-
-    return follow_to_the_end(run_dir)
-
-
-def _run_here(job: _Experiment, unpacked: contextlib.ExitStack) -> int:
-    from slurmtrain.supervise.platforms.local import run_local
-
-    with preparing(job.config, job.overrides, current_folder(), job.source) as run_dir:
-        pass
-    unpacked.close()
-    print(f"run {run_dir.id} in {run_dir.path}", flush=True)
-    # Without the claim, `resume` in another shell could take a slow start, or a hook between two attempts, for the run's end.
-    with claimed_alone(run_dir):
-        return run_local(run_dir)
-
-
-def _explain(config: Config, arguments: Arguments, target: str | None) -> int:
-    if target is not None:
-        raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-    slurm = _slurm_here(config)
-    version = parse_version(slurm.get("SLURM_VERSION", ""))
-    lines = explained(config, current_folder(), version, order_of_ranks(slurm))
-    if "--json" in arguments.options:
-        print_json([{"line": line.text, "why": line.why} for line in lines])
-    else:
-        print("\n".join(side_by_side(lines, terminal_width())))
-    return 0
-
-
-def _slurm_here(config: Config) -> dict[str, str]:
-    """Return the configuration of SLURM on the config's cluster; empty if it cannot be asked from this machine."""
-    try:
-        client = SlurmClient(slurm_conf_of(config))
-    except (ClusterError, ConfigError):  # its sandbox is not running
-        return {}
-    return client.configuration() if client.available else {}
-
-
-def side_by_side(lines: Sequence[Line], width: int | None) -> list[str]:
-    """Return the lines of a script, each with the reason why it is there beside it; below it, where the line is long.
-
-    A reason that holds for several lines stands beside the first, and bars beside the others.
-
-    Args:
-        width: width of the terminal; None: a file or pipe.
-    """
-    beside = max(40, min(COLUMN, (width or LONGEST_RULE) // 2))
-    room = max(30, (width or LONGEST_RULE) - beside - 3)
-    shown: list[str] = []
-    before = ""
-    for line in lines:
-        reasons = [""] if not line.why else ["|"] if line.why == before else textwrap.wrap(line.why, room)
-        before = line.why
-        if not line.why:
-            shown.append(line.text)
-            continue
-        if len(line.text) > beside:
-            shown.append(line.text)
-            shown += [] if reasons == ["|"] else [f"{'':<{beside}} | {part}" for part in reasons]
-            continue
-        texts = [line.text, *[""] * (len(reasons) - 1)]
-        shown += [
-            f"{text:<{beside}} | {part}" if part != "|" else f"{text:<{beside}} |"
-            for text, part in zip(texts, reasons, strict=True)
-        ]
-    return shown
-
-
-def _render(config: Config, arguments: Arguments) -> int:
-    target = arguments.options.get("--output")
-    if "--explain" in arguments.options:
-        return _explain(config, arguments, target)
-    if "--json" in arguments.options:
+    if arguments.json:
         raise UsageError("--json needs --explain", hint="render --explain --json")
     if target is None:
         print(dry_run(config, current_folder()), end="")
@@ -240,3 +174,14 @@ def _render(config: Config, arguments: Arguments) -> int:
     run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
+
+
+def _slurm_here(config: Config) -> dict[str, str]:
+    """Return the configuration of SLURM on the config's cluster; empty if it cannot be asked from this machine."""
+    from slurmtrain.slurm.client import SlurmClient
+
+    try:
+        client = SlurmClient(slurm_conf_of(config))
+    except (ClusterError, ConfigError):  # its sandbox is not running
+        return {}
+    return client.configuration() if client.available else {}

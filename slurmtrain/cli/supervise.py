@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.run_dir import RunDir
 
 
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
-    parser.add_argument("run_dir", type=Path, nargs="+", help="a run, or several that share the job")
-    parser.add_argument("--environment", type=int, metavar="FD", help="where the environment of the submission is read")
-    parser.add_argument(
-        "--set-up-failed", metavar="WHY", help="no rank can be started: record that, and end the attempt"
-    )
-    parser.add_argument("--hook", type=int, metavar="ATTEMPT", help="run the hook for the end of an attempt")
-    parser.add_argument("--watch", metavar="NODE", help="from another node, watch whether the job still has this one")
-    parser.add_argument("--job", default="", help="with --watch: the job")
-    options = parser.parse_args(words)
-    run_dirs = [RunDir(path) for path in options.run_dir]
+    run_dirs = [RunDir(Path(path)) for path in options.run_dir]
     if options.hook is not None:
         from slurmtrain.supervise.hooks import run_hook
 

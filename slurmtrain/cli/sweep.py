@@ -1,17 +1,20 @@
-"""sweep: show the state of a sweep, and control it."""
+"""sweep: show the state of a sweep, collect its metrics, retry and cancel it."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import Backend
-from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.columns import (
+    GAP,
     PROGRESS,
+    View,
+    check_watch_options,
     counts,
     doubts,
     print_table,
@@ -21,78 +24,58 @@ from slurmtrain.cli.columns import (
     table_lines,
     terminal_width,
     urgency,
+    watch,
 )
-from slurmtrain.cli.json_output import point_object, print_json
+from slurmtrain.cli.json_output import emit, point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.status import say_doubts, say_unreadable
-from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
+from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
-from slurmtrain.report.progress import eta_of_all, lowest, roughly
+from slurmtrain.report.progress import eta_of_all, lowest
 from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.table_files import format_of, short, table_bytes, write_whole
 from slurmtrain.runs import lookup
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
-from slurmtrain.sweep import folder as sweeps
 from slurmtrain.sweep import jobs
-from slurmtrain.sweep.jobs import add_retry, check_submitted, submit_arrays
+from slurmtrain.sweep.jobs import states_of
+from slurmtrain.system.durations import roughly
 from slurmtrain.system.file_claims import is_claimed
+from slurmtrain.system.paths import runs_root
+from slurmtrain.system.records import printable
+
+log = logging.getLogger(__name__)
 
 
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    parser = Parser.of(verb)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|collect|retry|cancel")
-    for name, text in {
-        "list": "list all sweeps",
-        "status": "show every point: what varies, its state, step and loss",
-        "collect": "print a table of all points with their metrics, or draw a metric over what varies",
-        "retry": "submit again what failed, was stopped or lost, and what has not been submitted yet",
-        "cancel": "cancel all points that have not ended",
-    }.items():
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if name != "list":
-            action.add_argument("sweep", metavar="SWEEP", help="the name of a sweep, a part of it, a path, or last")
-        if name == "collect":
-            add_collect_options(action)
-        else:
-            action.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
-        if name == "status":
-            add_watch_options(action)
-    options = parser.parse_args(words)
-    runs = lookup.runs_root()
+    runs = runs_root()
     if options.action == "list":
         return _list(runs, as_json=options.json)
-    sweep = sweeps.find(options.sweep, runs)
+    sweep = lookup.find_sweep(options.sweep, runs)
     if options.action == "status":
         return _status(sweep, options)
     if options.action == "collect":
         return _collect(sweep, options)
-    sweeps.require_own(sweep)
+    jobs.require_own(sweep)
+    say_which(options.sweep, sweep)
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
 
 
 def _list(runs: Path, *, as_json: bool) -> int:
     say_unreadable(runs)
-    rows = [(sweep, sweep.info(), counts(now.values())) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
+    found = [(sweep, counts(now.values())) for sweep, now in jobs.states_of_all(lookup.all_sweeps(runs))]
     if as_json:
-        print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, _, c in rows])
+        print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, c in found])
         return 0
-    if not rows:
+    if not found:
         raise UsageError(f"there are no sweeps under {runs.resolve()}", hint="python -m slurmtrain -m key=1,2 submit")
-    print_table(
-        ["sweep", "submitted", "points", "states", "overrides"],
-        [
-            [
-                sweep.id,
-                time.strftime("%m-%d %H:%M", time.localtime(info["created"])),
-                str(sweep.point_count()),
-                summary(states),
-                " ".join(info["overrides"]),
-            ]
-            for sweep, info, states in rows
-        ],
-    )
+    rows = []
+    for sweep, states in found:
+        info = sweep.info()
+        created = time.strftime("%m-%d %H:%M", time.localtime(info["created"]))
+        rows.append([sweep.id, created, str(sweep.point_count()), summary(states), " ".join(info["overrides"])])
+    print_table(["sweep", "submitted", "points", "states", "overrides"], rows)
     return 0
 
 
@@ -100,61 +83,48 @@ def _status(sweep: Sweep, options: argparse.Namespace) -> int:
     check_watch_options(options)
     if options.watch:
         return watch(lambda: _view(sweep), options.every)
-    points, now = sweep.points(), sweeps.states_of(sweep)
+    points, now = sweep.points(), states_of(sweep)
     if options.json:
-        print_json(
-            {
-                "sweep": sweep.id,
-                "states": counts(now.values()),
-                "points": [point_object(p, now[p.run_id]) for p in points],
-            }
-        )
+        rows = [point_object(point, now[point.run_id]) for point in points]
+        print_json({"sweep": sweep.id, "states": counts(now.values()), "points": rows})
         return 0
     print(f"{_headline(sweep, points, now)}\n")
-    print_table(_header(points), [_row(point, now[point.run_id]) for point in points])
+    print_table(*_table(points, now))
     say_doubts(now.values())
     return 0
 
 
 def _view(sweep: Sweep) -> View:
     """Return all points, first those that run, then those that wait, then those that have ended."""
-    points, now = sweep.points(), sweeps.states_of(sweep)
+    points, now = sweep.points(), states_of(sweep)
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
-    lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
     # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
-    return View([headline, "", *lines], doubts(now.values()), over)
+    return View([headline, "", *table_lines(*_table(points, now), terminal_width())], doubts(now.values()), over)
 
 
-def _header(points: Sequence[Point]) -> list[str]:
-    return ["point", *(points[0].varied if points else ()), "state", *PROGRESS, "attempts", "run", ""]
+def _table(points: Sequence[Point], now: Mapping[str, RunState]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for point in points:
+        its = now[point.run_id]
+        attempts = str(len(its.attempts))
+        cells = [*point.varied.values(), its.status, *progress_cells(its), attempts, point.run_id, remark(its)]
+        rows.append([str(point.number), *cells])
+    return ["point", *(points[0].varied if points else ()), "state", *PROGRESS, "attempts", "run", ""], rows
 
 
-def _row(point: Point, now: RunState) -> list[str]:
-    attempts = str(len(now.attempts))
-    return [
-        str(point.number),
-        *point.varied.values(),
-        now.status,
-        *progress_cells(now),
-        attempts,
-        point.run_id,
-        remark(now),
-    ]
-
-
-def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
+def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
     running = [state.progress for state in now.values() if state.status == RunStatus.RUNNING]
     # Prepared runs are started later on this machine, or when there is room for more jobs.
     waiting = [
-        each
+        each.progress
         for each in now.values()
         if each.status == RunStatus.PREPARED or (each.alive and each.status != RunStatus.RUNNING)
     ]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
-    eta_s = eta_of_all([each.progress for each in waiting], running)
+    eta_s = eta_of_all(waiting, running)
     if eta_s is not None:
         words.append(f"about {roughly(eta_s)} left")
     best = lowest((point.number, now[point.run_id].progress) for point in points)
@@ -166,45 +136,75 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -
 
 
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
-    now = sweeps.states_of(sweep)
-    points = [
-        collect.Point(
-            point.number,
-            {key: collect.value_of(text) for key, text in point.varied.items()},
-            _run_dir_of(sweep, point),
-            now[point.run_id].status,
-        )
-        for point in sweep.points()
-    ]
-    print_collected(collect.table_of(points, metric=options.metric, mode=options.mode), options)
+    """Print, write and draw the points and their metrics as a table."""
+    now, points = states_of(sweep), []
+    for point in sweep.points():
+        run_dir = sweep.run_dir(point.run_id)
+        varied = {key: collect.value_of(text) for key, text in point.varied.items()}
+        there = run_dir if run_dir.info_file.exists() else None
+        points.append(collect.Point(point.number, varied, there, now[point.run_id].status))
+    table = collect.table_of(points, metric=options.metric, mode=options.mode)
+    if options.output is not None:
+        output = Path(options.output)
+        write_whole(output, table_bytes(table, options.format or format_of(output)))
+        print(f"{options.output}: {len(table.rows)} points, {len(table.columns)} columns")
+    elif options.format == "parquet":
+        raise UsageError("Parquet is nothing for a terminal", hint="add -o FILE.parquet")
+    elif options.format is not None:
+        sys.stdout.write(table_bytes(table, options.format).decode())
+    elif options.plot is None:
+        _print_collected(table)
+    if options.plot is not None:
+        from slurmtrain.report import plot
+
+        if options.plot == "-":
+            print(plot.drawn_as_text(table), end="")
+        else:
+            plot.draw(table, Path(options.plot))
+            print(f"{options.plot}: {table.goal.metric if table.goal else ''} over {', '.join(table.varied)}")
     return 0
 
 
-def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
-    run_dir = sweep.run_dir(point.run_id)
-    return run_dir if run_dir.info_file.exists() else None
+def _print_collected(table: collect.Table) -> None:
+    """Print the columns up to the metric by which points are compared, and as many others as the terminal has room for."""
+    header = [printable(name) for name in table.columns]
+    rows = [[printable(short(cell)) for cell in row] for row in table.rows]
+    wanted = len(table.varied) + 4 if table.goal is None else table.columns.index(table.goal.column) + 1
+    widths = [max(map(len, column)) + GAP for column in zip(header, *rows, strict=True)]
+    width = terminal_width()
+    while wanted < len(header) and (width is None or sum(widths[: wanted + 1]) - GAP <= width):
+        wanted += 1
+    print_table(header[:wanted], [row[:wanted] for row in rows])
+    if left_out := header[wanted:]:
+        print(f"\n{len(left_out)} more columns have no room: {', '.join(left_out)}")
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if sweep.info()["backend"] == Backend.LOCAL:
+        if not as_json:
+            _say_what_fails_again(sweep, sweep.run_dirs())
         return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
-    chosen = add_retry(sweep)
-    submission = submit_arrays(sweep, sweeps.client_of(sweep))
-    now = sweeps.states_of(sweep)
-    ending = jobs.still_ending(sweep, now)
+    submission = jobs.submit_again(sweep, jobs.trusted_client(sweep))
     if as_json:
-        print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted, "still_ending": ending})
+        print_json({"sweep": sweep.id, "runs": submission.runs, "job_ids": submission.submitted})
     elif submission.submitted:
-        again = f"{len(chosen)} runs of {sweep.id} are" if chosen else f"what was missing of {sweep.id} is"
-        print(f"{again} submitted: job {', '.join(submission.submitted)}")
+        print(f"{len(submission.runs)} runs of {sweep.id} are submitted: job {', '.join(submission.submitted)}")
+        _say_what_fails_again(sweep, submission.runs)
     elif submission.limit is None:
-        print(f"there is nothing to retry in {sweep.id}: {summary(counts(now.values()))}")
-    if ending and not as_json:
-        one = len(ending) == 1
-        which, then = ("1 cancelled run has", "it has") if one else (f"{len(ending)} cancelled runs have", "they have")
-        print(f"{which} not ended yet; when {then}, `sweep retry {sweep.id}` submits {'it' if one else 'them'}")
-    check_submitted(submission)
+        print(f"there is nothing to retry in {sweep.id}: {summary(counts(states_of(sweep).values()))}")
+    submission.check()
     return 0
+
+
+def _say_what_fails_again(sweep: Sweep, run_ids: Iterable[str]) -> None:
+    """Say which points will fail for the same reason again, and what helps."""
+    reasons = jobs.will_fail_again(sweep, set(run_ids))
+    for why, points in reasons.items():
+        which = f"point {points[0]}" if len(points) == 1 else f"points {', '.join(map(str, points))}"
+        print(f"{which} will probably fail again for the same reason: {why}")
+    if reasons:
+        code = "" if sweep.info()["workdir"].startswith("/") else " or code, which is a snapshot"
+        print(f"  they keep their config{code}; after a change of it, submit another sweep: -m ... submit --again")
 
 
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
@@ -212,11 +212,7 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
         raise ClusterError(
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )
-    count = jobs.cancel(sweep, sweeps.client_of(sweep))
-    if as_json:
-        print_json({"sweep": sweep.id, "cancelled": count})
-    else:
-        print(
-            f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
-        )
+    count = jobs.cancel(sweep, jobs.trusted_client(sweep))
+    said = f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
+    emit({"sweep": sweep.id, "cancelled": count}, said, as_json=as_json)
     return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slurmtrain.cli.columns import one_line
+from slurmtrain.cli.units import hours_of, percent
 from slurmtrain.report.goodput.causes import Cause, Goodput
-from slurmtrain.report.progress import roughly
 from slurmtrain.runs.gpu_use import GpuTotals
+from slurmtrain.system.durations import roughly
 
 NAMES = {
     Cause.PRODUCTIVE: "productive",
@@ -34,7 +35,8 @@ def in_a_line(found: Goodput) -> str:
     parts = []
     if found.held_s > 0:
         known = found.share is not None
-        held = roughly(found.held_s) + (f" on {_number(found.gpu_count)} {_gpus(found)}" if found.gpu_seconds else "")
+        gpus = f" on {found.gpu_count:.3g} GPU{'' if found.gpu_count == 1 else 's'}" if found.gpu_seconds else ""
+        held = f"{roughly(found.held_s)}{gpus}"
         hours = f" ({hours_of(found.gpu_hours)} GPU h)" if found.gpu_seconds else ""
         share = f"{percent(found.share)} of" if known else "not known of"
         if known and found.shares.get(Cause.UNKNOWN, 0.0) >= LEAST_SHOWN:
@@ -95,25 +97,3 @@ def why_lost(found: Goodput, at_most: int | None = None) -> str:
 
 def _most(amounts: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(((why, value) for why, value in amounts.items() if value > 0), key=lambda pair: -pair[1])
-
-
-def _gpus(found: Goodput) -> str:
-    return "GPU" if found.gpu_count == 1 else "GPUs"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
-
-
-def hours_of(hours: float) -> str:
-    """Format hours for a table: 0.003, 0.02, 3.4, 120."""
-    if 0 < hours < 0.01:
-        return f"{hours:.1g}" if hours >= 0.001 else "<0.001"
-    return f"{hours:.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
-
-
-def percent(share: float | None) -> str:
-    """Format a share: 0 to 100 %, with a decimal where that is small; "" if it is not known."""
-    if share is None:
-        return ""
-    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
-from slurmtrain.cli.arguments import Arguments
 from slurmtrain.errors import UsageError
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run this process as a rank of a training job; it does not return."""
     stop_flag = signals.install_signal_handlers()
 
@@ -18,17 +18,16 @@ def main(arguments: Arguments) -> int:
     from slurmtrain.runtime import main as runtime
     from slurmtrain.system.paths import located
 
-    if arguments.positionals:
-        if len(arguments.positionals) > 1 or arguments.overrides:
+    if arguments.run_directory is not None:
+        if arguments.overrides:
             raise UsageError(
-                f"`train {arguments.positionals[0]}` takes its config only from the run directory",
+                f"`train {arguments.run_directory}` takes its config only from the run directory",
                 hint="without a run directory, it accepts overrides: key=value train",
             )
-        path = Path(arguments.positionals[0])
-        run_dir = RunDir(located(path))
+        run_dir = RunDir(located(Path(arguments.run_directory)))
         run_dir.info()
         began = None
-        if "--standby" in arguments.options:
+        if arguments.standby:
             from slurmtrain.runtime.standby import await_attempt
 
             began = await_attempt(run_dir, stop_flag)
@@ -38,8 +37,6 @@ def main(arguments: Arguments) -> int:
     from slurmtrain.launch.submit import preparing
     from slurmtrain.system.paths import current_folder
 
-    if "--standby" in arguments.options:
-        raise UsageError("--standby is for ranks of a run directory", hint="train RUN_DIRECTORY --standby")
     explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
     if not explicit:
         arguments.overrides.extend(_overrides_from(Environment.detect(), arguments.overrides))

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import gc
 import logging
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
-from slurmtrain.cli.status import runs_or_refuse
-from slurmtrain.cli.time_use import complaints, hours_of, percent, why_lost
-from slurmtrain.errors import UsageError
+from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
+from slurmtrain.cli.time_use import complaints, why_lost
+from slurmtrain.cli.units import hours_of, percent
 from slurmtrain.report.goodput.causes import Cause
 from slurmtrain.report.usage import Grouping, Row, Usage, usage_of
-from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.system.records import LATEST
+from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
 
-UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 # Columns of shares; a column in which every row is empty is left out.
 SHARES = {
     "start-up": (Cause.STARTUP,),
@@ -39,91 +34,36 @@ SHARES = {
 }
 
 
-def main(verb: str, words: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    parser = Parser.of(verb)
-    parser.add_argument("name", nargs="?", metavar="RUN|SWEEP", help="a run or a sweep; default: all runs here")
-    parser.add_argument(
-        "--since", metavar="TIME", help="count from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31"
-    )
-    parser.add_argument(
-        "--by",
-        choices=[*Grouping],
-        type=str,
-        help="one row per user, run or node; default: user, or run if you name a run or sweep",
-    )
-    parser.add_argument("--json", action="store_true", help="print an object for a program")
-    options = parser.parse_args(words)
-    now = time.time()
-    since = moment_of(options.since, now) if options.since is not None else None
-    runs = _runs(options.name, lookup.runs_root())
+    runs = _runs(options.name, runs_root())
     by = Grouping(options.by or (Grouping.USER if options.name is None else Grouping.RUN))
-    with _without_garbage_collection():
-        found = usage_of(runs, by=by, since=since, now=now)
-        _print(found, by, since, as_json=options.json)
-    return 0
-
-
-def _print(found: Usage, by: Grouping, since: float | None, *, as_json: bool) -> None:
-    if as_json:
-        rows, total = [usage_object(row) for row in found.rows], usage_object(found.total)
-        left_out = {"left_out": list(found.unreadable), "no_accounting": found.no_accounting}
-        print_json({"by": by, "since": since, "rows": rows, "total": total, **left_out})
-        return
-    print_table(*table_of(found, by))
-    for sentence in found.unreadable:
-        log.warning("left out: %s", one_line(sentence))
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Let no garbage collection run: it would visit what is kept of thousands of runs again and again, a sixth of the time."""
     was_on = gc.isenabled()
-    gc.disable()
+    gc.disable()  # it would visit what is kept of thousands of runs again and again, a sixth of the time
     try:
-        yield
+        found = usage_of(runs, by=by, since=options.since, now=time.time())
     finally:
         if was_on:
             gc.enable()
-
-
-def moment_of(text: str, now: float) -> float:
-    """Return the moment, in unix seconds, that "7d", "12h", "90m", "2w" or "2026-01-31" means.
-
-    Raises:
-        UsageError: it means none.
-    """
-    match = re.fullmatch(r"([0-9]{1,6}) ?([mhdwHDW])", text.strip())  # an M may mean months
-    if match is not None:
-        return max(0.0, now - int(match[1]) * UNITS[match[2].lower()])
-    try:
-        moment = time.mktime(time.strptime(text, "%Y-%m-%d"))
-    except (ValueError, OverflowError):
-        moment = LATEST
-    if not 0 <= moment <= now:
-        raise UsageError(
-            f"--since {one_line(text)[:40]} is not a time in the past", hint="7d, 12h, 90m, 2w, or a day: 2026-01-31"
-        )
-    return moment
+    if options.json:
+        rows, total = [usage_object(row) for row in found.rows], usage_object(found.total)
+        left_out = {"left_out": list(found.unreadable), "no_accounting": found.no_accounting}
+        print_json({"by": by, "since": options.since, "rows": rows, "total": total, **left_out})
+        return 0
+    print_table(*table_of(found, by))
+    for sentence in found.unreadable:
+        log.warning("left out: %s", one_line(sentence))
+    return 0
 
 
 def _runs(name: str | None, root: Path) -> list[RunDir]:
     """Return the runs that are meant: all of them, one, or those of a sweep."""
     if name is None:
         return runs_or_refuse(root)
-    sweep = _sweep(name, root)
-    if sweep is not None:
-        return [run_dir for run_dir in sweep.run_dirs().values() if run_dir.info_file.exists()]
-    return [lookup.find(name, root)]
-
-
-def _sweep(name: str, root: Path) -> Sweep | None:
-    """Return the sweep of this name, or at this path; None if there is none. `last` is a run."""
-    from slurmtrain.sweep.folder import all_sweeps, find
-
-    if lookup.is_sweep(name) or any(sweep.id == name for sweep in (all_sweeps(root) if name != "last" else ())):
-        return find(name, root)
-    return None
+    found = run_or_sweep(name, root)
+    if isinstance(found, RunDir):
+        return [found]
+    return [run_dir for run_dir in found.run_dirs().values() if run_dir.info_file.exists()]
 
 
 def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:

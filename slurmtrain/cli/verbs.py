@@ -1,459 +1,708 @@
-"""The verbs: the effect of each, and the module of its code. Parsing, help and completion all read this list."""
+"""The verbs: what each does, its options and examples, and the module of its code.
+
+`arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
+declare it here; its module finds the value in the namespace that its `main(arguments)` gets. Nothing heavy is imported,
+since every command line, and every press of the Tab key, reads the table.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slurmtrain.cli.units import moment, number, rank_or_all, size_in_bytes, token_count, whole
+
+HIDDEN = argparse.SUPPRESS
 
 
-class Flag(NamedTuple):
-    """An option of a verb that composes a config; `metavar` is empty where no value follows."""
+class Argument(NamedTuple):
+    """An argument of `ArgumentParser.add_argument`.
 
-    name: str
-    metavar: str
-    help: str
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One verb of the command line.
-
-    Attributes:
-        module: module with its `main(arguments)` for a verb that composes a config, else with its `main(verb, words)`.
-        options: flags of a verb that composes a config -> whether a value follows.
+    Tab completion offers runs where `metavar` holds RUN, and sweeps where it holds SWEEP.
     """
 
-    usage: str
-    summary: str
-    module: str
-    help: str = ""
-    composes: bool = False
-    hidden: bool = False
-    options: tuple[Flag, ...] = ()
-    examples: tuple[str, ...] = ()
-    topic: str = ""
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
 
+    @property
+    def positional(self) -> bool:
+        return not self.names[0].startswith("-")
+
+    @property
+    def takes_value(self) -> bool:
+        return "action" not in self.settings
+
+
+def option(spec: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> Argument:
+    """Return the argument that `spec` shows as the help does.
+
+    "-f, --follow" takes no value, "--step N" takes one, and "--by run|user|node" one of these. "RUN" is a positional word,
+    "[RUN]" one that may be absent, and "RUN ..." stands for one or more.
+    """
+    found: dict[str, Any] = {"help": help, **settings}
+    if settings.get("default") not in (None, "", HIDDEN):
+        found["help"] += f" (default: {settings['default']:{'g' if isinstance(settings['default'], float) else ''}})"
+    if not spec.startswith("-"):
+        word = spec.strip("[]. ")
+        nargs = "?" if spec.startswith("[") else "+" if spec.endswith("...") else None
+        choices = (word,) if word.islower() else None
+        found = {"metavar": word, "type": type, "nargs": nargs, "choices": choices, **found}
+        return Argument((found.pop("dest", word.lower()),), found)
+    *others, last = spec.split(", ")
+    last, _, value = last.partition(" ")
+    if not value:
+        found = {"action": "store_true", **found}
+    elif re.fullmatch(r"[a-z0-9-]+(\|[a-z0-9-]+)+", value):
+        found = {"choices": value.split("|"), **found}
+    else:
+        found = {"metavar": value, "type": type, **found}
+    return Argument((*others, last), found)
+
+
+class Verb(NamedTuple):
+    """One verb of the command line, or one action of a verb, such as `runs compare`.
+
+    Attributes:
+        composes: its words are those of a config, and Hydra's options.
+        changes: what KEY=VALUE among its words does; "": it takes none.
+        runs_program: the words after -- are a program.
+        topic: the page of the manual that explains it.
+        module: the module of this package whose `main(arguments)` returns the exit code; "": it is called like the verb.
+    """
+
+    summary: str
+    help: str = ""
+    arguments: Sequence[Argument] = ()
+    examples: Sequence[str] = ()
+    topic: str = ""
+    composes: bool = False
+    changes: str = ""
+    runs_program: bool = False
+    hidden: bool = False
+    actions: Mapping[str, Verb] = {}
+    default_action: str | None = None
+    module: str = ""
+
+    def action_in(self, words: Sequence[str]) -> str | None:
+        """Return the action that the words name."""
+        return next((word for word in words if word in self.actions), None)
+
+    def arguments_of(self, action: str | None) -> list[Argument]:
+        """Return its arguments, those of an action, and Hydra's options where it composes a config."""
+        of_action = self.actions[action].arguments if action is not None else ()
+        return [*self.arguments, *of_action, *(HYDRA if self.composes else ())]
+
+
+STATES = (
+    *("prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown"),
+    *("finished", "stopped", "pruned", "failed", "lost", "unreadable"),
+)
+_RUN = "a run ID, a unique prefix of one, a path, or last"
+RUN, OPTIONAL_RUN, RUN_OR_SWEEP = option("RUN", _RUN), option("[RUN]", _RUN), f"{_RUN}; or a sweep"
+SWEEP = option("SWEEP", "the name of a sweep, a part of it, a path, or last")
+JSON = option("--json", "print the answer as JSON, for a program")
+JSON_TOO = option("--json", "print the answer as JSON, for a program", default=HIDDEN)  # after an action, too
+NO_WAIT = option("--no-wait", "submit, and return at once")
+DRY_RUN = option("--dry-run", "only show what would be removed")
+SINCE = option("--since TIME", "only from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31", moment)
+STEP = option("--step N", "the step of the checkpoint (default: the newest)", int)
+CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the one of this shell")
+MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
+EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
+WATCH = (option("-w, --watch", "redraw the table in place until everything has ended; Ctrl-C stops"), EVERY)
+SANDBOX = (
+    option("--name NAME", "name, to run several at the same time", default="default"),
+    option("--dir DIR", "directory of the sandbox (default: in the system's temporary directory)"),
+)
+# Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
+# from the help, and those that print something.
+HYDRA = (
+    option("--cfg, -c job|hydra|all", "print the composed config, and do nothing else"),
+    option("--config-dir, -cd DIR", "also look for configs in DIR"),
+    option("--config-name, -cn NAME", "another primary config", default="config"),
+    option("--config-path, -cp DIR", "search DIR first; it has its own primary config"),
+    option("--package, -p P", HIDDEN),
+    option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN, nargs="?", const="all"),
+    option("--resolve", HIDDEN),
+    option("--hydra-help", HIDDEN),
+    option("--shell-completion, -sc", HIDDEN),
+    option("--run, -r", HIDDEN),
+    option("--multirun, -m", "make a sweep of choices such as key=1,2; submit only"),
+    option("--experimental-rerun EXPERIMENTAL_RERUN", HIDDEN),
+)
+ROOT = (option("--help, -h", "show this help and exit"), option("--version", "print the version and exit"), *HYDRA)
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]] [--json]"
-        " [--from BUNDLE]"
-        " [--array-parallelism N] [--again] [-- PROGRAM WORD ...]",
         "submit a run, a sweep (-m) or your own program (--); cluster=local runs it here",
-        "slurmtrain.cli.submit",
         "Compose the config, check it, freeze it in a run directory and hand the script to sbatch, then return. With "
-        "cluster=local the run trains here, in the foreground. With -m and choices (key=1,2) it is a sweep: all points go "
-        "into one array, and the same command again submits only what is missing. The words after -- are your own program, "
-        "run word for word.",
-        composes=True,
-        options=(
-            Flag("--dry-run", "", "print exactly what sbatch would get, and submit nothing"),
-            Flag(
+        "cluster=local the run trains here, in the foreground. With -m and choices (key=1,2) it is a sweep: all points "
+        "go into one array, and the same command again submits only what is missing. The words after -- are your own "
+        "program, run word for word.",
+        (
+            option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
+            option(
                 "--follow",
-                "",
-                "show the output of rank 0 until the run has ended. Exit code 0: finished, 75: stopped, `resume` "
-                "continues it, 78: config or environment wrong, 1: otherwise",
+                "show the output of rank 0 until the run has ended; exit code 0: finished, 75: stopped, 78: config, 1: else",
             ),
-            Flag("--after", "RUN[,RUN]", "start when these runs have finished"),
-            Flag(
-                "--from",
-                "BUNDLE",
-                "run a file that `runs bundle` packed, with its config and code; key=value changes fields",
-            ),
-            Flag("--array-parallelism", "N", "with -m: train at most N points at a time"),
-            Flag("--again", "", "with -m: submit another sweep of the same points"),
-            Flag("--json", "", "print the answer as JSON, for a program"),
+            option("--after RUN[,RUN]", "start when these runs have finished"),
+            option("--from BUNDLE", "run a file of `runs bundle`; key=value changes its config", dest="bundle"),
+            option("--array-parallelism N", "with -m: train at most N points at a time", whole(1)),
+            option("--again", "with -m: submit another sweep of the same points"),
+            JSON,
         ),
-        examples=(
+        (
             "+cluster=a100x4 cluster.nodes=4 submit --dry-run  # read the script first",
             "-m +cluster=a100x4 optim.lr=1e-4,3e-4 submit  # a sweep of two points",
             "+cluster=a100x4 submit -- python my_train.py --lr 1e-3  # your own program",
             "+cluster=a100x4 submit --from my-run.tar.gz  # somebody else's run, on this cluster",
             "+cluster=a100x4 job.launcher=torchrun submit -- my_train.py  # with torchrun on each node",
         ),
-        topic="quickstart",
+        "quickstart",
+        composes=True,
+        runs_program=True,
     ),
     "render": Verb(
-        "[+cluster=NAME] [key=value ...] render [--explain [--json]] [-o FILE]",
         "print the sbatch script, to read, edit and submit by hand; --explain explains each line",
-        "slurmtrain.cli.submit",
-        "Print the script that `submit` would hand to sbatch. With -o, also prepare a run directory and write the script "
-        "to FILE: edit it and give it to sbatch yourself.",
+        "Print the script that `submit` would hand to sbatch. With -o, also prepare a run directory and write the "
+        "script to FILE: edit it and give it to sbatch yourself.",
+        (
+            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
+            option("--json", "with --explain: print a list of {line, why}, for a program"),
+            option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
+        ),
+        ("+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch", "+cluster=a100x4 render --explain"),
+        "quickstart",
         composes=True,
-        options=(
-            Flag("--explain", "", "explain each line: the config field or SLURM requirement that it comes from"),
-            Flag("--json", "", "with --explain: print a list of {line, why}, for a program"),
-            Flag("-o", "FILE", "write the script to FILE and prepare a run for it"),
-            Flag("--output", "FILE", "the same"),
-        ),
-        examples=(
-            "+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch",
-            "+cluster=a100x4 render --explain  # explain each line",
-        ),
-        topic="quickstart",
+        runs_program=True,
+        module="submit",
     ),
     "train": Verb(
-        "[key=value ...] train [RUN_DIRECTORY [--standby]]",
         "train on this rank; started by srun, torchrun, or by hand",
-        "slurmtrain.cli.train",
-        "Train on this rank. The supervisor starts this verb on every rank, with a run directory. You can also start it with "
-        "python, srun or torchrun, with overrides and without a batch job.",
-        composes=True,
-        options=(
-            Flag(
-                "--standby",
-                "",
-                "for the supervisor: load PyTorch, then wait for the number of the attempt on standard input",
-            ),
+        "Train on this rank. The supervisor starts this verb on every rank, with a run directory. You can also start "
+        "it with python, srun or torchrun, with overrides and without a batch job.",
+        (
+            option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
+            option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
         ),
-        examples=(
+        (
             "+experiment=smoke train  # one process, a few seconds",
             "+cluster=a100x4 train  # or: torchrun --nproc-per-node 4 -m slurmtrain +cluster=a100x4 train",
         ),
-        topic="quickstart",
+        "quickstart",
+        composes=True,
+        runs_program=True,
     ),
     "status": Verb(
-        "status [RUN] [-w] [--every SECONDS] [--json]",
         "show all runs, or one attempt by attempt",
-        "slurmtrain.cli.status",
-        "Show all runs, or one of them attempt by attempt: step, loss, tokens per second, time left, why each attempt ended, "
-        "why the job waits and when SLURM expects to start it.",
-        examples=(
-            "status  # all runs",
+        "Show all runs, newest first, or one of them attempt by attempt: step, loss, tokens per second, time left, why "
+        "each attempt ended, why the job waits and when SLURM expects to start it.",
+        (
+            option("[RUN|SWEEP]", RUN_OR_SWEEP, dest="run"),
+            option("--limit N", "show the newest N; default: as many as fit on the terminal", whole(1)),
+            option("--name NAME", "only runs and sweeps of this name; it may hold a *"),
+            option("--state STATE", "only runs in this state, and sweeps with one", choices=STATES),
+            SINCE,
+            option("--size", "also show the size on disk, which takes a while"),
+            *WATCH,
+            JSON,
+        ),
+        (
+            "status  # the newest runs; a sweep is one row",
+            "status --state failed --since 7d",
             "status last  # your newest run",
             "status --watch  # live, until all have ended",
         ),
-        topic="runs",
+        "runs",
     ),
     "usage": Verb(
-        "usage [RUN|SWEEP] [--since TIME] [--by user|run|node] [--json]",
         "show where the GPU hours went: productive, start-up, redone, hung, lost and why",
-        "slurmtrain.cli.usage",
-        "Show how runs spent their time, over all attempts, and the GPU hours that were lost, by cause. Without a "
-        "name, show all runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
-        examples=(
-            "usage  # everybody's runs here, one row per person",
+        "Show how runs spent their time, over all attempts, and the GPU hours that were lost, by cause. Without a name, "
+        "show all runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
+        (
+            option("[RUN|SWEEP]", "a run or a sweep; default: all runs here", dest="name"),
+            SINCE,
+            option("--by run|user|node", "what a row is; default: user, or run if you name a run or sweep"),
+            JSON,
+        ),
+        (
             "usage last  # your newest run",
             "usage --since 7d --by run  # the last seven days, run by run",
             "usage --by node  # which nodes cost most",
         ),
-        topic="usage",
+        "usage",
     ),
     "logs": Verb(
-        "logs RUN [-f] [--rank N|all] [--attempt N]",
         "print the output of a rank, or follow it",
-        "slurmtrain.cli.logs",
         "Print the output of a rank. With -f follow it through all attempts until the run has ended.",
-        examples=(
-            "logs last -f  # follow rank 0",
-            "logs last --rank all --attempt 1  # every rank of the first attempt",
+        (
+            RUN,
+            option("-f, --follow", "follow it through all attempts until the run has ended"),
+            option("--rank N|all", "all prints each line with its rank", rank_or_all, default=0),
+            option("--attempt N", "default: the latest", whole(1)),
         ),
-        topic="runs",
+        ("logs last -f  # follow rank 0", "logs last --rank all --attempt 1  # every rank of the first attempt"),
+        "runs",
     ),
     "cancel": Verb(
-        "cancel RUN [--json]",
         "end a run for good",
-        "slurmtrain.cli.stop",
         "End a run for good. It saves a checkpoint if the grace time allows, and is not requeued.",
-        examples=("cancel last",),
-        topic="requeue",
+        (RUN, JSON),
+        ("cancel last",),
+        "requeue",
+        module="stop",
     ),
     "preempt": Verb(
-        "preempt RUN [--json]",
         "send a run the signal of a preemption, to test what happens",
-        "slurmtrain.cli.stop",
-        "Send a run the signal of a preemption. It saves, exits, is requeued and resumes; the output says how long that took.",
-        examples=("preempt last",),
-        topic="clusters",
+        "Send a run the signal of a preemption. It saves, exits, is requeued and resumes; the output says how long that "
+        "took.",
+        (RUN, JSON),
+        ("preempt last",),
+        "clusters",
+        module="stop",
     ),
     "requeue": Verb(
-        "requeue RUN [KEY=VALUE ...] [--json]",
         "save and start again; start a waiting job now",
-        "slurmtrain.cli.stop",
         "Make a run save and start again. A waiting or held job starts now. KEY=VALUE changes a field of the config for "
         "the next attempt.",
-        examples=("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
-        topic="requeue",
+        (RUN, JSON),
+        ("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
+        "requeue",
+        changes="the next attempt has this value of a config field; train.steps=+N means N more steps",
+        module="stop",
     ),
     "drill": Verb(
-        "[+cluster=NAME] [key=value ...] drill [RUN] [--ways WAY,...] [--leaving SECONDS] [--steps N] [--stop-at N]"
-        " [--stop-after SECONDS] [--tolerance X] [--within MIN] [--keep] [--json] [-- PROGRAM WORD ...]",
         "interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits",
-        "slurmtrain.cli.drill",
-        "Without RUN, and with words of cluster and requeue only, test the site: submit a tiny job for each way at once, let "
-        "them be warned, requeued, killed and preempted, and report for each whether it was told, saved, came back and ended "
-        "with the bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a program after "
-        "--, train it twice for a few steps in scratch directories, once stopped and resumed, and compare the two. All its "
-        "jobs end with it. Exit code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was "
-        "judged.",
-        composes=True,
-        options=(
-            Flag("--ways", "WAY,...", "of early_signal, requeue, crash, in_place and preemption; default: all"),
-            Flag("--leaving", "SECONDS", "let the tiny jobs take this long to save, as yours might"),
-            Flag("--steps", "N", "for your own run: number of steps to train; default: 20"),
-            Flag("--stop-at", "N", "for your own run: stop after this step; default: half of --steps"),
-            Flag(
-                "--stop-after",
-                "SECONDS",
-                "stop a program that reports no steps this long after its start; default: 30",
+        "Without RUN, and with words of cluster and requeue only, test the site: submit a tiny job for each way at once, "
+        "let them be warned, requeued, killed and preempted, and report for each whether it was told, saved, came back "
+        "and ended with the bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a "
+        "program after --, do the same with its config and code for a few steps, in scratch directories. All its jobs end "
+        "with it. Exit code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
+        (
+            OPTIONAL_RUN,
+            option(
+                "--ways WAY,...",
+                "of early_signal, requeue, crash, in_place and preemption; default: all for the site, early_signal for "
+                "a run of your own",
             ),
-            Flag("--tolerance", "X", "relative difference up to which values count as equal; default: 1e-6"),
-            Flag(
-                "--within",
-                "MIN",
-                "minutes, including the time in the queue, after which to end everything; default: 30",
-            ),
-            Flag("--keep", "", "keep the folder of its runs even if everything has passed"),
-            Flag("--json", "", "print the answer as JSON, for a program"),
+            option("--leaving SECONDS", "let a training take this long to stop, as yours might", number(), default=0.0),
+            option("--steps N", "number of steps to train", whole(2), default=16),
+            option("--stop-at N", "interrupt it after this step; default: half of --steps", whole(1)),
+            option("--stop-after SECONDS", "when to interrupt a program that reports no steps; default: 30", number()),
+            option("--tolerance X", "relative difference up to which values are equal", number(), default=1e-6),
+            option("--within MIN", "end everything after this time, queue included", number(0.1), default=30.0),
+            option("--keep", "keep the folder of its runs even if everything has passed"),
+            JSON,
         ),
-        examples=(
+        (
             "+cluster=a100x8 drill  # can this site interrupt and resume a job?",
             "+cluster=a100x8 drill --ways preemption --leaving 60  # would a job that saves for a minute survive it?",
             "drill last --steps 20  # does my run resume with the same bits?",
             "+cluster=a100x8 drill -- python my_train.py --steps 100  # and my own program?",
         ),
-        topic="drill",
+        "drill",
+        composes=True,
+        runs_program=True,
     ),
     "resume": Verb(
-        "resume RUN [KEY=VALUE ...] [--code] [--json]",
         "continue a run that has ended",
-        "slurmtrain.cli.resume",
         "Continue a run that has ended, from its newest checkpoint, with the config and code that it was submitted with. "
         "KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
-        examples=(
+        (RUN, option("--code", "take a new snapshot: continue with the current code"), JSON),
+        (
             "resume last",
             "resume last cluster.nodes=2 train.steps=+100  # on two nodes, and for 100 more steps",
             "resume last optim.lr=1e-4 --code  # another value, and the current code",
         ),
-        topic="requeue",
+        "requeue",
+        changes="continue with this value of a config field; train.steps=+N means N more steps",
     ),
     "runs": Verb(
-        "runs list | compare A B | bundle RUN [FILE] | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
-        "list runs, compare two, pack one to run elsewhere, remove ended ones",
-        "slurmtrain.cli.runs.main",
-        "List runs; show what differs between two of them, and from which step on; pack one into a file to run it elsewhere; "
-        "remove those that have ended.",
+        "compare two runs, pack one to run elsewhere, remove ended ones; status lists them",
+        "Show what differs between two runs, and from which step on; pack one into a file to run it elsewhere; remove "
+        "those that have ended. `status` lists them.",
         examples=(
-            "runs list --size",
             "runs compare A B",
             "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
             "runs prune --older-than 30 --dry-run  # show what it would remove",
         ),
         topic="runs",
+        actions={
+            "compare": Verb(
+                "show what differs between two runs",
+                "Show what differs between two runs: config, code, what they ran with (packages, driver, CUDA, NCCL, "
+                "image, variables), the first step where the samples that they have seen, their metrics or their "
+                "weights differ, and the last values. Metrics of the machine, such as speed and memory, always differ; "
+                "they do not count.",
+                (
+                    option("RUN_A", _RUN, dest="a"),
+                    option("RUN_B", _RUN, dest="b"),
+                    option("--tolerance R", "relative difference that counts as equal", number(), default=0.0),
+                    option("--weights", "also read the checkpoints of large models (over 2 GB)"),
+                    JSON,
+                ),
+            ),
+            "bundle": Verb(
+                "pack a run into one file to run it elsewhere",
+                "Pack config, code, revision and list of packages into one tar file, for `submit --from FILE`. "
+                "Checkpoints, logs and data are not in it. It holds the code as the run's snapshot has it: read it "
+                "before you publish it. The same run gives the same bytes.",
+                (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
+            ),
+            "prune": Verb(
+                "remove runs that have ended",
+                "Remove the directories of runs that have ended, with their checkpoints. A run always stays if it is "
+                "alive, waits, cannot be asked about or is being read, or if another run begins from its checkpoints.",
+                (
+                    option("--older-than DAYS", "only runs that have not changed for this long", number()),
+                    option("--state finished|stopped|pruned|failed|lost", "only these", nargs="+"),
+                    option("--keep-checkpoints", "remove everything except checkpoints and config.yaml"),
+                    DRY_RUN,
+                ),
+            ),
+        },
     ),
     "report": Verb(
-        "report RUN|SWEEP [--out FILE] [--png FOLDER] [--tables FOLDER] [--serve] [--port PORT] [--json]",
         "show a run or a sweep as one HTML page: curves, attempts, goodput, config",
-        "slurmtrain.cli.report",
-        "Write one HTML page that needs no network: loss and evaluation curves, throughput, the phases of a step, the timeline "
-        "of attempts, goodput, conspicuous nodes, config and environment; for a sweep, its points, parallel "
+        "Write one HTML page that needs no network: loss and evaluation curves, throughput, the phases of a step, the "
+        "timeline of attempts, goodput, conspicuous nodes, config and environment; for a sweep, its points, parallel "
         "coordinates and curves. With --serve, show it on this machine, refreshed while the run continues.",
-        examples=(
+        (
+            option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
+            option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
+            option("--png FOLDER", "also draw each chart into FOLDER as a PNG file"),
+            option("--tables FOLDER", "also write each table into FOLDER as a CSV file"),
+            option("--metric NAME", "for a sweep: compare the points by the best value of this metric"),
+            MODE,
+            option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),
+            option("--port PORT", "port for --serve (default: any free port)", whole()),
+            EVERY,
+            JSON,
+        ),
+        (
             "report last  # report-RUN.html, to open in a browser or send to somebody",
             "report last --png pictures --tables tables",
             "report last --serve  # live; prints its URL",
         ),
-        topic="runs",
+        "runs",
     ),
     "sweep": Verb(
-        "sweep list | status SWEEP [-w] | collect SWEEP [-o FILE] [--plot FILE] | retry SWEEP | cancel SWEEP [--json]",
         "show the points of a sweep, collect their metrics, retry or cancel them",
-        "slurmtrain.cli.sweep",
-        "Show the points of a sweep, collect their metrics as a table or picture, submit failed points again, or cancel all.",
+        "Show the points of a sweep, collect their metrics as a table or picture, submit failed points again, or cancel "
+        "all.",
         examples=(
             "sweep status last --watch",
             "sweep collect last -o table.csv",
             "sweep retry last  # submit failed points again",
         ),
         topic="sweeps",
+        actions={
+            "list": Verb("list all sweeps", arguments=(JSON,)),
+            "status": Verb("show every point: what varies, its state, step and loss", arguments=(SWEEP, *WATCH, JSON)),
+            "collect": Verb(
+                "print a table of all points with their metrics, or draw a metric over what varies",
+                arguments=(
+                    SWEEP,
+                    option("-o, --output FILE", "write FILE.csv, .md, .json or .parquet instead of printing"),
+                    option("--format csv|markdown|json|parquet", "default: by FILE's suffix, or a table"),
+                    option("--json", "the same as --format json", action="store_const", dest="format", const="json"),
+                    option("--metric NAME", "compare its best values (default: checkpoint.best_metric, else loss)"),
+                    MODE,
+                    option("--plot OUT", "plot it over each varied key: OUT.png, OUT.svg, or - for text"),
+                ),
+            ),
+            "retry": Verb(
+                "submit again what failed, was stopped or lost, and what has not been submitted yet",
+                arguments=(SWEEP, JSON),
+            ),
+            "cancel": Verb("cancel all points that have not ended", arguments=(SWEEP, JSON)),
+        },
     ),
     "checkpoints": Verb(
-        "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ... | import SOURCE]",
         "list, verify, prune or export the checkpoints of a run; import weights",
-        "slurmtrain.cli.checkpoints.main",
-        "List the checkpoints of a run, compare every file with its digest, remove checkpoints that need not be kept, export "
-        "the weights, or import weights from another program. RUN may also be a directory of checkpoints, or one checkpoint; "
-        "for import, it is the folder to create.",
-        examples=(
+        "List the checkpoints of a run, compare every file with its digest, remove checkpoints that need not be kept, "
+        "export the weights, or import weights from another program. RUN may also be a directory of checkpoints, or one "
+        "checkpoint; for import, it is the folder to create.",
+        (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
+        (
             "checkpoints last",
             "checkpoints last verify",
             "checkpoints last export my_model --format hf --dtype bfloat16  # for transformers, vLLM, ...",
             "checkpoints last export model.safetensors",
             "checkpoints /data/start import /data/weights.pt  # for checkpoint.restore_from",
         ),
-        topic="checkpoints",
+        "checkpoints",
+        default_action="list",
+        actions={
+            "list": Verb(
+                "print a table of the checkpoints; checks sizes only (default)",
+                arguments=(JSON_TOO,),
+            ),
+            "verify": Verb(
+                "compare every file with its digest, and the files with each other",
+                "Read every file, compare it with its digest, and check that together they hold every tensor. Exit code 1 "
+                "when anything is damaged.",
+                (option("[STEP]", "verify only this checkpoint", int), JSON_TOO),
+            ),
+            "prune": Verb(
+                "remove checkpoints that need not be kept",
+                "Remove checkpoints that no rule keeps, once the newest is verified. The newest two always stay, the "
+                "newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
+                "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
+                (
+                    option("--keep-last N", "keep the newest N, at least 2", int),
+                    option("--keep-every N", "also keep those whose step is a multiple of N", int),
+                    option("--best N", "also keep the N best by --metric", int),
+                    option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
+                    MODE,
+                    option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
+                    DRY_RUN,
+                ),
+            ),
+            "export": Verb(
+                "export the weights for other programs: a Hugging Face folder, or a file",
+                "Write the tensors of one object to a folder or file, whatever number of ranks saved them. A folder of "
+                "Hugging Face has config.json and the tokenizer, too.",
+                (
+                    option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
+                    option(
+                        "--format hf|peft|safetensors|torch|dcp",
+                        "hf: for transformers, vLLM and others, with adapters merged; peft: adapters only; dcp: for "
+                        "torch.distributed.checkpoint; default: by OUT's suffix",
+                    ),
+                    STEP,
+                    option("--only NAME", "the object that was saved as NAME", default="model"),
+                    option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
+                    option("--max-shard-size SIZE", "of each file, with --format hf (default: 5GB)", size_in_bytes),
+                    option("--force", "replace OUT if it exists"),
+                ),
+            ),
+            "import": Verb(
+                "convert another program's weights into a checkpoint in the folder RUN",
+                "Make a checkpoint of step 0 in the folder RUN, for checkpoint.restore_from with "
+                "checkpoint.restore_only=model. Nothing in SOURCE is executed.",
+                (
+                    option("SOURCE", "a folder of Hugging Face or DCP; FILE.safetensors; a file of torch.save"),
+                    option("--only NAME", "the tensors whose names begin with NAME and a dot (default: the model's)"),
+                ),
+            ),
+        },
     ),
     "evaluate": Verb(
-        "evaluate RUN [--step N] [key=value ...] [--submit] [--again] [--json]",
         "evaluate a checkpoint of a run on its evaluation sets",
-        "slurmtrain.cli.evaluate",
-        "Evaluate a checkpoint of a run on its evaluation sets, here or, with --submit, in a job. key=value changes fields of "
-        "eval, cluster and parallel. Repeating the command shows the existing result.",
-        examples=("evaluate last --step 1000", "evaluate last --submit eval.cluster.time_limit_min=30  # as a job"),
-        topic="evaluation",
+        "Evaluate a checkpoint of a run on its evaluation sets, here or, with --submit, in a job. KEY=VALUE changes "
+        "fields of eval, cluster and parallel. Repeating the command shows the existing result.",
+        (
+            RUN,
+            STEP,
+            option("--submit", "submit it as a job, with the changes in eval.cluster"),
+            option("--due", HIDDEN),
+            option("--again", "evaluate again although there is a result, for instance because the data changed"),
+            JSON,
+        ),
+        ("evaluate last --step 1000", "evaluate last --submit eval.cluster.time_limit_min=30  # as a job"),
+        "evaluation",
+        changes="change a field of eval, cluster or parallel",
     ),
     "layout": Verb(
-        "[+cluster=NAME] [key=value ...] layout [--memory] [--json]",
         "show the position of every rank under parallel=..., and how much memory it needs",
-        "slurmtrain.cli.layout",
-        "Show the position of every rank under parallel=...: its node, its index on every axis, and the ranks that it shares "
-        "an axis with.",
-        composes=True,
-        options=(
-            Flag(
-                "--memory",
-                "",
-                "build the sharded model without GPUs, and count the bytes on the ranks of each pipeline stage",
-            ),
-            Flag("--json", "", "print the answer as JSON, for a program"),
-        ),
-        examples=(
+        "Show the position of every rank under parallel=...: its node, its index on every axis, and the ranks that it "
+        "shares an axis with.",
+        (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
+        (
             "+cluster=a100x8 cluster.nodes=8 model=llama3_8b parallel.tp=4 parallel.pp=2 layout",
             "+cluster=h100x8 model=llama3_8b parallel=fsdp layout --memory",
         ),
-        topic="parallelism",
+        "parallelism",
+        composes=True,
     ),
     "plan": Verb(
-        "[+cluster=NAME] [key=value ...] plan [--search] [--tokens N] [--from RUN] [--json]",
         "compute memory, time, checkpoints and cost of a run; say whether more nodes help",
-        "slurmtrain.cli.plan.main",
-        "Compute, without GPUs and before anything is submitted: bytes per GPU, communication per axis and step, time per "
-        "step, MFU, how often to save, goodput, GPU hours, and how many nodes are worth using.",
-        composes=True,
-        options=(
-            Flag("--search", "", "rank the layouts that fit, the fastest first"),
-            Flag("--tokens", "N", "compute the cost of N tokens (15T, 300B, 1.5e12) instead of train.steps"),
-            Flag("--from", "RUN", "use rates measured by a run on this cluster instead of data sheets"),
-            Flag("--json", "", "print the answer as JSON, for a program"),
+        "Compute, without GPUs and before anything is submitted: bytes per GPU, communication per axis and step, time "
+        "per step, MFU, how often to save, goodput, GPU hours, and how many nodes are worth using.",
+        (
+            option("--search", "rank the layouts that fit, the fastest first"),
+            option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
+            option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
+            JSON,
         ),
-        examples=(
+        (
             "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=1024 plan",
             "+cluster=h100x8 cluster.nodes=16 model=qwen2_5_72b train.global_batch_size=512 plan --search",
             "+cluster=a100x8 model=llama3_1b parallel=fsdp plan --tokens 300B --from last",
         ),
-        topic="planning",
+        "planning",
+        composes=True,
     ),
     "scale": Verb(
-        "[+cluster=NAME] [key=value ...] scale [--nodes 1,2,4] [--strong] [--steps N] [--plot FILE] [--no-wait] [--json]",
         "train a few steps on 1, 2, 4, ... nodes: efficiency of each doubling, and the bottleneck",
-        "slurmtrain.cli.scale",
         "Submit the same training on 1, 2, 4, ... nodes up to cluster.nodes for a few steps each, wait, and report how "
-        "efficient each doubling is (80 % is the threshold), what the main bottleneck is, and what plan predicts. Repeating "
-        "the command submits only what is missing, and shows the results.",
-        composes=True,
-        options=(
-            Flag("--nodes", "1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
-            Flag("--weak", "", "the global batch grows with the nodes; the default"),
-            Flag("--strong", "", "the same global batch at all sizes"),
-            Flag("--steps", "N", "steps per size; default: 50"),
-            Flag("--at-once", "N", "run at most N sizes at a time"),
-            Flag("--plot", "FILE", "draw the result into a .png or .svg; - draws it as text"),
-            Flag("--no-wait", "", "submit, and return at once"),
-            Flag("--again", "", "measure all sizes again"),
-            Flag("--json", "", "print the answer as JSON, for a program"),
+        "efficient each doubling is (80 % is the threshold), what the main bottleneck is, and what plan predicts. "
+        "Repeating the command submits only what is missing, and shows the results.",
+        (
+            option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
+            option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
+            option("--steps N", "steps per size", whole(10), default=50),
+            option("--at-once N", "run at most N sizes at a time", whole(1)),
+            option("--plot FILE", "draw the result into a .png or .svg"),
+            NO_WAIT,
+            option("--again", "measure all sizes again"),
+            JSON,
         ),
-        examples=(
+        (
             "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=256 scale",
             "+cluster=a100x8 model=llama3_1b train.global_batch_size=64 scale --nodes 1,2,4 --strong --plot scaling.png",
         ),
-        topic="planning",
+        "planning",
+        composes=True,
     ),
     "preflight": Verb(
-        "[+cluster=NAME] [key=value ...] preflight [--full] [--no-wait] [--json]",
         "check the nodes of an allocation like the config's, without training",
-        "slurmtrain.cli.preflight",
-        "Start a job with the config's nodes, ranks, environment and data that only compares the nodes: versions, packages, "
-        "code, data, clocks, disks, GPUs, network, shared folder. With --full, it also measures GPUs and the network, and "
-        "names slow nodes and pairs of nodes. Every training does the quick part by itself (preflight=off|quick|full).",
-        composes=True,
-        options=(
-            Flag("--full", "", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
-            Flag("--no-wait", "", "submit, and return at once"),
-            Flag("--json", "", "print the answer as JSON, for a program"),
+        "Start a job with the config's nodes, ranks, environment and data that only compares the nodes: versions, "
+        "packages, code, data, clocks, disks, GPUs, network, shared folder. With --full, it also measures GPUs and the "
+        "network, and names slow nodes and pairs of nodes. Every training does the quick part by itself "
+        "(preflight=off|quick|full).",
+        (
+            option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
+            NO_WAIT,
+            JSON,
         ),
-        examples=(
+        (
             "+cluster=a100x8 cluster.nodes=4 preflight",
             "+cluster=a100x8 cluster.nodes=4 data=prepared data.path=/data/tokens preflight --full",
         ),
-        topic="preflight",
+        "preflight",
+        composes=True,
     ),
     "prepare": Verb(
-        "prepare prepare.inputs='[FILE|FOLDER|PATTERN, ...]' prepare.output=FOLDER [prepare.tokenizer=FILE] [key=value ...]"
-        " | prepare verify FOLDER",
         "turn raw text into tokenised shards; verify them",
-        "slurmtrain.cli.prepare",
-        "Turn raw text (jsonl, parquet, text, a saved Hugging Face data set; also .gz and .zst) into tokenised shards, on all "
-        "CPUs of this machine. If it was stopped, the same command continues. As a job: job=prepare ... submit. verify "
-        "compares every byte with its digest.",
-        composes=True,
-        examples=(
+        "Turn raw text (jsonl, parquet, text, a saved Hugging Face data set; also .gz and .zst) into tokenised shards, "
+        "on all CPUs of this machine. If it was stopped, the same command continues. As a job: job=prepare ... submit. "
+        "verify compares every byte with its digest.",
+        (
+            option("[verify]", "check a data set that was prepared before", dest="action"),
+            option("[FOLDER]", "with verify: the data set"),
+        ),
+        (
             "prepare prepare.inputs=raw.jsonl prepare.output=tokens  # every byte is a token",
-            "prepare prepare.inputs='[/data/raw/*.jsonl.zst]' prepare.output=/data/tokens prepare.tokenizer=tokenizer.json",
+            "prepare prepare.inputs='[raw/*.jsonl.zst]' prepare.output=tokens prepare.tokenizer=tokenizer.json",
             "prepare prepare.records=chat prepare.inputs=chats.jsonl prepare.output=chats prepare.tokenizer=tokenizer.json",
             "prepare verify /data/tokens",
         ),
-        topic="data",
+        "data",
+        composes=True,
     ),
     "progress": Verb(
-        "progress STEP [--of STEPS]",
         "report the progress of your own program, from inside its run",
-        "slurmtrain.cli.progress",
-        "Report, from inside a run, that your own program has reached STEP. status shows it, and a run that makes progress "
-        "is not given up.",
-        examples=("progress 500 --of 10000",),
-        topic="own-scripts",
+        "Report, from inside a run, that your own program has reached STEP. status shows it, and a run that makes "
+        "progress is not given up.",
+        (
+            option("STEP", "the step that it has reached, a whole number that grows", whole()),
+            option("--of STEPS", "the last step; status then shows the time left", whole()),
+        ),
+        ("progress 500 --of 10000",),
+        "own-scripts",
     ),
     "nodes": Verb(
-        "nodes list | blame NODE [--reason TEXT] | forgive NODE|--all [--cluster NAME] [--json]",
         "show which nodes your runs exclude, and why; blame or forgive one",
-        "slurmtrain.cli.nodes",
-        "Show what went wrong on which node, from the ledger that your jobs on this cluster keep, and which nodes your next "
-        "starts exclude. Blame or forgive a node by hand.",
-        examples=(
-            "nodes list",
-            "nodes blame n3 --reason 'its disk is full'",
-            "nodes forgive --all",
-        ),
+        "Show what went wrong on which node, from the ledger that your jobs on this cluster keep, and which nodes your "
+        "next starts exclude. Blame or forgive a node by hand. A record counts for requeue.blame_expiry_h, 24 hours by "
+        "default.",
+        examples=("nodes list", "nodes blame n3 --reason 'its disk is full'", "nodes forgive --all"),
         topic="requeue",
+        actions={
+            "list": Verb("list incidents, and which nodes are excluded", arguments=(CLUSTER, JSON)),
+            "blame": Verb(
+                "exclude a node from the next starts of your runs",
+                "Leave a node out of the next starts of your runs. Jobs that run or wait already are not changed.",
+                (
+                    option("NODE", "SLURM's name of the node"),
+                    option("--reason TEXT", "why, for `nodes list` and `status`", default=""),
+                    CLUSTER,
+                    JSON,
+                ),
+            ),
+            "forgive": Verb(
+                "use a node again",
+                "Use a node again: what was recorded of it until now does not count any more.",
+                (
+                    option("[NODE]", "SLURM's name of the node"),
+                    option("--all", "all nodes of the cluster"),
+                    CLUSTER,
+                    JSON,
+                ),
+            ),
+        },
     ),
     "probe": Verb(
-        "probe [--partition NAME] [--out FILE] [--check FILE|NAME] [--account NAME] [--qos NAME] [--json] ...",
         "write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since?",
-        "slurmtrain.cli.probe",
-        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts and "
-        "containers, and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each "
-        "value that SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, "
-        "1: something, or 78: jobs of the file cannot run.",
-        examples=(
+        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts and containers, "
+        "and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each value that "
+        "SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, 1: "
+        "something, or 78: jobs of the file cannot run.",
+        (
+            option("--partition NAME", "the partition to describe (default: the cluster's default)"),
+            option("--account NAME", "the account of the jobs (default: your default account)"),
+            option("--qos NAME", "the QOS of the jobs (default: your default QOS)"),
+            option("--out FILE", "the file to write (default: conf/cluster/CLUSTER.yaml here); - for standard output"),
+            option("--force", "replace an existing file"),
+            option("--check FILE", "instead, compare this file, or the cluster file of this name, with the cluster"),
+            JSON,
+        ),
+        (
             "probe  # writes conf/cluster/NAME.yaml for the default partition",
             "probe --partition gpu --out -  # only print it",
             "probe --check conf/cluster/mine.yaml  # has the cluster changed since?",
         ),
-        topic="clusters",
+        "clusters",
     ),
     "sandbox": Verb(
-        "sandbox up|down|status|env [--nodes N] ...",
         "start a real, throwaway SLURM on this machine, without root",
-        "slurmtrain.cli.sandbox",
         "Start a real, throwaway SLURM on this machine, show its state, or stop it. It does not need root.",
-        examples=(
-            "sandbox up --nodes 4 --cpus 4",
-            "+cluster=sandbox submit --follow",
-            "sandbox down",
-        ),
+        examples=("sandbox up --nodes 4 --cpus 4", "+cluster=sandbox submit --follow", "sandbox down"),
         topic="clusters",
+        actions={
+            "up": Verb(
+                "start one; returns when all nodes are idle",
+                arguments=(
+                    *SANDBOX,
+                    option("--nodes N", "number of nodes", whole(), default=4),
+                    option("--cpus N", "CPUs per node, not necessarily there", whole(), default=4),
+                    option("--gpus N", "GPUs per node, for SLURM's eyes only", whole(), default=0),
+                    option("--memory-mb N", "memory per node, not enforced", whole(), default=4000),
+                    option("--grace-s N", "GraceTime of partition low", whole(), default=10),
+                    option("--kill-wait-s N", "from SIGTERM to SIGKILL", whole(), default=30),
+                    option("--slurmd-timeout-s N", "silence of a node that is down", whole(), default=20),
+                    option("--cred-expire-s N", "wait of a requeued job", whole(), default=6),
+                    option("--preempt-mode requeue|cancel|suspend", "for jobs in partition low", default="requeue"),
+                    option("--slurm-prefix DIR", "take SLURM from DIR/bin and DIR/sbin (default: from PATH)"),
+                    option("--accounting", "with slurmdbd: an account, limits, and QOS that preempt each other"),
+                    option("--user-signal", "preemption sends a job's own --signal, not SIGTERM"),
+                ),
+            ),
+            "down": Verb("end it: its jobs, its daemons, its directory", arguments=SANDBOX),
+            "status": Verb("say whether it runs, and in which state its nodes are", arguments=(*SANDBOX, JSON)),
+            "env": Verb("print the line that points SLURM's commands at it", arguments=SANDBOX),
+        },
     ),
     "help": Verb(
-        "help [TOPIC]",
         "show a page of the manual; without TOPIC the list of topics",
-        "slurmtrain.cli.manual",
         "Show a page of the manual, on a terminal in a pager; without TOPIC list the topics.",
-        examples=("help requeue", "help troubleshooting | less"),
+        (option("[TOPIC]", "a page of the manual, or a verb"),),
+        ("help requeue", "help troubleshooting | less"),
     ),
     "supervise": Verb(
-        "supervise RUN_DIRECTORY ...",
         "for the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on",
-        "slurmtrain.cli.supervise",
+        arguments=(
+            option("DIRECTORY ...", "a run, or several that share the job", dest="run_dir"),
+            option("--environment FD", "where the environment of the submission is read", int),
+            option("--set-up-failed WHY", "no rank can be started: record that, and end the attempt"),
+            option("--hook ATTEMPT", "run the hook for the end of an attempt", int),
+            option("--watch NODE", "from another node, watch whether the job still has this one"),
+            option("--job JOB", "with --watch: the job", default=""),
+        ),
         hidden=True,
     ),
 }

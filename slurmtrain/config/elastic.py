@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from slurmtrain.choices import JobKind
-from slurmtrain.config.node_range import NodeRange, nodes_to_use
 from slurmtrain.config.parallel_dims import AXES, is_possible, parallel_dims_of
+from slurmtrain.config.ranges import NodeRange, nodes_to_use
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 

@@ -1,19 +1,32 @@
-"""The config of an evaluation job: that of the run, changed for one checkpoint and other resources. Pure functions."""
+"""The configs of jobs beside a run, made from its own: one that evaluates a checkpoint, and one that only checks its nodes."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.choices import Backend, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.elastic import at_most
-from slurmtrain.config.frozen import first_line, to_config, to_values
-from slurmtrain.config.node_range import NodeRange
+from slurmtrain.config.frozen import to_config, to_values
+from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
-from slurmtrain.errors import ConfigError
+from slurmtrain.config.ranges import NodeRange
+from slurmtrain.config.schema import (
+    ClusterConfig,
+    Config,
+    EvalConfig,
+    HooksConfig,
+    JobConfig,
+    ObserveConfig,
+    ParallelConfig,
+    RequeueConfig,
+    SweepConfig,
+)
+from slurmtrain.errors import ConfigError, SlurmtrainError
 
+TIME_LIMIT_MIN = 15  # of a preflight
+NAME_LENGTH = 54  # of the 64 that a name may have, without what is added
 CHANGEABLE = ("eval", "cluster", "parallel")  # groups that say how a checkpoint is evaluated, not what it is
 
 
@@ -39,27 +52,22 @@ def evaluation_config(
     values["eval"] = {**values["eval"], "mode": "inline", "cluster": {}, "parallel": {}}
     for group in CHANGEABLE:
         values[group] = _merged(values[group], (changes or {}).get(group, {}))
-    if "gpus_per_node" not in {**asked, **(changes or {}).get("cluster", {})} and not here and _gpu_each(config):
+    a_gpu_each = config.cluster.gpus_per_node == config.cluster.tasks_per_node
+    if "gpus_per_node" not in {**asked, **(changes or {}).get("cluster", {})} and not here and a_gpu_each:
         values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
     values["train"] |= _batches(config, dims, values)
     values["checkpoint"] |= {"restore_from": checkpoint, "keep_best": 0, "mirror": None}
-    values["hooks"] = dataclasses.asdict(HooksConfig())
+    values["hooks"] = asdict(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
     values["requeue"]["standby_ranks"] = False
     if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used
         values["requeue"]["mode"] = "resubmit"
-    return _checked(values)
-
-
-def _checked(values: dict[str, Any]) -> Config:
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         return to_config(values)
-    except OmegaConfBaseException as error:
+    except SlurmtrainError as error:
         raise ConfigError(
-            f"the config of an evaluation is invalid: {first_line(error)}",
+            f"the config of an evaluation is invalid: {error.message}",
             hint="eval.cluster and eval.parallel have the fields of cluster and parallel",
         ) from None
 
@@ -68,25 +76,15 @@ def _job(config: Config, dims: ParallelDims) -> dict[str, Any]:
     """Return the part of the training's cluster that a job asks for: the least that its layout allows."""
     cluster, ranks, most = config.cluster, _ranks(config, dims), config.cluster.node_range.most
     nodes = next(n for n in range(1, most + 1) if n * cluster.tasks_per_node % ranks == 0 or n == most)
-    tasks = ranks if nodes == 1 else cluster.tasks_per_node
-    values = dataclasses.asdict(cluster) | {
-        "nodes": nodes,
-        "tasks_per_node": min(tasks, cluster.tasks_per_node),
-        "spare_nodes": 0,
-    }
-    # These name the training's own nodes, and what it waited for.
-    values["sbatch"] = {name: value for name, value in cluster.sbatch.items() if name not in ("nodelist", "dependency")}
-    return values
-
-
-def _gpu_each(config: Config) -> bool:
-    """Return whether every rank of the training has a GPU of its own, as then the ranks of the evaluation have."""
-    return config.cluster.gpus_per_node == config.cluster.tasks_per_node
+    # These options name the training's own nodes, and what it waited for.
+    options = {name: value for name, value in cluster.sbatch.items() if name not in ("nodelist", "dependency")}
+    tasks = min(ranks if nodes == 1 else cluster.tasks_per_node, cluster.tasks_per_node)
+    return asdict(cluster) | {"nodes": nodes, "tasks_per_node": tasks, "spare_nodes": 0, "sbatch": options}
 
 
 def _here(config: Config, dims: ParallelDims) -> dict[str, Any]:
     cluster = config.cluster
-    return dataclasses.asdict(
+    return asdict(
         ClusterConfig(
             backend=Backend.LOCAL,
             tasks_per_node=_ranks(config, dims),
@@ -109,7 +107,7 @@ def _ranks(config: Config, dims: ParallelDims) -> int:
 def _one_copy(config: Config, dims: ParallelDims) -> dict[str, Any]:
     """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
     sharded = dims.dp_shard > 1
-    values = dataclasses.asdict(config.parallel) | {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
+    values = asdict(config.parallel) | {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
     values |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
     return values | {"gradient_compression": "none"}
 
@@ -131,3 +129,41 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         inside = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = _merged(result[key], value) if inside else value
     return result
+
+
+def preflight_config(config: Config, *, full: bool) -> Config:
+    """Return the config of a job with the same nodes, ranks, environment and data that trains nothing.
+
+    Args:
+        config: a config after all checks.
+        full: measure, too.
+    """
+    job, shape = config.job, node_shape(config)
+    return replace(
+        config,
+        job=JobConfig(
+            name=f"{job.name[:NAME_LENGTH]}-preflight",
+            kind=JobKind.PREFLIGHT,
+            runs_dir=job.runs_dir,
+            snapshot=job.snapshot,
+            snapshot_max_mb=job.snapshot_max_mb,
+        ),
+        cluster=replace(
+            config.cluster,
+            tasks_per_node=shape.processes,
+            cpus_per_task=shape.threads,
+            spare_nodes=0,
+            time_limit_min=min(config.cluster.time_limit_min, TIME_LIMIT_MIN),
+        ),
+        preflight=replace(
+            config.preflight,
+            mode=PreflightMode.FULL if full else PreflightMode.QUICK,
+            exclude_slow=config.preflight.exclude_slow and full,
+        ),
+        parallel=ParallelConfig(),
+        eval=EvalConfig(sets=config.eval.sets),
+        requeue=RequeueConfig(mode=RequeueMode.OFF, blame_threshold=config.requeue.blame_threshold),
+        sweep=SweepConfig(),
+        hooks=HooksConfig(),
+        observe=ObserveConfig(),
+    )

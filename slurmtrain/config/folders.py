@@ -1,4 +1,8 @@
-"""The folders in which configs are searched, and the config groups and options that they offer."""
+"""The folders that are shipped with the package, those in which configs are searched, and the groups that they offer.
+
+Shipped are `conf/` (Hydra configs) and `jobs/` (sbatch template, examples): inside the package in a wheel, beside it in a
+clone.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.resources import shipped
 
+PACKAGE = Path(__file__).resolve().parents[1]
 OWN_CLUSTERS = "conf/cluster"  # in the folder of the command
 
 
@@ -18,6 +22,17 @@ class Primary:
 
     name: str
     folders: Sequence[Path]
+
+
+def shipped(name: str) -> Path:
+    """Return the folder `name` ("conf" or "jobs") of this installation."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def is_installed_copy() -> bool:
+    """Return True for a wheel in site-packages, False for a clone or an editable install, whose code may change at any time."""
+    return (PACKAGE / "conf").is_dir()
 
 
 def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
@@ -54,7 +69,8 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Return the config groups and their options in these folders, or in the shipped one."""
     groups: dict[str, list[str]] = {}
     for root in folders or [_shipped_configs()]:
-        for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
+        folders_of_groups = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+        for folder in sorted(path for path in folders_of_groups if path.name != "hydra"):  # Hydra's own groups
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
     return groups
 

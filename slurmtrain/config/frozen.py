@@ -6,6 +6,7 @@ A secret stays an interpolation on the disk, and gets its value where the config
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,31 +16,39 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config import secrets
+from slurmtrain.config.fields import typed
 from slurmtrain.config.schema import Config
-from slurmtrain.config.typed import structured, typed
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, SlurmtrainError, first_line
 from slurmtrain.system import records
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide
 
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
-LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 SCHEMA_VERSION = 1
-HEADER = "# Frozen by slurmtrain, schema version {}.\n"
-HEADER_LINE = re.compile(r"# Frozen by slurmtrain, schema version (\d+)\.")
+HEADER = f"# Frozen by slurmtrain, schema version {SCHEMA_VERSION}.\n"
 
 
-def freeze(config: Config) -> str:
+def freeze(config: Config | Mapping[str, Any]) -> str:
     """Return the fully resolved yaml for the run directory, with the version of the schema as its first line.
 
     Interpolations of secrets are not resolved.
+
+    Args:
+        config: the config, or what `to_values` returns for it.
     """
+    values = to_values(config) if isinstance(config, Config) else config
+    return HEADER + "".join(_section(json.dumps({key: part})) for key, part in values.items())
+
+
+@functools.lru_cache(maxsize=256)
+def _section(values: str) -> str:
+    """Return a group of fields as yaml; the points of a sweep have most of them in common."""
     import yaml
 
     # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
     # libyaml's dumper, where PyYAML was built with it, takes a third of the time.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.dump(to_values(config), Dumper=dumper, sort_keys=False, default_flow_style=False)
-    return HEADER.format(SCHEMA_VERSION) + text
+    text: str = yaml.dump(json.loads(values), Dumper=dumper, sort_keys=False, default_flow_style=False)
+    return text
 
 
 def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
@@ -52,8 +61,6 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
     Raises:
         ConfigError: it is missing, is not a config of this version, or a secret is not in the environment.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         data = path.read_bytes()
         values = records.parse_yaml(data)
@@ -65,16 +72,14 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
         raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} contains no config", hint="it was written at submit; has it been edited?")
+    if with_secrets:
+        values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
     try:
-        if with_secrets:
-            values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
         return to_config(values)
-    except OmegaConfBaseException as error:
-        found = HEADER_LINE.match(data.decode())
-        newer = found is not None and int(found[1]) > SCHEMA_VERSION
+    except SlurmtrainError as error:
         raise ConfigError(
-            f"{path} is not a config of this version: {first_line(error)}",
-            hint="a newer slurmtrain froze it: install that one where the job runs" if newer else None,
+            f"{path} is not a config of this version: {error.message}",
+            hint="if another version of slurmtrain froze it, install that one where the job runs",
         ) from None
 
 
@@ -97,14 +102,9 @@ def to_config(values: Any) -> Config:
     """Check plain values against the schema and build the `Config`. Text is taken literally, even `${...}` of bash.
 
     Raises:
-        OmegaConfBaseException: there is an unknown key or a wrong type.
-        ConfigError: a field does not know the word that it is given.
+        UsageError, ConfigError: there is an unknown key, or a value that its field does not take.
     """
-    from omegaconf import OmegaConf
-
-    return typed(
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(structured(Config)), _literal(values))), Config
-    )
+    return typed(values, Config)
 
 
 def to_values(config: Config) -> dict[str, Any]:
@@ -138,23 +138,3 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
         return variables[name]
 
     return SECRET_REFERENCE.sub(value_of, values)
-
-
-def _literal(values: Any) -> Any:
-    """Escape everything that omegaconf would take for an interpolation.
-
-    Backslashes are special only in front of one.
-    """
-    if isinstance(values, dict):
-        return {key: _literal(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [_literal(value) for value in values]
-    if isinstance(values, str):
-        return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", values)
-    return values
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened, since omegaconf repeats values however long they are."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 4]} ..."

@@ -1,17 +1,16 @@
-"""Find the key that a person meant: the schema's keys, the config groups, and words that other tools use for them."""
+"""The keys of the schema, and which of them a person meant: similar ones, and those that other tools call by other words."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
-import re
 import typing
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from slurmtrain.config.field_types import hints
+from slurmtrain.config.fields import hints, plain
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
 
@@ -32,7 +31,7 @@ ELSEWHERE = {
     **dict.fromkeys(("gpus", "num_gpus", "devices"), "did you mean cluster.gpus_per_node?"),
     **dict.fromkeys(("time", "timeout_min", "walltime"), "did you mean cluster.time_limit_min?"),
 }
-
+CHANGES = ("eval.cluster.", "eval.parallel.")  # open groups with fields of `cluster` and `parallel`
 _SWITCHES = {
     **dict.fromkeys(("off", "false", "no", "none", "null"), "false"),
     **dict.fromkeys(("on", "true", "yes"), "true"),
@@ -43,6 +42,28 @@ _SWITCHES = {
 def all_keys() -> tuple[str, ...]:
     """Return every key of the schema, groups and fields, with dots: "train", "train.steps", ..."""
     return tuple(_keys_of(Config, ""))
+
+
+def _keys_of(schema: Any, where: str) -> Iterator[str]:
+    for name, kind in hints(schema).items():
+        yield f"{where}{name}"
+        if dataclasses.is_dataclass(kind):
+            yield from _keys_of(kind, f"{where}{name}.")
+
+
+@functools.cache
+def kind_of(key: str) -> Any:
+    """Return the type of the field, or the class of the group, with this dotted key; Any where the schema does not say."""
+    if key.startswith(CHANGES):
+        key = key.removeprefix("eval.")
+    return functools.reduce(kind_inside, key.split("."), Config)
+
+
+def kind_inside(kind: Any, name: str) -> Any:
+    """Return the type of what a group or a mapping of this type has under a name."""
+    if dataclasses.is_dataclass(kind):
+        return hints(typing.cast("type", kind)).get(name, Any)
+    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
 
 
 def meant(word: str) -> str | None:
@@ -58,52 +79,38 @@ def meant(word: str) -> str | None:
     return f"did you mean {' or '.join(close[:3])}?" if close else None
 
 
-def unknown_field(key: str, where: str) -> UsageError | None:
-    """Return the error for a dotted key that the schema does not have, or None. Keys of open dicts are not checked."""
-    schema: Any = Config
-    path: list[str] = []
-    for word in re.sub(r"\[[^\]]*\]", "", key).split("."):  # omegaconf names an element of a list: cluster.setup[0]
+def unknown_field(key: str, where: str = "") -> UsageError | None:
+    """Return the error for a dotted key that the schema does not have, or None. Keys of open groups are not checked.
+
+    Args:
+        where: ends the sentence, such as " (in 'train.step=1')".
+    """
+    schema, path = Config, list[str]()
+    for word in key.split("."):
         if not dataclasses.is_dataclass(schema):
             return None
-        names = {field.name: field for field in dataclasses.fields(schema)}
-        if word not in names:
+        kinds = hints(schema)
+        if word not in kinds:
             what = f"{'.'.join(path)} has no field" if path else "there is no config key"
             hint = None if path else meant(word)
             return UsageError(
-                f"{what} {word!r}{where}", hint=hint or nearest(word, names if path else [*names, "experiment"])
+                f"{what} {word!r}{where}", hint=hint or nearest(word, kinds if path else [*kinds, "experiment"])
             )
-        default = names[word].default_factory
-        schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
+        schema = kinds[word]
         path.append(word)
     return None
 
 
 def fields_instead(key: str, value: str) -> str | None:
     """Return a hint how to set single fields instead of `key=value`; None if `key` is no group of fields of the schema."""
-    group: Any = Config
-    for word in key.split("."):
-        group = _fields_of(group).get(word)
-    kinds = _fields_of(group)
-    if not kinds:
+    group = kind_of(key)
+    if not dataclasses.is_dataclass(group):
         return None
+    kinds = hints(typing.cast("type", group))
     for name, kind in kinds.items():
-        choices = [
-            each for each in (kind, *typing.get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)
-        ]
-        if any(value in list(each) for each in choices):
+        alternatives = [plain(kind), *map(plain, typing.get_args(plain(kind)))]
+        if any(isinstance(each, type) and issubclass(each, StrEnum) and value in list(each) for each in alternatives):
             return f"write {key}.{name}={value}"
     if "enabled" in kinds and value.lower() in _SWITCHES:
         return f"write {key}.enabled={_SWITCHES[value.lower()]}"
     return f"set its fields one by one: {', '.join(f'{key}.{name}' for name in kinds)}"
-
-
-def _fields_of(group: Any) -> dict[str, Any]:
-    """Return the types of a group's fields, by name; none if it is no group of the schema."""
-    return hints(group) if isinstance(group, type) and dataclasses.is_dataclass(group) else {}
-
-
-def _keys_of(schema: Any, where: str) -> Iterator[str]:
-    for field in dataclasses.fields(schema):
-        yield f"{where}{field.name}"
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from _keys_of(field.default_factory, f"{where}{field.name}.")

@@ -1,4 +1,4 @@
-"""What job.launcher makes of a config and of a command: processes per node, and which words are the launcher's own.
+"""What job.command runs, and what job.launcher makes of it: processes per node, the launcher's own words, the script.
 
 Pure functions, for the checks before the queue, the supervisor, and the tasks that start a launcher.
 """
@@ -9,40 +9,35 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slurmtrain.choices import JobKind, Launcher
-from slurmtrain.config.program_words import PYTHON, SHELLS
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 
-# The module by which Python starts a launcher, and what else people type for it.
+PYTHON = re.compile(r"python(\d+(\.\d+)?)?$")
+SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
+IN_A_SHELL = re.compile(r"[$`*?{}]")  # characters that only a shell, or a rank, can expand
+WITH_VALUE = re.compile(r"-[XW]|--check-hash-based-pycs")  # options of Python
+# The module by which Python starts a launcher, and the words that people type for it.
 MODULES: dict[str, str] = {
     Launcher.TORCHRUN: "torch.distributed.run",
     Launcher.ACCELERATE: "accelerate.commands.launch",
     Launcher.DEEPSPEED: "deepspeed.launcher.runner",
 }
-PACKAGES: dict[str, str] = {launcher: module.partition(".")[0] for launcher, module in MODULES.items()}
-HEADS: dict[str, tuple[tuple[str, ...], ...]] = {
-    Launcher.TORCHRUN: (("torchrun",),),
-    Launcher.ACCELERATE: (("accelerate", "launch"), ("accelerate-launch",)),
-    Launcher.DEEPSPEED: (("deepspeed",),),
+HEADS: dict[str, tuple[str, ...]] = {
+    Launcher.TORCHRUN: ("torchrun", "python -m torch.distributed.launch"),
+    Launcher.ACCELERATE: ("accelerate launch", "accelerate-launch"),
+    Launcher.DEEPSPEED: ("deepspeed",),
 }
-# Options that are derived, by their names without dashes and underscores.
-DERIVED: dict[str, tuple[str, ...]] = {
-    Launcher.TORCHRUN: (
-        *("nnodes", "nprocpernode", "noderank", "masteraddr", "masterport", "standalone", "maxrestarts"),
-        *("rdzvbackend", "rdzvendpoint", "rdzvid", "rdzvconf"),
-    ),
-    Launcher.ACCELERATE: (
-        *("numprocesses", "nummachines", "machinerank", "mainprocessip", "mainprocessport", "rdzvbackend", "rdzvconf"),
-        *("maxrestarts", "samenetwork", "deepspeedhostfile", "deepspeedmultinodelauncher", "mpirunhostfile"),
-    ),
-    Launcher.DEEPSPEED: (
-        *("hostfile", "numnodes", "numgpus", "include", "exclude", "noderank", "masteraddr", "masterport", "nossh"),
-        *("launcher", "launcherargs", "forcemulti", "nosshcheck"),
-    ),
+# Options of launchers that are derived, by their names without dashes and underscores.
+DERIVED = {
+    *("nnodes", "nprocpernode", "noderank", "masteraddr", "masterport", "standalone", "maxrestarts", "rdzvbackend"),
+    *("rdzvendpoint", "rdzvid", "rdzvconf", "numprocesses", "nummachines", "machinerank", "mainprocessip"),
+    *("mainprocessport", "samenetwork", "deepspeedhostfile", "deepspeedmultinodelauncher", "mpirunhostfile"),
+    *("hostfile", "numnodes", "numgpus", "include", "exclude", "nossh", "launcher", "launcherargs", "forcemulti"),
+    "nosshcheck",
 }
 # Options by which a launcher that is typed for each node joins those of the other nodes.
 OF_SEVERAL_NODES = ("nnodes", "nummachines", "hostfile", "numnodes")
@@ -119,24 +114,43 @@ def launched_program(launcher: str, command: str) -> LaunchedProgram:
         ConfigError: it has options of the launcher that are derived, or no program can be found among its words.
     """
     words = shlex.split(command)
-    rest = _after_launcher(launcher, words)
-    if PYTHON.match(os.path.basename(words[0])):
-        if rest is not None:
-            return _of_launcher(launcher, words[0], None, rest, command)
-        return LaunchedProgram(words[0], None, (), tuple(words[1:]), True, _script_end(words[1:]))
-    if rest is not None:
-        return _of_launcher(launcher, None, words[0], rest, command)
-    is_script = words[0].endswith(".py")
-    return LaunchedProgram(None, None, (), tuple(words), is_script, 1 if is_script else 0)
+    is_python, rest = PYTHON.match(os.path.basename(words[0])) is not None, _after_launcher(launcher, words)
+    interpreter = words[0] if is_python else None
+    if rest is None:
+        own = tuple(words[1:] if is_python else words)
+        is_python = is_python or words[0].endswith(".py")
+        return LaunchedProgram(interpreter, None, (), own, is_python, _script_end(own) if is_python else 0)
+    beside = None if is_python else words[0]
+    for at, word in enumerate(rest):
+        if word.startswith("-") and _option(word) in DERIVED:
+            raise ConfigError(
+                f"job.command: {word.partition('=')[0]} is derived with job.launcher={launcher}",
+                hint="leave it out: cluster.nodes, gpus_per_node and tasks_per_node decide; or run the command as it is: "
+                "job.launcher=none",
+            )
+        if word in ("--no-python", "--no_python"):
+            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), tuple(rest[at + 1 :]), False, 0)
+        if word in ("-m", "--module") or (word.endswith(".py") and not word.startswith("-")):
+            own = (word if word.endswith(".py") else "-m", *rest[at + 1 :])
+            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), own, True, _script_end(own))
+    raise ConfigError(
+        f"job.command: which word of {command!r} is the program cannot be told",
+        hint="a script whose name ends with .py, -m MODULE, or --no-python PROGRAM",
+    )
 
 
-def _after_launcher(launcher: str, words: list[str]) -> list[str] | None:
+def _script_end(words: Sequence[str]) -> int:
+    """Return how many words of Python come before the program's own arguments; 0 where code stands in place of a script."""
+    return max(0, _named(["python", *words])[2] - 1)
+
+
+def _after_launcher(launcher: str, words: Sequence[str]) -> list[str] | None:
     """Return the words after those that start a launcher; None: the command does not begin with it."""
-    if PYTHON.match(os.path.basename(words[0])):
-        return words[3:] if words[1:3] in (["-m", MODULES[launcher]], ["-m", "torch.distributed.launch"]) else None
-    for head in HEADS[launcher]:
-        if (os.path.basename(words[0]), *words[1 : len(head)]) == head:
-            return words[len(head) :]
+    program = os.path.basename(words[0])
+    typed = ["python" if PYTHON.match(program) else program, *words[1:]]
+    for head in (f"python -m {MODULES[launcher]}", *HEADS[launcher]):
+        if typed[: len(head.split())] == head.split():
+            return list(words[len(head.split()) :])
     return None
 
 
@@ -163,54 +177,13 @@ def repeated_launcher(config: Config) -> str | None:
     return None
 
 
-def _of_launcher(
-    launcher: str, interpreter: str | None, beside: str | None, rest: list[str], command: str
-) -> LaunchedProgram:
-    """Divide the words after a launcher's name: its own options, and the program."""
-    for at, word in enumerate(rest):
-        if word.startswith("-") and _option(word) in DERIVED[launcher]:
-            raise ConfigError(
-                f"job.command: {word.partition('=')[0]} is derived with job.launcher={launcher}",
-                hint="leave it out: cluster.nodes, gpus_per_node and tasks_per_node decide; or run the command as it is: "
-                "job.launcher=none",
-            )
-        if word in ("-m", "--module"):
-            return LaunchedProgram(
-                interpreter, beside, tuple(rest[:at]), ("-m", *rest[at + 1 :]), True, 2 if rest[at + 1 :] else 0
-            )
-        if word in ("--no-python", "--no_python"):
-            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), tuple(rest[at + 1 :]), False, 0)
-        if word.endswith(".py") and not word.startswith("-"):
-            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), tuple(rest[at:]), True, 1)
-    raise ConfigError(
-        f"job.command: which word of {command!r} is the program cannot be told",
-        hint="a script whose name ends with .py, -m MODULE, or --no-python PROGRAM",
-    )
-
-
-def _script_end(words: Sequence[str]) -> int:
-    """Return how many words of Python come before the program's own arguments; 0 where code stands in place of a script."""
-    for at, word in enumerate(words):
-        if word == "-m":
-            return at + 2 if at + 1 < len(words) else 0
-        if word == "-c":
-            return 0
-        if word.endswith(".py") and not word.startswith("-"):
-            return at + 1
-    return 0
-
-
-def program_of(config: Config, python: str = "python") -> str:
-    """Return the command without its launcher, as `python train.py ...`, for checks of what it runs.
-
-    Args:
-        python: stands where the command names no Python.
-    """
+def program_of(config: Config) -> str:
+    """Return the command without its launcher, as `python train.py ...`, for checks of what it runs."""
     command = config.job.command or ""
     if not has_launcher(config):
         return command
     program = launched_program(config.job.launcher, command)
-    words = [program.interpreter or program.beside or python, *program.words] if program.python else program.words
+    words = [program.interpreter or program.beside or "python", *program.words] if program.python else program.words
     return shlex.join(words)
 
 
@@ -231,3 +204,58 @@ def check_launched(config: Config) -> None:
                 "each rank later",
                 hint="read it from the environment in the program",
             )
+
+
+# What a command runs, and which files it names.
+
+
+def script_and_module(command: str) -> tuple[str | None, str | None]:
+    """Return the file that a command runs, or the module that it runs with `-m`; None where it names neither."""
+    script, module, _ = _named(_words(command))
+    return script, module
+
+
+def _named(words: Sequence[str]) -> tuple[str | None, str | None, int]:
+    """Return the script or the module that words run, and how many words there are up to its name; 0: they name none."""
+    program = os.path.basename(words[0]) if words else ""
+    python, shell = PYTHON.match(program) is not None, program in SHELLS
+    if not (python or shell or program in ("torchrun", "accelerate", "deepspeed")):
+        is_path = bool(words) and os.sep in words[0] and not IN_A_SHELL.search(words[0])
+        return (words[0], None, 1) if is_path else (None, None, 0)
+    rest = iter(enumerate(words[1:], 2))
+    for end, word in rest:
+        if word in ("-m", "--module") and not shell:
+            end, module = next(rest, (0, ""))
+            return None, module if re.fullmatch(r"\w+(\.\w+)*", module) else None, end
+        if (python and WITH_VALUE.fullmatch(word)) or (shell and re.fullmatch(r"[-+]\w*[oO]", word)):
+            next(rest, None)
+        elif not word.startswith("-") and (python or shell or (word.endswith(".py") and "=" not in word)):
+            return None if IN_A_SHELL.search(word) else word, None, end
+        elif (python or shell) and re.match(r"-[^-XW]*[cm]|-$", word):  # code, or short options that end with -m
+            break
+    return None, None, 0
+
+
+def paths_in(command: str) -> Iterator[tuple[str, str]]:
+    """Yield each word of a command that may name a file by a relative path, and that path: `--data=a.bin`, `a.bin`.
+
+    Words that only a shell or a rank can complete are left out, and so are the program and its script or module. The code of
+    `bash -c CODE` is taken apart, too, unless it changes the folder.
+    """
+    words = _words(command)
+    if words and os.path.basename(words[0]) in SHELLS and "-c" in words[1:-1]:
+        code = _words(words[words.index("-c") + 1])
+        words = ["bash", *code] if not {"cd", "pushd"} & set(code) else []
+    runs = script_and_module(command)
+    for word in words[1:]:
+        path = word.partition("=")[2] if "=" in word else word
+        if word in runs or not path or path.startswith(("-", "~", "/")) or IN_A_SHELL.search(path):
+            continue
+        yield word, path
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []

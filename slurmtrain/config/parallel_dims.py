@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,12 @@ def parallel_dims_of(config: Config) -> ParallelDims:
         raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1, for the ranks that the other axes leave")
     sizes = _filled(wanted, config.world_size)
     if sizes is None:
-        raise ConfigError(_product_problem(wanted, config), hint=_nearest(config))
+        given = " x ".join(f"parallel.{axis}={size}" for axis, size in wanted.items() if size > 1) or "a single rank"
+        raise ConfigError(
+            f"{given} {'does not divide' if open_axes else 'is not'} {config.world_size}, the ranks of "
+            f"cluster.nodes={config.cluster.nodes} x cluster.tasks_per_node={config.cluster.tasks_per_node}",
+            hint=_nearest(config),
+        )
     for problem, hint in _problems(sizes, config):
         raise ConfigError(problem, hint=hint or _nearest(config))
     return ParallelDims(**sizes)
@@ -153,10 +158,7 @@ def parallel_dims_of(config: Config) -> ParallelDims:
 
 def is_possible(config: Config) -> bool:
     """Return whether `parallel_dims_of` finds sizes for this config."""
-    wanted = _wanted(config.parallel)
-    if sum(size == -1 for size in wanted.values()) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
-        return False
-    sizes = _filled(wanted, config.world_size)
+    sizes = _filled(_wanted(config.parallel), config.world_size)
     return sizes is not None and next(_problems(sizes, config), None) is None
 
 
@@ -167,56 +169,36 @@ def _wanted(parallel: ParallelConfig) -> Sizes:
 def _filled(wanted: Sizes, world_size: int) -> Sizes | None:
     """Return `wanted` with -1 replaced; None when the product cannot be the world size."""
     given = math.prod(size for size in wanted.values() if size != -1)
-    if -1 in wanted.values():
-        if world_size % given:
-            return None
-        return {axis: world_size // given if size == -1 else size for axis, size in wanted.items()}
-    return wanted if given == world_size else None
-
-
-def _product_problem(wanted: Sizes, config: Config) -> str:
-    nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
-    given = " x ".join(f"parallel.{axis}={size}" for axis, size in wanted.items() if size > 1) or "a single rank"
-    relation = "does not divide" if -1 in wanted.values() else "is not"
-    return (
-        f"{given} {relation} {config.world_size}, the ranks of cluster.nodes={nodes} x cluster.tasks_per_node={tasks}"
-    )
+    if given < 1:
+        return None
+    sizes = {axis: world_size // given if size == -1 else size for axis, size in wanted.items()}
+    return sizes if math.prod(sizes.values()) == world_size else None
 
 
 def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     """Yield what cannot work with these sizes, whose product is the world size."""
-    yield from _node_problems(sizes, config)
-    yield from _shard_problems(sizes, config)
-    if config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE):
-        yield from _model_problems(sizes, config)
-        yield from _sequence_problems(sizes, config)
-        yield from _batch_problems(sizes, config)
-
-
-def _node_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
-    if config.cluster.tasks_per_node % sizes["tp"]:
+    group, shards, tp = config.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"], sizes["tp"]
+    if config.cluster.tasks_per_node % tp:
         yield (
-            f"parallel.tp={sizes['tp']} does not divide cluster.tasks_per_node={config.cluster.tasks_per_node}: the ranks "
-            "of a tensor-parallel group stand on one node",
+            f"parallel.tp={tp} does not divide cluster.tasks_per_node={config.cluster.tasks_per_node}: the ranks of a "
+            "tensor-parallel group stand on one node",
             None,
         )
-
-
-def _shard_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
-    group, shards = config.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
-    if group is None or isinstance(group, bool):
-        return
-    fitting = [str(size) for size in range(2, shards) if shards % size == 0]
-    if str(group) not in fitting:
-        yield (
-            f"parallel.reshard_after_forward={group} does not cut {shards} shards into groups of several",
-            f"set it to {', '.join([*fitting, 'true'])} or false",
-        )
-    elif sizes["tp"] > 1:
-        yield (
-            f"parallel.reshard_after_forward={group} with parallel.tp={sizes['tp']}: FSDP2 has no groups for parts of matrices",
-            "set it to true or false",
-        )
+    if group is not None and not isinstance(group, bool):
+        fitting = [str(size) for size in range(2, shards) if shards % size == 0]
+        if str(group) not in fitting:
+            yield (
+                f"parallel.reshard_after_forward={group} does not cut {shards} shards into groups of several",
+                f"set it to {', '.join([*fitting, 'true'])} or false",
+            )
+        elif tp > 1:
+            yield (
+                f"parallel.reshard_after_forward={group} with parallel.tp={tp}: FSDP2 has no groups for parts of matrices",
+                "set it to true or false",
+            )
+    if config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE):
+        yield from _model_problems(sizes, config)
+        yield from _batch_problems(sizes, config)
 
 
 def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
@@ -238,10 +220,7 @@ def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
             "drop other elements of the same activations",
             "set parallel.sequence_parallel=true, or model.dropout=0",
         )
-
-
-def _sequence_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
-    axes = [axis for axis in ("cp", "tp") if sizes[axis] > 1 and (axis == "cp" or config.parallel.sequence_parallel)]
+    axes = [axis for axis in ("cp", "tp") if sizes[axis] > 1 and (axis == "cp" or parallel.sequence_parallel)]
     for key, length in sequence_lengths(config.data).items():
         if length % math.prod(sizes[axis] for axis in axes):
             by = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
@@ -276,21 +255,11 @@ def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
             f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
             f"the nearest that do: {near}",
         )
-    elif pp > 1 and train.micro_batch_size:
-        yield from _pipeline_problems(config, pp, unit, what)
-
-
-def _pipeline_problems(config: Config, pp: int, unit: int, what: str) -> Iterator[Problem]:
-    """Yield what cannot work with this number of pipeline stages.
-
-    Args:
-        pp: number of pipeline stages.
-        unit: sequences of one micro batch over all data-parallel ranks.
-        what: text that describes `unit`.
-    """
-    train, schedule = config.train, config.parallel.pp_schedule
-    micro_batches = train.global_batch_size // unit
+        return
+    schedule, micro_batches = config.parallel.pp_schedule, train.global_batch_size // unit
     given = f"train.global_batch_size={train.global_batch_size} over {what} gives {micro_batches}"
+    if pp == 1 or not train.micro_batch_size:
+        return
     if micro_batches < pp:
         yield (
             f"parallel.pp={pp} stages want at least as many micro batches; {given}",
@@ -329,16 +298,11 @@ def _nearest(config: Config) -> str | None:
     return f"what can be: {'; or '.join(texts)}" if texts else None
 
 
-def _all_sizes(world_size: int) -> Iterator[Sizes]:
-    """Yield every way to write the world size as a product of the five axes."""
-
-    def factors(rest: int, axes: tuple[str, ...]) -> Iterator[Sizes]:
-        if len(axes) == 1:
-            yield {axes[0]: rest}
-            return
-        for size in range(1, rest + 1):
-            if rest % size == 0:
-                for others in factors(rest // size, axes[1:]):
-                    yield {axes[0]: size, **others}
-
-    return factors(world_size, AXES)
+def _all_sizes(world_size: int, axes: Sequence[str] = AXES) -> Iterator[Sizes]:
+    """Yield every way to write the world size as a product of the axes."""
+    if len(axes) == 1:
+        yield {axes[0]: world_size}
+        return
+    for size in (size for size in range(1, world_size + 1) if world_size % size == 0):
+        for others in _all_sizes(world_size // size, axes[1:]):
+            yield {axes[0]: size, **others}

@@ -1,14 +1,14 @@
 """The schema: every field that a config may have, with its type, unit and meaning.
 
-This is the only list of fields. Hydra composes configs into it and refuses unknown keys and wrong types, `validate`
-checks rules that involve several fields, and the job reads its frozen config back into it. Defaults that differ between
-clusters or models do not belong here but in the yaml files under `conf/`.
+This is the only list of fields. `fields.typed` builds it from plain values and checks each field by its type and range,
+`validate` checks rules that involve several fields, and the job reads its frozen config back into it. Defaults that differ
+between clusters or models do not belong here but in the yaml files under `conf/`.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: the types of the fields are read whenever a config is built, and as text each
+# of them would have to be compiled first.
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from slurmtrain.choices import (
     ActivationCheckpointing,
@@ -42,9 +42,48 @@ from slurmtrain.choices import (
     Verify,
     WandbMode,
 )
-from slurmtrain.config.node_range import NodeRange
-from slurmtrain.config.port_range import PortRange
-from slurmtrain.runs.lookup import runs_root
+from slurmtrain.config.fields import LINES, hints
+from slurmtrain.config.ranges import (
+    OPEN,
+    NodeRange,
+    Parsed,
+    Pattern,
+    PortRange,
+    Range,
+    Share,
+    profiled_steps,
+    share_in,
+)
+from slurmtrain.system.paths import runs_root
+
+VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
+JOB_NAME = Pattern(
+    "[A-Za-z0-9][A-Za-z0-9._+-]{0,63}",
+    "a name of at most 64 letters, digits and . _ + - that starts with a letter or digit",
+    "the name is used for a folder and in squeue",
+)
+NODE_FOLDER = Pattern("/.*", "an absolute path", "name a folder that is there on each node, such as /dev/shm")
+STAGE_DIR = Pattern(
+    r'(/|\$[A-Za-z_]\w*(?=/|$))[^$`"\\]*',
+    "a folder on a node",
+    "an absolute path such as /local/scratch, or a variable of the job such as $SLURM_TMPDIR",
+)
+PROJECT = Pattern(
+    r"(?=.*\S)[^/\\#?%:]+",
+    r"a name of a project: Weights & Biases allows none of / \ # ? % : in it",
+    "the user or team before the / is observe.wandb.entity; null takes job.name",
+)
+EXPERIMENT = Pattern(r".*\S.*", "a name of an experiment", "null takes job.name")
+FINISHED_WHEN = Pattern(r".*\S.*", "a file or an exit code", "job.finished_when=0, or null")
+CHECKPOINTS = Pattern(r".*[^, ].*", "the name of a file or a pattern", "job.checkpoints='out/checkpoint-*', or null")
+COMMAND = Pattern(r"(?s).*\S.*", "a command", "null runs none")
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+PositiveFloat = Annotated[float, Range(above=0)]
+Lines = Annotated[str, LINES]
+Hook = Annotated[str, LINES, COMMAND]
+Beta = Annotated[float, Range(0, below=1)]
+Seconds = Annotated[int, Range(1, hint="watchdog.enabled=false watches nothing")]
 
 
 @dataclass
@@ -71,9 +110,9 @@ class StageConfig:
     environment: bool = False
     data: list[str] = field(default_factory=list)  # files and folders; data sources that name them read the copies
     # Local folder on each node; may begin with a variable of the job, as in $SLURM_TMPDIR. null: $TMPDIR, or else /tmp
-    dir: str | None = None
+    dir: Annotated[str, STAGE_DIR] | None = None
     # Time limit of copying; the ranks of nodes that have not finished by then use the shared folders
-    limit_min: int = 30
+    limit_min: Positive = 30
 
     @property
     def wanted(self) -> bool:
@@ -89,32 +128,33 @@ class ClusterConfig:
     backend: Backend = Backend.SLURM
     # A number, or a range such as 2-4: as many nodes of it as SLURM can give. The global batch size does not change, so
     # a number of nodes that cannot divide it is not used: the ranks run on the next smaller one that can.
-    nodes: int | str = 1
+    nodes: Annotated[int | str, Parsed(NodeRange.parse)] = 1
     # Additional nodes of the job, on which no rank runs until another node fails: see requeue.in_place.
-    spare_nodes: int = 0
-    tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
+    spare_nodes: Natural = 0
+    tasks_per_node: Positive = 1  # ranks per node; one rank drives one GPU
+    cpus_per_task: Positive = 1
+    gpus_per_node: Natural = 0
     gpu_type: str | None = None  # GPU type as in --gpus-per-node=TYPE:N, if the cluster has several types
-    gpu_memory_gb: float | None = None  # memory of one GPU; if set, a model that cannot fit is refused
+    # memory of one GPU; if set, a model that cannot fit is refused
+    gpu_memory_gb: Annotated[float, Range(1, hint="null does not look whether it fits")] | None = None
     # Peak dense TFLOP/s of a GPU (or of a rank on CPUs) in the data type of the computation, as the reference for mfu.
     # null: from the data sheet of the GPU, if it is known
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, Range(above=0, hint="dense TFLOP/s of one GPU, such as 989.4")] | None = None
     # For `plan`: bandwidth from a GPU to the others of its node, one way; null: by gpu_type
-    gpu_link_gb_per_s: float | None = None
+    gpu_link_gb_per_s: PositiveFloat | None = None
     # For `plan`: network bandwidth of a node, all adapters together, one way (8 x 400 Gbit/s: 400); null: by gpu_type
-    network_gb_per_s: float | None = None
+    network_gb_per_s: PositiveFloat | None = None
     # For `plan`: write bandwidth of all nodes together to the file system of the checkpoints; null: 1 per node
-    storage_gb_per_s: float | None = None
+    storage_gb_per_s: PositiveFloat | None = None
     # For `plan` and checkpoint.auto, unless checkpoint.mtbf_hours is set. 6.5 was published for a large cluster
     # (arXiv:2410.21680).
-    failures_per_1000_node_days: float = 6.5
-    mem_per_node_gb: int | None = None  # set at most one of the three mem_* fields; 0: all memory of the node
-    mem_per_cpu_gb: int | None = None
-    mem_per_gpu_gb: int | None = None
-    time_limit_min: int = 60
+    failures_per_1000_node_days: PositiveFloat = 6.5
+    mem_per_node_gb: Natural | None = None  # set at most one of the three mem_* fields; 0: all memory of the node
+    mem_per_cpu_gb: Positive | None = None
+    mem_per_gpu_gb: Positive | None = None
+    time_limit_min: Positive = 60
     # send the early warning (SIGUSR2) this long before the time limit; SLURM may send it up to 60 s earlier
-    signal_lead_s: int = 120
+    signal_lead_s: Natural = 120
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -123,19 +163,19 @@ class ClusterConfig:
     exclude: str | None = None  # nodes that the job must not get, as a SLURM node list
     exclusive: bool = False  # let no other job run on the job's nodes
     # the greatest number of leaf switches that the nodes may span, on clusters with topology/tree
-    switches: int | None = None
+    switches: Positive | None = None
     # with switches: how long to wait for such nodes before accepting any. SLURM never waits longer than the site's
     # max_switch_wait (SchedulerParameters, 300 s by default); null: that long
-    switches_wait_min: int | None = None
+    switches_wait_min: Positive | None = None
     # allocate nodes in groups of this size, each within one block (topology/block, SLURM 24.05 or newer)
-    segment: int | None = None
+    segment: Positive | None = None
     # additional sbatch options by their long name; only sbatch validates them. true: an option without a value
     sbatch: dict[str, Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
-    srun_wait_s: int = 60  # srun kills ranks that are still alive this long after the first rank exited
+    srun_wait_s: Natural = 60  # srun kills ranks that are still alive this long after the first rank exited
     modules: list[str] = field(default_factory=list)  # modules to load with `module load`, before anything else
     # bash lines that run after the modules are loaded, and may use $SLURMTRAIN_RUN_DIR; if one fails, no rank starts (code 78)
-    setup: list[str] = field(default_factory=list)
+    setup: list[Lines] = field(default_factory=list)
     venv: str | None = None  # virtual environment to activate
     conda_env: str | None = None  # conda environment to activate instead, by name or path
     # Python interpreter of the ranks; null: the one that runs submit, or `python` in the container
@@ -144,20 +184,17 @@ class ClusterConfig:
     stage: StageConfig = field(default_factory=StageConfig)
     # With parallel.compile: shared folder in which jobs keep compiled code for later jobs; null: keep none
     compile_cache: str | None = None
-    env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
+    env: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     # Range of TCP ports, such as 29000-29100, for the rendezvous at rank 0 and for MASTER_PORT; null: any free port.
     # NCCL and gloo choose their own ports in addition.
-    port_range: str | None = None
-    rendezvous_timeout_s: int = 300  # how long ranks wait for each other at the start
-    collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
+    port_range: Annotated[str, Parsed(PortRange.parse)] | None = None
+    rendezvous_timeout_s: Positive = 300  # how long ranks wait for each other at the start
+    collective_timeout_s: Positive = 1800  # how long a collective may take before the job counts as hung
     # folders that exist only on compute nodes; `submit` does not check paths of the config that are inside them
     node_paths: list[str] = field(default_factory=list)
     slurm_conf: str | None = None  # a slurm.conf to use instead of the machine's own
     sandbox: str | None = None  # name of a running sandbox whose slurm.conf to use
-
-    def __post_init__(self) -> None:
-        self.nodes = NodeRange.parse(self.nodes).value  # a number given as text becomes an int
 
     @property
     def node_range(self) -> NodeRange:
@@ -174,14 +211,16 @@ class ClusterConfig:
 class JobConfig:
     """The program to run, its name, and the snapshot of the code that it uses."""
 
-    name: str = "train"  # name of the run's folder in runs_dir, and of the job in squeue
+    name: Annotated[str, JOB_NAME] = "train"  # name of the run's folder in runs_dir, and of the job in squeue
     # "train": the built-in trainer; "command": job.command on every rank; "prepare": turn text into tokens
     kind: JobKind = JobKind.TRAIN
     # The program, as in 'python my_train.py --lr 1e-3'; set by the words after `submit --`. It is split into words as a
     # shell would, but not run in a shell: each rank replaces $NAME and ${NAME} only for the variables that it is given
     # (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..., SLURM_*). The script of an explicit shell (bash -c '...') is left
-    # to that shell.
-    command: str | None = None
+    # to that shell. In the words after `submit --`, ${optim.lr} is that field of the config, and ${lr} what +lr=1e-3 sets.
+    command: Lines | None = None
+    # What ${NAME} stands for in the words after `submit --`; set by +NAME=VALUE, also with choices in a sweep.
+    args: dict[str, str] = field(default_factory=dict)
     # With job.command: what starts its processes. "none": srun starts cluster.tasks_per_node processes on each node.
     # "torchrun", "accelerate", "deepspeed": srun starts one launcher on each node, which starts as many processes, or
     # one per GPU if cluster.tasks_per_node=1; slurmtrain passes it the nodes, processes, addresses and ports.
@@ -192,26 +231,26 @@ class JobConfig:
     stop_signal: StopSignal = StopSignal.SIGTERM
     # With job.command: kill the command this long after it was told to stop, so that it can be started again. null:
     # shortly before SLURM would kill it.
-    stop_grace_s: int | None = None
+    stop_grace_s: Annotated[int, Range(1, hint="null is as long as SLURM allows")] | None = None
     # With job.command: how to tell that the command has finished: a file (an absolute path, or one in the run directory
     # or the working directory) that exists when the command ends, or an exit code. null: it exits with 0 without being
     # told to stop.
-    finished_when: str | None = None
+    finished_when: Annotated[str, FINISHED_WHEN] | None = None
     # With job.command: a file or pattern (located like finished_when) that the command changes when it makes progress,
     # for instance its newest checkpoint.
     progress_file: str | None = None
     # With job.command: a pattern (located like finished_when) that matches its own checkpoints, such as
     # 'out/checkpoint-*'. The newest complete one shows the progress; the last number in its name is the step.
-    checkpoints: str | None = None
+    checkpoints: Annotated[str, CHECKPOINTS] | None = None
     # With job.checkpoints: names or patterns of the files that a complete checkpoint contains, separated by commas or
     # spaces, such as 'trainer_state.json'. Incomplete checkpoints are moved aside before a restart.
-    checkpoint_complete: str | None = None
+    checkpoint_complete: Annotated[str, CHECKPOINTS] | None = None
     # Folder of the runs, which login node and compute nodes must share; relative to the folder where you run submit.
     # Default: the environment variable SLURMTRAIN_RUNS, or else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     # what to copy as the snapshot of the code: "auto": the git work tree, if any; "cwd": the current folder; "none"
     snapshot: SnapshotMode = SnapshotMode.AUTO
-    snapshot_max_mb: int = 64  # a larger work tree is refused, since data does not belong in the snapshot
+    snapshot_max_mb: Positive = 64  # a larger work tree is refused, since data does not belong in the snapshot
     singleton: bool = False  # wait until you have no other job with this name (--dependency=singleton)
 
 
@@ -244,8 +283,9 @@ class ParallelConfig:
     # compression of the gradients that DDP replicas exchange: "none", "bf16", "fp16", "powersgd"
     gradient_compression: GradientCompression = GradientCompression.NONE
     # rank of the low-rank approximation of a gradient: higher is more accurate, but sends more data
-    powersgd_rank: int = 4
-    powersgd_start_step: int = 100  # before this step, gradients are sent uncompressed
+    powersgd_rank: Positive = 4
+    # before this step, gradients are sent uncompressed
+    powersgd_start_step: Annotated[int, Range(2, hint="DDP builds its final buckets before")] = 100
     # "full": recompute whole blocks in backward; "selective": recompute all but their matmuls
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False  # compile the model with torch.compile, block by block
@@ -255,22 +295,23 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # applied to matrices only, not to norms and biases
-    warmup_steps: int = 20
-    min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
-    grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
+    lr: Annotated[float, Range(above=0, hint="for example optim.lr=3e-4")] = 3e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Range(0)] = 1e-8
+    weight_decay: Annotated[float, Range(0)] = 0.1  # applied to matrices only, not to norms and biases
+    warmup_steps: Annotated[Natural, Share(0.06, most=2000)] = OPEN
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1  # the cosine ends at lr * min_lr_ratio
+    grad_clip: Annotated[float, Range(0)] = 1.0  # maximum global gradient norm; 0: no clipping
 
 
 @dataclass
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv:2106.09685): with r > 0 only they are trained and saved; the model is frozen."""
 
-    r: int = 0  # rank of the adapters; 0: no adapters, all parameters are trained
-    alpha: int = 16  # the output of the adapters is scaled by alpha / r
-    dropout: float = 0.0  # dropout probability on the input of the adapters
+    r: Natural = 0  # rank of the adapters; 0: no adapters, all parameters are trained
+    # the output of the adapters is scaled by alpha / r
+    alpha: Annotated[int, Range(1, hint="for example twice lora.r")] = 16
+    dropout: Annotated[float, Range(0, below=1)] = 0.0  # dropout probability on the input of the adapters
     # names of the linear layers that get adapters, or their last components; []: all except the output projection
     target_modules: list[str] = field(default_factory=list)
 
@@ -279,30 +320,33 @@ class LoraConfig:
 class TrainConfig:
     """The length of training, its batches, and what it logs."""
 
-    steps: int = 200  # optimiser steps
-    global_batch_size: int = 16  # sequences per step over all ranks, independent of the number of nodes
+    steps: Positive = 200  # optimiser steps
+    global_batch_size: Positive = 16  # sequences per step over all ranks, independent of the number of nodes
     # sequences per forward pass of one rank; null: the rank's whole share of the step
-    micro_batch_size: int | None = None
-    seed: int = 1234
+    micro_batch_size: Positive | None = None
+    seed: Natural = 1234
     shuffle: bool = True  # use a different order of samples in each epoch; false: the order of the data
     repeat: bool = True  # start another epoch when all samples have been seen; false: refuse a run that would need to
-    length_sorted_steps: int = 32  # for samples of different lengths: number of steps whose samples are sorted together
-    data_workers: int = 0  # data loader processes per rank that read ahead
-    data_ahead: int = 2  # steps that data_workers read ahead and announce to the file system
-    log_every: int = 10  # steps between log lines
-    eval_every: int = 100  # steps between evaluations; 0: only at the end; see `eval`
+    # for samples of different lengths: number of steps whose samples are sorted together
+    length_sorted_steps: Positive = 32
+    data_workers: Natural = 0  # data loader processes per rank that read ahead
+    data_ahead: Natural = 2  # steps that data_workers read ahead and announce to the file system
+    log_every: Annotated[Positive, Share(0.02, most=10)] = OPEN  # steps between log lines
+    # steps between evaluations; 0: only at the end; see `eval`
+    eval_every: Annotated[Natural, Share(0.25, most=500)] = OPEN
     # A step whose loss or gradient norm is not finite never updates the model. After such a step: "skip": continue with
     # the next batch; "rollback": go back to the last valid checkpoint and skip the samples since; "stop": end the run
     # (exit code 78)
     on_nonfinite: OnNonfinite = OnNonfinite.SKIP
-    max_skipped: int = 5  # after this many skipped steps in a row, go back to the last valid checkpoint; 0: never
+    max_skipped: Natural = 5  # after this many skipped steps in a row, go back to the last valid checkpoint; 0: never
     # end the run after this many rollbacks in a row without further progress; 0: never go back
-    max_rollbacks: int = 2
+    max_rollbacks: Natural = 2
     # What to do about a loss spike, which is a loss more than `spike_threshold` robust standard deviations above the
     # median of the last `spike_window` steps: "tell": report it; "rollback" (as for on_nonfinite); "ignore"
     on_spike: OnSpike = OnSpike.TELL
-    spike_window: int = 100  # steps
-    spike_threshold: float = 10.0  # in standard deviations, estimated from the median absolute deviation
+    spike_window: Annotated[int, Range(10, hint="a median of fewer losses says little")] = 100  # steps
+    # in standard deviations, estimated from the median absolute deviation
+    spike_threshold: Annotated[float, Range(1, hint="train.on_spike=ignore looks for no spikes")] = 10.0
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: Device = Device.AUTO
     # Use only kernels that give the same bits each time, so that a resumed run on GPUs equals an uninterrupted one to the
@@ -320,20 +364,23 @@ class CheckpointConfig:
     A save is due at whichever of the three intervals ends first. A stop and the end of training also save.
     """
 
-    every_steps: int = 50  # save after every step that is a multiple of this; 0: not by steps
-    every_minutes: float = 0.0  # save when this much time has passed since the last save; 0: not by time
+    # save after every step that is a multiple of this; 0: not by steps
+    every_steps: Annotated[Natural, Share(0.2, most=100)] = OPEN
+    # save when this much time has passed since the last save; 0: not by time
+    every_minutes: Annotated[float, Range(0)] = 0.0
     # save at the interval that loses the least time (Daly 2006), given the measured stall and failures
     auto: bool = False
     # for auto: mean time between failures of this job; null: from the number of nodes and the observed failures
-    mtbf_hours: float | None = None
-    keep_last: int = 2  # number of newest complete checkpoints to keep; at least 2
-    keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: off
-    keep_best: int = 0  # also keep this many checkpoints that are best by best_metric; 0: off
+    mtbf_hours: Annotated[float, Range(above=0, hint="null goes by the number of nodes")] | None = None
+    # number of newest complete checkpoints to keep; at least 2
+    keep_last: Annotated[int, Range(2, hint="one good checkpoint must be left while the next is checked")] = 2
+    keep_every: Natural = 0  # also keep checkpoints whose step is a multiple of this; 0: off
+    keep_best: Natural = 0  # also keep this many checkpoints that are best by best_metric; 0: off
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
     best_mode: BestMode = BestMode.MIN  # whether a lower ("min") or higher ("max") best_metric is better
     # write while training continues; false: wait for each commit, and end the attempt at the first failure
     asynchronous: bool = True
-    max_failures: int = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
+    max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
     # what a save does if tensors differ between ranks that should hold the same (as on GPUs of different models):
     # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
     # of it
@@ -344,12 +391,12 @@ class CheckpointConfig:
     mirror: str | None = None
     # Node-local folder, in /dev/shm or on a local disk: every save is also copied there and to the next node, so that a
     # restart on the same nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
-    local: str | None = None
+    local: Annotated[str, NODE_FOLDER] | None = None
     # with local: also copy after every step that is a multiple of this; 0: only with each save
-    local_every_steps: int = 0
+    local_every_steps: Natural = 0
     # Also export the weights every this many steps, and at the end, as a Hugging Face folder <run>/exports/step_<N>,
     # while training continues; 0: never
-    export_every_steps: int = 0
+    export_every_steps: Natural = 0
     export_dtype: ExportDtype = ExportDtype.BFLOAT16  # data type of the exported weights
     # path of a checkpoint to start from, as long as this run has no checkpoint of its own
     restore_from: str | None = None
@@ -399,19 +446,21 @@ class RequeueConfig:
     # Keep a second process per rank that has already loaded PyTorch, so that a restart within the same job takes only a
     # second or two. Each takes about 0.2 GB of the node's memory, and no GPU memory.
     standby_ranks: bool = False
-    chain_length: int = 4  # with mode=chain: number of jobs; the run ends with the last of them, finished or not
+    # with mode=chain: number of jobs; the run ends with the last of them, finished or not
+    chain_length: Annotated[int, Range(2, hint="requeue=off submits a single job")] = 4
     # end the run after this many crashes or time limits in a row without progress
-    max_attempts_without_progress: int = 3
+    max_attempts_without_progress: Positive = 3
     # If no progress is visible (a job.command that reports none): an attempt that lasted this long, or half the time
     # limit if that is shorter, may have made progress, so it resets the count for max_attempts_without_progress.
-    long_attempt_min: int = 60
+    long_attempt_min: Positive = 60
     # end the run after this many such attempts that crash or reach the time limit without visible progress
-    max_unseen_attempts: int = 10
-    restart_delay_s: int = 8  # delay before a requeued job may start; SLURM's own is about 121 s
+    max_unseen_attempts: Positive = 10
+    restart_delay_s: Natural = 8  # delay before a requeued job may start; SLURM's own is about 121 s
     # Exclude a node from the next start after this many attempts that failed because of it (a crash within seconds, a
     # hang, ...). Broken hardware counts twice. 0: neither write nor read the ledger of nodes.
-    blame_threshold: int = 2
-    blame_expiry_h: float = 24.0  # forget the incidents of a node after this many hours
+    blame_threshold: Natural = 2
+    # forget the incidents of a node after this many hours
+    blame_expiry_h: Annotated[float, Range(above=0, hint="requeue.blame_threshold=0 keeps no ledger of nodes")] = 24.0
 
     @property
     def starts_in_place(self) -> bool:
@@ -428,11 +477,12 @@ class WatchdogConfig:
     """
 
     enabled: bool = True
-    first_step_s: int = 1800  # time-out of the first step (including model, data, restore), and of each compilation
-    factor: float = 10.0  # a step may take this many times as long as the longest of the last 100 steps, ...
-    min_s: int = 600  # ... but in any case this long
-    evaluation_s: int = 1800  # time-out of a batch of an evaluation, and of a hook of train.hooks
-    save_s: int = 1800  # time-out of a save or restore that training waits for
+    first_step_s: Seconds = 1800  # time-out of the first step (including model, data, restore), and of each compilation
+    # a step may take this many times as long as the longest of the last 100 steps, ...
+    factor: Annotated[float, Range(1, hint="watchdog.enabled=false watches nothing")] = 10.0
+    min_s: Seconds = 600  # ... but in any case this long
+    evaluation_s: Seconds = 1800  # time-out of a batch of an evaluation, and of a hook of train.hooks
+    save_s: Seconds = 1800  # time-out of a save or restore that training waits for
     # With job.command: a file or pattern (located like job.progress_file) that the command keeps changing while it
     # makes progress; $RANK in it stands for the rank. The command counts as hung if there is no change for min_s, or no
     # first change for first_step_s.
@@ -448,9 +498,11 @@ class PreflightConfig:
     mode: PreflightMode = PreflightMode.QUICK
     # kinds of findings that are ignored, as in [clock,packages]
     ignore: list[FindingKind] = field(default_factory=list)
-    clock_offset_s: float = 5.0  # largest allowed offset of a node's clock from the others
-    min_free_gb: float = 0.2  # smallest allowed free space where the run writes
-    slow_share: float = 0.7  # with "full": a node or link below this share of the median counts as slow
+    # largest allowed offset of a node's clock from the others
+    clock_offset_s: Annotated[float, Range(above=0, hint="preflight.ignore=[clock] ignores clocks")] = 5.0
+    min_free_gb: Annotated[float, Range(0)] = 0.2  # smallest allowed free space where the run writes
+    # with "full": a node or link below this share of the median counts as slow
+    slow_share: Annotated[float, Range(above=0, below=1, hint="a share of the median, such as 0.7")] = 0.7
     exclude_slow: bool = False  # with "full": start again without slow nodes, rather than only reporting them
 
 
@@ -459,7 +511,7 @@ class WandbConfig:
     """Weights & Biases (the extra `wandb`): one W&B run with the same ID over all attempts."""
 
     enabled: bool = False
-    project: str | None = None  # null: job.name
+    project: Annotated[str, PROJECT] | None = None  # null: job.name
     entity: str | None = None  # user or team that owns the project; null: the default of the API key
     group: str | None = None  # group in which W&B shows the run; null: the sweep, if the run is a point of one
     tags: list[str] = field(default_factory=list)
@@ -476,7 +528,7 @@ class MlflowConfig:
     # tracking server, such as https://mlflow.example.org; null: MLFLOW_TRACKING_URI of the ranks, or else
     # <run>/mlflow.db
     tracking_uri: str | None = None
-    experiment: str | None = None  # null: job.name
+    experiment: Annotated[str, EXPERIMENT] | None = None  # null: job.name
     tags: dict[str, str] = field(default_factory=dict)
 
 
@@ -489,15 +541,15 @@ class ObserveConfig:
     loggers: dict[str, Any] = field(default_factory=dict)  # your own loggers by name, each a config with a _target_
     # Folder on each node from which Prometheus's node exporter reads *.prom files (--collector.textfile.directory).
     # null: none
-    textfile_dir: str | None = None
+    textfile_dir: Annotated[str, NODE_FOLDER] | None = None
     # Measure how long each phase of a step takes (time_*_s in metrics.jsonl); false: only whole steps
     phases: bool = True
-    per_layer_every: int = 0  # steps between records of the gradient and parameter norm of each layer; 0: none
+    per_layer_every: Natural = 0  # steps between records of the gradient and parameter norm of each layer; 0: none
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
-    straggler_every: int = 20
+    straggler_every: Natural = 20
     # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only
     # those that somebody requests with `touch RUN/profile`
-    profile_steps: str | None = None
+    profile_steps: Annotated[str, Parsed(profiled_steps)] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
     # Also record a node with a slow rank in the ledger of nodes, as one incident in each attempt; see
     # requeue.blame_threshold
@@ -508,12 +560,12 @@ class ObserveConfig:
 class HooksConfig:
     """Bash commands: at most one of them runs after each attempt, on its first node, when all ranks have exited."""
 
-    on_finish: str | None = None  # after the run has finished
+    on_finish: Hook | None = None  # after the run has finished
     # after a crash, a dead node, a wrong config or no progress, even if the run starts again
-    on_failure: str | None = None
+    on_failure: Hook | None = None
     # after an early stop by SLURM or on request, but not by `cancel`, scancel or Ctrl-C
-    on_preemption: str | None = None
-    timeout_s: int = 20  # kill a hook after this long; SLURM kills a requeued job after KillWait, often 30 s
+    on_preemption: Hook | None = None
+    timeout_s: Positive = 20  # kill a hook after this long; SLURM kills a requeued job after KillWait, often 30 s
 
 
 @dataclass
@@ -521,7 +573,7 @@ class SweepConfig:
     """How the points of a sweep (`-m`) share jobs."""
 
     # number of runs that share one array task at the same time, with the CPUs, memory and GPUs of one run
-    pack: int = 1
+    pack: Positive = 1
 
 
 @dataclass
@@ -531,10 +583,11 @@ class SearchConfig:
     # "none"; "median": prune a trial whose best value so far is worse than the median of the finished trials at the
     # same step; "asha": the best of every `reduction_factor` trials that reach a rung continues to the next rung
     pruner: Pruner = Pruner.NONE
-    prune_after_steps: int = 0  # prune no trial before this step; asha: the first rung (0: 1 % of a finished trial)
-    startup_trials: int = 5  # median: number of trials that must finish before any is pruned
-    reduction_factor: int = 4  # asha: ratio of the steps of a rung to those of the previous rung, at least 2
-    max_failures_in_a_row: int = 5  # end the search after this many failed trials in a row
+    prune_after_steps: Natural = 0  # prune no trial before this step; asha: the first rung (0: 1 % of a finished trial)
+    startup_trials: Positive = 5  # median: number of trials that must finish before any is pruned
+    # asha: ratio of the steps of a rung to those of the previous rung, at least 2
+    reduction_factor: Annotated[int, Range(2)] = 4
+    max_failures_in_a_row: Positive = 5  # end the search after this many failed trials in a row
 
 
 @dataclass
@@ -556,19 +609,20 @@ class PrepareConfig:
     loss_on: LossOn = LossOn.ANSWERS
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json or of a tiktoken rank file NAME.tiktoken
     # name of a tiktoken encoding, or a regular expression; null: by the name of the file
-    tiktoken_pattern: str | None = None
-    bos: str | None = None  # ID or text of the token before each document; null: none
+    tiktoken_pattern: Lines | None = None
+    bos: Lines | None = None  # ID or text of the token before each document; null: none
     # ID or text of the token after each document, or "none"; null: the one defined by the tokenizer file (for bytes: 0)
-    eos: str | None = None
+    eos: Lines | None = None
     # input size per shard, which is also the most work that a kill can cost a process; compressed files are not split
-    unit_mb: float = 128.0
+    unit_mb: PositiveFloat = 128.0
     # share of the documents that go into the split "valid", chosen by a digest of their text
-    valid_fraction: float = 0.0
-    max_bad_share: float = 0.0  # share of the records that may be bad; they are skipped and listed in bad.jsonl
-    workers: int = 0  # processes per task; 0: one per CPU of the task
+    valid_fraction: Annotated[float, Range(0, below=1)] = 0.0
+    # share of the records that may be bad; they are skipped and listed in bad.jsonl
+    max_bad_share: Annotated[float, Range(0, 1)] = 0.0
+    workers: Natural = 0  # processes per task; 0: one per CPU of the task
     # index of this part among `parts`: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16 tasks
-    part: int = 0
-    parts: int = 1  # number of parts into which the work is divided
+    part: Natural = 0
+    parts: Positive = 1  # number of parts into which the work is divided
 
 
 @dataclass
@@ -594,10 +648,24 @@ class Config:
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables of the ranks that are never written to disk: NAME -> "env" (taken from the submitting shell)
     # or "file:PATH".
-    secrets: dict[str, str] = field(default_factory=dict)
+    secrets: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)
     job: JobConfig = field(default_factory=JobConfig)
+
+    def __post_init__(self) -> None:
+        for group, name, share in SHARES:  # what nobody has set follows the length of the run
+            part = getattr(self, group)
+            if getattr(part, name) is None:
+                setattr(part, name, share.of(self.train.steps))
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the job: nodes x tasks per node; for a range of nodes, the largest number."""
         return self.cluster.node_range.most * self.cluster.tasks_per_node
+
+
+SHARES: tuple[tuple[str, str, Share], ...] = tuple(
+    (group, name, share)
+    for group, part in (("optim", OptimConfig), ("train", TrainConfig), ("checkpoint", CheckpointConfig))
+    for name, kind in hints(part).items()
+    if (share := share_in(kind)) is not None
+)

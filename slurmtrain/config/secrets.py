@@ -7,7 +7,6 @@ environment of the shell that submits, or "file:PATH". The config and the script
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,7 +19,6 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
 from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact_output
 
 ENV, FILE = "env", "file:"
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def path_of(source: str) -> Path | None:
@@ -32,7 +30,7 @@ def read(secrets: Mapping[str, str]) -> dict[str, str]:
     """Return the values of the secrets, by name.
 
     Raises:
-        ConfigError: a name or a source is not valid, a variable is not set, or a file is missing or readable by others.
+        ConfigError: a source is not valid, a variable is not set, or a file is missing or readable by others.
     """
     return {name: _read(name, source) for name, source in secrets.items()}
 
@@ -70,14 +68,10 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
     if not values:
         return
     fields = frozenset(part for key in all_keys() for part in key.split("."))  # which are no secret
-    places = [*_scalars(config, fields), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
+    places = [*scalars(config, fields), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
     for name, value in values.items():
-        for where, text in places:
-            if len(value) >= SHORTEST and value in text:
-                raise ConfigError(
-                    f"{where} holds the value of the secret {name}, which would be stored on disk in clear text",
-                    hint=f"every rank has it in its environment as {name}; in a config, write ${{oc.env:{name}}}",
-                )
+        for where in (where for where, text in places if len(value) >= SHORTEST and value in text):
+            raise _written_out(where, name, f"in a config, write ${{oc.env:{name}}}")
 
 
 def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None:
@@ -88,17 +82,17 @@ def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None
     """
     for name, value in values.items():
         if len(value) >= SHORTEST and bytes_of(value) in pickled:
-            raise ConfigError(
-                f"{what} holds the value of the secret {name}, which would be stored on disk in clear text",
-                hint=f"every rank has it in its environment as {name}; read it there, inside the function",
-            )
+            raise _written_out(what, name, "read it there, inside the function")
+
+
+def _written_out(where: str, name: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{where} holds the value of the secret {name}, which would be stored on disk in clear text",
+        hint=f"every rank has it in its environment as {name}; {instead}",
+    )
 
 
 def _read(name: str, source: str) -> str:
-    if not NAME.fullmatch(name):
-        raise ConfigError(
-            f"secrets has {name!r}, which is not a valid name of an environment variable", hint="e.g. HF_TOKEN"
-        )
     path = path_of(source)
     if path is not None:
         value = _read_file(name, path)
@@ -134,15 +128,15 @@ def _read_file(name: str, path: Path) -> str:
         ) from None
 
 
-def _scalars(value: Any, fields: AbstractSet[str], where: str = "") -> Iterator[tuple[str, str]]:
+def scalars(value: Any, fields: AbstractSet[str] = frozenset(), where: str = "") -> Iterator[tuple[str, str]]:
     """Yield each value of a config and each key that a person has chosen, with the place where it stands."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key not in fields:
                 yield f"a key of {where or 'the config'}", str(key)
-            yield from _scalars(item, fields, f"{where}.{key}".lstrip("."))
+            yield from scalars(item, fields, f"{where}.{key}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _scalars(item, fields, f"{where}[{index}]")
+            yield from scalars(item, fields, f"{where}[{index}]")
     else:
         yield where, str(value)

@@ -25,9 +25,18 @@ from typing import Any, overload
 
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
-from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.control import background, stop
-from slurmtrain.control.runs import Run, Status, config_of, folder_of, refuse_unfinished, runs_of, submitting
+from slurmtrain.config.schema import Config
+from slurmtrain.control import stop
+from slurmtrain.control.runs import (
+    Run,
+    Status,
+    config_of,
+    folder_of,
+    refuse_unfinished,
+    runs_of,
+    start_in_background,
+    submitting,
+)
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
 from slurmtrain.launch.named_paths import check_named_paths
@@ -38,9 +47,8 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_file, python_version
-from slurmtrain.sweep import folder as sweeps
-from slurmtrain.sweep.create import create_sweep
-from slurmtrain.sweep.jobs import cancel, submit_arrays
+from slurmtrain.sweep.folder import create_sweep
+from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.system import user
 from slurmtrain.system.file_claims import holder_here
@@ -54,6 +62,7 @@ log = logging.getLogger(__name__)
 
 SUBMIT_EVERY_S = 60.0  # tries to submit what a limit on jobs has kept out of the queue
 PROGRAM = "slurmtrain.runtime.jobs.map_task"
+MAP_HINT = "slurmtrain.map(function, items)"
 
 
 class RemoteTraceback(Exception):  # noqa: N818 (it is the cause of an error, and is never raised)
@@ -85,23 +94,21 @@ class MapTask:
             WaitTimeoutError: it has not ended by then, and goes on.
             UsageError: it belongs to another user, whose pickles could run anything.
         """
-        ((_, now),) = self._map._as_they_end([self._run_dir], timeout_s)
+        ((_, now),) = self._map._ended([self], timeout_s)
         return self._result_of(now)
 
     def _result_of(self, now: RunState) -> Any:
-        left = _read_result(self._run_dir)
-        if left is not None and "value" in left and now.status == RunStatus.FINISHED:
+        left, run = _read_result(self._run_dir), self._run_dir
+        if "error" not in left:
+            refuse_unfinished(run, now)
+            if "value" not in left:
+                raise RunFailedError(f"run {run.id} has finished, but its result is gone", hint=str(run.path))
             return _unpickled(left["value"], f"the result of item {self.index}")
-        if left is None or "value" in left:
-            refuse_unfinished(self._run_dir, now)
-            raise RunFailedError(
-                f"run {self._run_dir.id} has finished, but its result is gone", hint=str(self._run_dir.path)
-            )
         error: object = None
         with contextlib.suppress(UsageError):
             error = _unpickled(left["error"], "the exception") if left["error"] is not None else None
         if not isinstance(error, BaseException):
-            error = RunFailedError(f"item {self.index} raised {left['said']}", hint=f"logs {self._run_dir.id}")
+            error = RunFailedError(f"item {self.index} raised {left['said']}", hint=f"logs {run.id}")
         raise error from RemoteTraceback(str(left["traceback"]))
 
     def __repr__(self) -> str:
@@ -135,7 +142,7 @@ class MapRun(Sequence[MapTask]):
         Raises:
             as `MapTask.result`, as soon as one call is known to have failed; the others go on
         """
-        found = {task.index: task._result_of(now) for task, now in self._ended(timeout_s)}
+        found = {task.index: task._result_of(now) for task, now in self._ended(self, timeout_s)}
         return [found[index] for index in range(len(self))]
 
     def as_completed(self, timeout_s: float | None = None) -> Iterator[MapTask]:
@@ -144,12 +151,12 @@ class MapRun(Sequence[MapTask]):
         Raises:
             WaitTimeoutError: not all have ended by then; they go on.
         """
-        for task, _ in self._ended(timeout_s):
+        for task, _ in self._ended(self, timeout_s):
             yield task
 
     def states(self) -> list[Status]:
         """Return the state of every call now, in the order of the arguments; one squeue call for all."""
-        now = sweeps.states_of(self._sweep)
+        now = states_of(self._sweep)
         return [Status.of(now[task.run.id]) for task in self._tasks]
 
     def cancel(self) -> None:
@@ -159,9 +166,9 @@ class MapRun(Sequence[MapTask]):
             UsageError: they belong to somebody else.
             ClusterError: SLURM refuses or does not answer.
         """
-        sweeps.require_own(self._sweep)
+        require_own(self._sweep)
         if self._sweep.info()["backend"] != Backend.LOCAL:
-            cancel(self._sweep, sweeps.client_of(self._sweep))
+            cancel(self._sweep, trusted_client(self._sweep))
             return
         self._sweep.cancelled_file.touch()
         pid = holder_here(self.path)
@@ -182,13 +189,11 @@ class MapRun(Sequence[MapTask]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def _ended(self, timeout_s: float | None) -> Iterator[tuple[MapTask, RunState]]:
-        by_run = {task._run_dir: task for task in self._tasks}
-        for run_dir, now in self._as_they_end(list(by_run), timeout_s):
+    def _ended(self, tasks: Sequence[MapTask], timeout_s: float | None) -> Iterator[tuple[MapTask, RunState]]:
+        """Yield calls as they end."""
+        by_run = {task._run_dir: task for task in tasks}
+        for run_dir, now in as_they_end(by_run, timeout_s=timeout_s, is_to_come=self._is_to_come):
             yield by_run[run_dir], now
-
-    def _as_they_end(self, run_dirs: list[RunDir], timeout_s: float | None) -> Iterator[tuple[RunDir, RunState]]:
-        return as_they_end(run_dirs, timeout_s=timeout_s, is_to_come=self._is_to_come)
 
     def _is_to_come(self, now: RunState) -> bool:
         """Return whether a run that nobody has is one that its launcher, or this process, will still start."""
@@ -209,7 +214,7 @@ class MapRun(Sequence[MapTask]):
     def _submit(self) -> None:
         """Submit the arrays that are not submitted, as far as the limit on jobs allows."""
         with submitting:
-            submission = submit_arrays(self._sweep, sweeps.client_of(self._sweep))
+            submission = submit_arrays(self._sweep, trusted_client(self._sweep))
         self._tried = time.monotonic()
         if submission.limit is not None:
             log.warning(
@@ -251,18 +256,12 @@ def map(
         UsageError: the function cannot be called, it or an item cannot be pickled, or there are no items.
         ConfigError, ClusterError: as for `submit`.
     """
-    cwd = folder_of(project)
-    if not callable(function):
-        raise UsageError(
-            f"slurmtrain.map was given {_shown((function,))}, which is not callable; expected a function",
-            hint="slurmtrain.map(function, items)",
-        )
-    calls = _calls_of(iterables)
+    cwd, calls = folder_of(project), _calls_of(function, iterables)
     if max_parallel is not None and max_parallel < 1:
         raise UsageError(f"max_parallel={max_parallel}: expected a number of calls, at least 1")
     with submitting:
         config = _config_of_calls(cwd, cluster, overrides, name, config_dir)
-        payload = _pickled_calls(function, calls, cwd, config)
+        pickled, arguments = _pickled_calls(function, calls, cwd, config)
         for warning in check_named_paths(config, cwd):
             log.warning(warning)
         client = client_of(config) if config.cluster.backend != Backend.LOCAL else None
@@ -273,15 +272,17 @@ def map(
             lambda number: {"item": _shown(calls[number])},
             overrides,
             cwd,
-            max_array_size=client.max_array_size() if client is not None else None,
             parallelism=max_parallel,
         )
-        _write(sweep, *payload)
+        sweep.tasks.mkdir(mode=folder_mode(sweep.path))
+        for number, each in enumerate(arguments):
+            replace_file(arguments_file(sweep, number), each, durable=False)
+        replace_file(function_file(sweep), pickled)  # the last: without it the sweep is none of map's
         found = MapRun(sweep.path)
         if client is not None:
             found._submit()
             return found
-    background.start(["sweep", "retry", str(sweep.path)], sweep.path, lambda: holder_here(sweep.path) is not None)
+    start_in_background(["sweep", "retry", str(sweep.path)], sweep.path, lambda: holder_here(sweep.path) is not None)
     return found
 
 
@@ -296,7 +297,7 @@ def open_map(path: str | os.PathLike[str], *, project: str | os.PathLike[str] = 
         UsageError: there is none, or it is a sweep of another kind.
     """
     inside = folder_of(project) / os.fspath(path)
-    sweep = sweeps.find(str(inside) if lookup.is_sweep(inside) else os.fspath(path), runs_of(project))
+    sweep = lookup.find_sweep(str(inside) if lookup.is_sweep(inside) else os.fspath(path), runs_of(project))
     if not function_file(sweep).exists():
         raise UsageError(
             f"{sweep.path} was not created by slurmtrain.map: it has no {function_file(sweep).name}",
@@ -305,23 +306,19 @@ def open_map(path: str | os.PathLike[str], *, project: str | os.PathLike[str] = 
     return MapRun(sweep.path)
 
 
-def _calls_of(iterables: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    if not iterables:
-        raise UsageError("there are no items", hint="slurmtrain.map(function, items)")
-    for each in iterables:
-        if not isinstance(each, Iterable):
-            raise UsageError(
-                f"the items are {_shown((each,))}, expected a list or another iterable",
-                hint="slurmtrain.map(function, items)",
-            )
+def _calls_of(function: object, iterables: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
+    if not callable(function):
+        raise UsageError(f"slurmtrain.map was given {_shown((function,))}, which is not callable", hint=MAP_HINT)
+    other = next((each for each in iterables if not isinstance(each, Iterable)), None)
+    if other is not None:
+        raise UsageError(f"the items are {_shown((other,))}, expected a list or another iterable", hint=MAP_HINT)
     lists = [list(each) for each in iterables]
     if len({len(each) for each in lists}) > 1:
-        raise UsageError(
-            f"the iterables have {', '.join(str(len(each)) for each in lists)} items", hint="give as many of each"
-        )
-    if not lists[0]:
-        raise UsageError("there are no items", hint="slurmtrain.map(function, items)")
-    return list(zip(*lists, strict=True))
+        raise UsageError(f"the iterables have {', '.join(str(len(each)) for each in lists)} items", hint=MAP_HINT)
+    calls = list(zip(*lists, strict=True))
+    if not calls:
+        raise UsageError("there are no items", hint=MAP_HINT)
+    return calls
 
 
 def _shown(call: tuple[Any, ...]) -> str:
@@ -341,15 +338,10 @@ def _config_of_calls(
     first = [] if cluster is None else [f"cluster={cluster}"]
     own = [f"job.name={name}", "cluster.nodes=1", "cluster.tasks_per_node=1", f"job.finished_when={RESULT}"]
     config, _, _ = config_of([*first, *own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
-    command = shlex.join([_interpreter(config.cluster), "-m", PROGRAM])  # known when all else is composed
+    its = config.cluster
+    of_ranks = "python" if its.container.kind or its.venv or its.conda_env else sys.executable
+    command = shlex.join([its.python or of_ranks, "-m", PROGRAM])  # known when all else is composed
     return dataclasses.replace(config, job=dataclasses.replace(config.job, command=command))
-
-
-def _interpreter(cluster: ClusterConfig) -> str:
-    """Return the interpreter of the calls, which is that of the ranks."""
-    if cluster.python:
-        return cluster.python
-    return "python" if cluster.container.kind or cluster.venv or cluster.conda_env else sys.executable
 
 
 def _pickled_calls(
@@ -363,12 +355,12 @@ def _pickled_calls(
     """
     values = secrets.read(config.secrets)
     path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
-    pickled = _pickled(function, "the function")
-    arguments = [_pickled(call, f"item {number}") for number, call in enumerate(calls)]
-    secrets.refuse_pickled(values, pickled, "the function")
-    for number, each in enumerate(arguments):
-        secrets.refuse_pickled(values, each, f"item {number}")
-    shared = {"path": list(dict.fromkeys(path)), "function": pickled, "python": python_version()}
+    named = {"the function": function} | {f"item {number}": call for number, call in enumerate(calls)}
+    pickled = {what: _pickled(value, what) for what, value in named.items()}
+    for what, each in pickled.items():
+        secrets.refuse_pickled(values, each, what)
+    first, *arguments = pickled.values()
+    shared = {"path": list(dict.fromkeys(path)), "function": first, "python": python_version()}
     return pickle.dumps(shared), arguments
 
 
@@ -385,42 +377,28 @@ def _pickled(value: Any, what: str) -> bytes:
     return pickled
 
 
-def _write(sweep: Sweep, function: bytes, arguments: Sequence[bytes]) -> None:
-    """Write what the calls need, the function last: without it the sweep is none of `map`'s."""
-    sweep.tasks.mkdir(mode=folder_mode(sweep.path))
-    for number, each in enumerate(arguments):
-        replace_file(arguments_file(sweep, number), each, durable=False)
-    replace_file(function_file(sweep), function)
-
-
-def _require_own(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
-        raise UsageError(
-            f"{path} belongs to {user.in_words(found.st_uid)}: a result is a pickle, which could execute any code as you",
-            hint="`status` and `logs` show the run; its owner can write the result in another format",
-        )
-
-
-def _read_result(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return what a call has left; None if it has left nothing.
+def _read_result(run_dir: RunDir) -> dict[str, Any]:
+    """Return what a call has left; nothing if it has left nothing.
 
     Raises:
         UsageError: it belongs to another user: reading a pickle runs whatever is in it.
         UnreadableRecordError: it cannot be read.
     """
     path = run_dir.path / RESULT
-    for each in (run_dir.path.parent, run_dir.path, path):
-        if os.path.lexists(each):
-            _require_own(each, os.lstat(each))
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            _require_own(path, os.fstat(file.fileno()))  # of what is read, whoever renames folders meanwhile
+            owner = os.fstat(file.fileno()).st_uid  # of what is read, whoever renames folders meanwhile
+            if owner != os.geteuid():
+                raise UsageError(
+                    f"{path} belongs to {user.in_words(owner)}: a result is a pickle, which could execute any code as you",
+                    hint="`status` and `logs` show the run; its owner can write the result in another format",
+                )
             left = pickle.loads(file.read())
     except FileNotFoundError:
-        return None
+        return {}
     except (pickle.UnpicklingError, EOFError) as error:
         raise UnreadableRecordError(f"{path} is damaged: {error}") from None
-    return left if isinstance(left, dict) else None
+    return left if isinstance(left, dict) else {}
 
 
 def _unpickled(pickled: bytes, what: str) -> Any:

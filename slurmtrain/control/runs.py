@@ -8,24 +8,34 @@ run.metrics()[-1]["loss"]
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.config.compose import compose, from_program
-from slurmtrain.config.hydra_state import apart
-from slurmtrain.config.overrides import normalise, program_override
+from slurmtrain.config.overrides import normalise, with_program
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control import background, stop
-from slurmtrain.control.submitting import check, submit_run, warn_of_memory
-from slurmtrain.errors import RunFailedError, RunStoppedError, SlurmtrainError, UnreadableRecordError, UsageError
+from slurmtrain.control import stop
+from slurmtrain.control.checks import check, warn_of_memory
+from slurmtrain.control.submitting import submit_run
+from slurmtrain.errors import (
+    ClusterError,
+    RunFailedError,
+    RunStoppedError,
+    SlurmtrainError,
+    UnreadableRecordError,
+    UsageError,
+)
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of
@@ -36,13 +46,16 @@ from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import absolute
+from slurmtrain.system.paths import absolute, runs_root
+from slurmtrain.system.records import printable, read_tail
 from slurmtrain.system.redaction import redact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-SHOWN_FOR_S = 5.0  # how old the state that `repr` shows may be: a notebook shows an object again and again
+LAUNCHER_LOG = "launcher.log"  # what the launcher says on stderr; the output of the ranks is in their own logs
+POLL_S = 0.05
+SHOWN_BYTES = 2000
 submitting = threading.RLock()  # composing and sbatch change what belongs to the whole process, for a moment
 
 
@@ -79,21 +92,16 @@ class Status:
     @classmethod
     def of(cls, now: RunState) -> Status:
         """Return what `report.status.look` knows of a run."""
-        progress = now.progress
+        logged = ("steps", "loss", "valid_loss", "tokens_per_s", "step_time_s", "eta_s")
         return cls(
-            now.status,
-            now.explanation,
-            now.alive,
-            now.step,
-            progress.steps,
-            progress.loss,
-            progress.valid_loss,
-            progress.tokens_per_s,
-            progress.step_time_s,
-            progress.eta_s,
-            now.job_id,
-            tuple(now.attempts),
-            now.slurm_error,
+            state=now.status,
+            sentence=now.explanation,
+            alive=now.alive,
+            step=now.step,
+            job_id=now.job_id,
+            attempts=tuple(now.attempts),
+            doubt=now.slurm_error,
+            **{name: getattr(now.progress, name) for name in logged},
         )
 
     def __str__(self) -> str:
@@ -114,7 +122,6 @@ class Run:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self._shown: tuple[float, str] | None = None
 
     @property
     def id(self) -> str:
@@ -201,12 +208,10 @@ class Run:
         return RunDir(self.path)
 
     def __repr__(self) -> str:
-        if self._shown is None or time.monotonic() - self._shown[0] > SHOWN_FOR_S:
-            try:
-                self._shown = time.monotonic(), f"{self.name}): {self.status()}"
-            except SlurmtrainError as error:
-                self._shown = time.monotonic(), f"unreadable): {error.message}"
-        return f"<Run {self.id} ({self._shown[1]}>"
+        try:
+            return f"<Run {self.id} ({self.name}): {self.status()}>"
+        except SlurmtrainError as error:
+            return f"<Run {self.id} (unreadable): {error.message}>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Run) and other.path == self.path
@@ -242,14 +247,24 @@ def submit(
     with submitting:
         found, dims, overrides = config_of(config, cwd, command=command, config_dir=config_dir)
         check(found, dims, cwd)
-        if found.cluster.backend != Backend.LOCAL:
-            run_dir, _ = submit_run(found, dims, overrides, cwd)
-            return Run(run_dir.path)
-        warn_of_memory(found, dims)
-        with preparing(found, overrides, cwd) as run_dir:
-            pass
-    background.start(["resume", str(run_dir.path)], run_dir.path, lambda: bool(run_dir.attempt_numbers()))
+        run_dir, _ = start(found, dims, overrides, cwd)
     return Run(run_dir.path)
+
+
+def start(
+    config: Config, dims: ParallelDims, overrides: Sequence[str], cwd: Path, source: CodeSource | None = None
+) -> tuple[RunDir, subprocess.Popen[bytes] | None]:
+    """Submit a run with a checked config, or start it on this machine in the background; return it, and its launcher there.
+
+    The arguments and errors are those of `submit_run`.
+    """
+    if config.cluster.backend != Backend.LOCAL:
+        return submit_run(config, dims, overrides, cwd, source=source)[0], None
+    warn_of_memory(config, dims)
+    with preparing(config, overrides, cwd, source) as run_dir:
+        pass
+    words = ["resume", str(run_dir.path)]
+    return run_dir, start_in_background(words, run_dir.path, lambda: bool(run_dir.attempt_numbers()))
 
 
 def open_run(run: str | os.PathLike[str], *, project: str | os.PathLike[str] = ".") -> Run:
@@ -296,12 +311,10 @@ def config_of(
     if command is not None:
         if isinstance(command, str) or not command:
             raise UsageError(f"command={command!r}: expected a list of words", hint='["python", "my_train.py"]')
-        kind = [] if "job=command" in overrides else ["job=command"]
-        overrides += [*kind, program_override(command)]
-    with apart():
-        config = compose(
-            overrides, config_dir=str(absolute(os.fspath(config_dir), cwd)) if config_dir is not None else None
-        )
+        overrides = with_program(overrides, command)
+    config = compose(
+        overrides, config_dir=str(absolute(os.fspath(config_dir), cwd)) if config_dir is not None else None
+    )
     config = with_absolute_paths(config, cwd)
     return config, validate(config), overrides
 
@@ -339,4 +352,34 @@ def folder_of(project: str | os.PathLike[str]) -> Path:
 
 def runs_of(project: str | os.PathLike[str]) -> Path:
     """Return the folder of the runs that were submitted from a project's folder."""
-    return absolute(lookup.runs_root(), folder_of(project))
+    return absolute(runs_root(), folder_of(project))
+
+
+def start_in_background(words: list[str], folder: Path, has_begun: Callable[[], bool]) -> subprocess.Popen[bytes]:
+    """Start `python -m slurmtrain WORDS` in the background, and return its process when it has begun.
+
+    It is in a session of its own, so neither Ctrl-C nor the end of this process reaches it.
+
+    Args:
+        folder: the folder of the run or sweep, which gets the launcher's log.
+        has_begun: returns whether it has taken over.
+
+    Raises:
+        ClusterError: it has ended before.
+    """
+    log = folder / LAUNCHER_LOG
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slurmtrain", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, name="wait-for-launcher", daemon=True).start()  # it must not stay a zombie
+    while not has_begun():
+        if process.returncode is not None and not has_begun():
+            said = read_tail(log, SHOWN_BYTES).decode(errors="replace").strip()
+            raise ClusterError(f"the launcher of {folder} exited immediately: {printable(said) or process.returncode}")
+        time.sleep(POLL_S)
+    return process

@@ -1,4 +1,7 @@
-"""Stop a run: cancel it for good; preempt or requeue it, so that it starts again."""
+"""Stop a run: cancel it for good; preempt or requeue it, so that it starts again.
+
+`resume` needs a part of this, too: the right to do it alone, the run's jobs in the queue, and its SLURM.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,43 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.control.access import claim_folder, claimed_alone, client, has_no_job, jobs_in_queue
-from slurmtrain.errors import ClusterError
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import RunAction, Verdict
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_rank_0, write_request
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.file_claims import is_claimed
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system.file_claims import claimed, claims, is_claimed
+from slurmtrain.system.files import read_json
 from slurmtrain.system.paths import current_folder
+from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
 
-PAUSE_WAITS_S = 120.0  # for ranks that start again in the same job
-LOOK_EVERY_S = 3.0
+# Why a run in this state cannot be stopped to start again, and what to do.
+CANNOT_STOP = {
+    **dict.fromkeys(WAITING, ("is not running but {0.status}", "requeue {1} starts it now")),
+    RunStatus.STARTING: ("is still starting: {0.explanation}", "try again when `status {1}` shows steps"),
+    RunStatus.SUSPENDED: ("is suspended, so it cannot save now: {0.explanation}", "`cancel {1}` ends it"),
+    RunStatus.STOPPING: ("is already stopping: {0.explanation}", "status {1}"),
+}
 
 
 def cancel(run_dir: RunDir) -> str:
     """End a run for good, and the jobs that evaluate its checkpoints; return what was done, in words for a person.
 
     Raises:
+        UsageError: it is a copy, whose original has the jobs.
         ClusterError: SLURM refuses or does not answer, or the run is still setting up.
     """
+    _refuse_copy(run_dir)
     said = [_cancel_one(run_dir)]
     if run_dir.info()["backend"] == Backend.SLURM and is_claimed(claim_folder(run_dir)):
         with claimed_alone(run_dir):  # somebody was resuming it at the same moment
@@ -45,44 +59,50 @@ def cancel(run_dir: RunDir) -> str:
     return "\n".join(said)
 
 
+def _refuse_copy(run_dir: RunDir) -> None:
+    original = run_dir.info().get("copied_from")
+    if original is not None:
+        raise UsageError(
+            f"run {run_dir.path} is a copy of {original}, and has no job of its own",
+            hint=f"to end or restart the original, name {original}; `resume` continues the copy",
+        )
+
+
 def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
-    others = [job for job in jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
+    jobs = [job for job in jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
     if now.queued_again:
-        client(run_dir).cancel(_job_id(now), *others)
+        client(run_dir).cancel(*filter(None, [now.job_id]), *jobs)
         return f"run {run_dir.id} has ended: {now.status}; its job {now.job_id} is taken out of the queue"
-    if others and not (now.alive and now.own_job and not now.packed):
-        with _cancelling(run_dir):
-            client(run_dir).cancel(*others)
-    if not now.alive and not others:
+    by_signal = now.alive and (has_no_job(run_dir, now) or not now.own_job)
+    if now.alive and not by_signal and not now.packed:
+        # The last of a chain first: each would start when those before it are gone.
+        jobs = [*reversed(now.following), *filter(None, [now.job_id]), *jobs]
+    if not now.alive and not jobs:
         return f"run {run_dir.id} is not running: {now.explanation}"
-    if not now.alive:
-        pass
-    elif has_no_job(run_dir, now) or not now.own_job:
+    if jobs:
+        with _asking(run_dir, RunAction.CANCEL, ends_jobs=True):
+            client(run_dir).cancel(*jobs)
+    if by_signal:
         _signal_rank_0(run_dir, now, RunAction.CANCEL, signal.SIGTERM)
-    elif now.packed:
-        _cancel_in_pack(run_dir, now)
-    else:
-        job_id = _job_id(now)
-        with _cancelling(run_dir):
-            # The last of a chain first: each would start when those before it are gone.
-            client(run_dir).cancel(*reversed(now.following), job_id, *others)
+    elif now.alive and now.packed:  # not the others of its job; a run that waits is left out when the job starts
+        if now.status == RunStatus.STARTING:
+            raise _cannot(run_dir, now)
+        with _asking(run_dir, RunAction.CANCEL):
+            if now.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
+                client(run_dir).signal(_step_id(now), "TERM")
     with contextlib.suppress(OSError):  # it has been told
         run_dir.event(Event.CANCEL_ASKED)
     return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
 
 
-def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
-    """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
-    _refuse_while_setting_up(run_dir, now)
-    with _asking(run_dir, RunAction.CANCEL):
-        if now.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
-            client(run_dir).signal(_step_id(now), "TERM")
-
-
 def preempt(run_dir: RunDir) -> str:
     """Let a run save and start again as a preemption does; return what was done. Raises as `cancel`."""
-    return _stop_and_start_again(run_dir, RunAction.PREEMPT, "TERM")
+    asked = time.time()
+    said, now = _stop_and_start_again(run_dir, RunAction.PREEMPT)
+    if has_no_job(run_dir, now) or not now.own_job:
+        return said
+    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
 
 
 def requeue(run_dir: RunDir, overrides: Sequence[str] = ()) -> str:
@@ -92,13 +112,14 @@ def requeue(run_dir: RunDir, overrides: Sequence[str] = ()) -> str:
         ClusterError: as `cancel`, or there is no next attempt that could have another config.
     """
     if not overrides:
-        return _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2")
+        return _stop_and_start_again(run_dir, RunAction.REQUEUE)[0]
+    _refuse_copy(run_dir)
     _check_changeable(run_dir, state(run_dir), overrides)
     local = run_dir.info()["backend"] == Backend.LOCAL
-    from slurmtrain.launch.next_change import record_next_change
+    from slurmtrain.launch.changes import record_next_change
 
     with record_next_change(run_dir, overrides, current_folder(), None if local else client(run_dir)) as lines:
-        said = _stop_and_start_again(run_dir, RunAction.REQUEUE, "USR2", changed=True)
+        said, _ = _stop_and_start_again(run_dir, RunAction.REQUEUE, changed=True)
     return "\n".join([said, *lines])
 
 
@@ -108,8 +129,6 @@ def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     Raises:
         ClusterError: it cannot, or there is no next attempt.
     """
-    from slurmtrain.config.frozen import load_frozen
-
     resume = " ".join(["resume", run_dir.id, *overrides])
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=resume)
@@ -131,34 +150,23 @@ def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         )
 
 
-def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, changed: bool = False) -> str:
-    """Stop a running job for `preempt` or `requeue`, with the signal of a preemption or the early warning.
+def _stop_and_start_again(run_dir: RunDir, action: RunAction, *, changed: bool = False) -> tuple[str, RunState]:
+    """Stop a running job with the signal of a preemption or the early warning; return what was done, and its state before.
 
     Args:
         changed: its next attempt has another config.
     """
-    now = _after_a_pause(run_dir, state(run_dir))
-    if changed and not run_dir.next_change_file.exists():  # it was made in that pause
-        return f"run {run_dir.id} has just started again"
+    _refuse_copy(run_dir)
+    now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
-    if now.status in WAITING:
-        if action == RunAction.PREEMPT:
-            raise ClusterError(
-                f"run {run_dir.id} is not running but {now.status}", hint=f"requeue {run_dir.id} starts it now"
-            )
+    if now.status in WAITING and action == RunAction.REQUEUE and now.job_id is not None:
         if now.status == RunStatus.HELD:
-            client(run_dir).release(_job_id(now))
-        client(run_dir).start_now(_job_id(now))
-        return f"run {run_dir.id} is asked to start now"
-    _refuse_while_setting_up(run_dir, now)
-    if now.status == RunStatus.SUSPENDED:
-        raise ClusterError(
-            f"run {run_dir.id} is suspended, so it cannot save now: {now.explanation}",
-            hint=f"`cancel {run_dir.id}` ends it",
-        )
-    if now.status == RunStatus.STOPPING:
-        raise ClusterError(f"run {run_dir.id} is already stopping: {now.explanation}", hint=f"status {run_dir.id}")
+            client(run_dir).release(now.job_id)
+        client(run_dir).start_now(now.job_id)
+        return f"run {run_dir.id} is asked to start now", now
+    if now.status in CANNOT_STOP:
+        raise _cannot(run_dir, now)
     ended_by = ended_after(run_dir, now.attempts[-1] if now.attempts else None)
     # The ranks still save. This request would replace the one to end, and bring the run back.
     if ended_by is not None:
@@ -166,21 +174,41 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str, *, chan
             f"run {run_dir.id} has been told to end for good ({ended_by}), and is leaving",
             hint=f"`resume {run_dir.id}` continues it when it has ended",
         )
-    next_step, asked = _next_step(run_dir, now, changed=changed), time.time()
+    next_step = _next_step(run_dir, now, changed=changed)
+    number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
     if has_no_job(run_dir, now) or not now.own_job:
-        _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
+        _signal_rank_0(run_dir, now, action, number)
     else:
         with _asking(run_dir, action):
-            client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
+            client(run_dir).signal(_step_id(now) if now.packed else str(now.job_id), name)
     with contextlib.suppress(OSError):  # it has been told
         run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
-    goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
-    said = (
-        f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
-    )
-    if action != RunAction.PREEMPT or has_no_job(run_dir, now) or not now.own_job:
-        return said
-    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
+    if next_step is None:
+        return f"run {run_dir.id} is told to save and end; `resume {run_dir.id}` continues it", now
+    return f"run {run_dir.id} is told to save and leave; {next_step} (logs {run_dir.id} -f)", now
+
+
+def _cannot(run_dir: RunDir, now: RunState, status: RunStatus | None = None) -> ClusterError:
+    why, hint = CANNOT_STOP[status or now.status]
+    return ClusterError(f"run {run_dir.id} {why.format(now)}", hint=hint.format(now, run_dir.id))
+
+
+def _next_step(run_dir: RunDir, now: RunState, *, changed: bool) -> str | None:
+    """Describe how the run continues after a stop; None when it does not."""
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    mode = config.requeue.mode
+    if mode == RequeueMode.OFF or _by_hand(run_dir, now):
+        return None
+    if config.cluster.backend == Backend.LOCAL:
+        return "it starts again and resumes by itself"
+    if mode == RequeueMode.CHAIN:
+        return f"the next job of its chain, {now.following[0]}, resumes it" if now.following else None
+    if changed:
+        return "a new job with the changed config resumes it by itself"
+    if mode == RequeueMode.RESUBMIT:
+        return "it is submitted again and resumes by itself"
+    others = " when the others of its pack have left, too" if now.packed else ""
+    return f"it is requeued and resumes by itself{others}"
 
 
 def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
@@ -188,7 +216,6 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
     Return nothing if SLURM does not say how long a preempted job may take.
     """
-    from slurmtrain.config.frozen import load_frozen
     from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
     from slurmtrain.slurm.preemption import preemption_times
     from slurmtrain.slurm.read_facts import read_preemption
@@ -202,43 +229,6 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     log.info("waiting until it has stopped, for %.0f s at most", within_s)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
-
-
-def _after_a_pause(run_dir: RunDir, now: RunState) -> RunState:
-    """Wait while no ranks are at work because they start again in the same job, and return the state of the run then.
-
-    The pause takes seconds, and there is nobody in it whom a signal would reach.
-    """
-    deadline, said = time.monotonic() + PAUSE_WAITS_S, False
-    while _starts_again_in_its_job(run_dir, now) and time.monotonic() < deadline:
-        if not said:
-            log.info(
-                "waiting until the next attempt of run %s has begun, for %.0f s at most", run_dir.id, PAUSE_WAITS_S
-            )
-        said = True
-        time.sleep(LOOK_EVERY_S)
-        now = state(run_dir)
-    return now
-
-
-def _starts_again_in_its_job(run_dir: RunDir, now: RunState) -> bool:
-    if now.status != RunStatus.STARTING:
-        return False
-    last = next((attempt for attempt in reversed(now.attempts) if attempt.verdict is not None), None)
-    if last is None:
-        return False
-    if run_dir.info()["backend"] == Backend.LOCAL:
-        return last.verdict not in (Verdict.DONE, Verdict.END)
-    return last.verdict == Verdict.IN_PLACE and last.job_id == now.job_id
-
-
-def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
-    """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
-    if now.status == RunStatus.STARTING:
-        raise ClusterError(
-            f"run {run_dir.id} is still starting: {now.explanation}",
-            hint=f"try again when `status {run_dir.id}` shows steps",
-        )
 
 
 def _step_id(now: RunState) -> str:
@@ -255,23 +245,16 @@ def _step_id(now: RunState) -> str:
 
 
 @contextlib.contextmanager
-def _asking(run_dir: RunDir, action: RunAction) -> Iterator[None]:
-    """Leave the request for the supervisor to find, and remove it again if it could not be passed on."""
-    write_request(run_dir, action)
-    with _taken_back(run_dir):
-        yield
+def _asking(run_dir: RunDir, action: RunAction, *, ends_jobs: bool = False) -> Iterator[None]:
+    """Leave the request for the supervisor to find, and remove it again if it could not be passed on.
 
-
-@contextlib.contextmanager
-def _cancelling(run_dir: RunDir) -> Iterator[None]:
-    """Do as `_asking` for a run whose jobs are cancelled in the block, which ends it without the request, too."""
-    ask_to_cancel(run_dir)
-    with _taken_back(run_dir):
-        yield
-
-
-@contextlib.contextmanager
-def _taken_back(run_dir: RunDir) -> Iterator[None]:
+    Args:
+        ends_jobs: the jobs are cancelled in the block, which ends the run without the request, too.
+    """
+    if ends_jobs:
+        ask_to_cancel(run_dir)
+    else:
+        write_request(run_dir, action)
     try:
         yield
     except BaseException:
@@ -279,41 +262,9 @@ def _taken_back(run_dir: RunDir) -> Iterator[None]:
         raise
 
 
-def _job_id(now: RunState) -> str:
-    assert now.job_id is not None
-    return now.job_id
-
-
 def _by_hand(run_dir: RunDir, now: RunState) -> bool:
     """Return whether somebody started the ranks: they print where that was, and the launchers write a log of every rank."""
     return bool(not now.own_job and now.attempts) and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
-
-
-def _next_step(run_dir: RunDir, now: RunState, *, changed: bool) -> str | None:
-    """Describe how the run continues after a stop; None when it does not.
-
-    Args:
-        changed: its next attempt has another config.
-    """
-    from slurmtrain.config.frozen import load_frozen
-
-    if _by_hand(run_dir, now):
-        return None
-    config = load_frozen(run_dir.config_file, with_secrets=False)
-    mode = config.requeue.mode
-    if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
-        return "it starts again and resumes by itself"
-    if mode == RequeueMode.CHAIN and not now.following:
-        return None
-    if changed and mode in (RequeueMode.REQUEUE, RequeueMode.RESUBMIT):
-        return "a new job with the changed config resumes it by itself"
-    if mode == RequeueMode.REQUEUE and now.packed:
-        return "it is requeued and resumes by itself when the others of its pack have left, too"
-    return {
-        RequeueMode.REQUEUE: "it is requeued and resumes by itself",
-        RequeueMode.RESUBMIT: "it is submitted again and resumes by itself",
-        RequeueMode.CHAIN: f"the next job of its chain, {', '.join(now.following[:1])}, resumes it",
-    }.get(mode)
 
 
 def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: int) -> None:
@@ -324,10 +275,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
     """
     last = now.attempts[-1] if now.attempts else None
     if last is None or last.rank_0 is None or last.ended is not None:
-        raise ClusterError(
-            f"run {run_dir.id} is still starting: {now.explanation}",
-            hint=f"try again when `status {run_dir.id}` shows steps",
-        )
+        raise _cannot(run_dir, now, RunStatus.STARTING)
     if not last.rank_0.lives():
         where = f"in another container on {last.host}" if last.rank_0_lives else f"on {last.host}"
         if now.job_id is None or now.own_job:
@@ -343,3 +291,49 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
             signal_rank_0(run_dir, last, number)
         except OSError as error:  # it has just left, or is somebody else's
             raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def claimed_alone(run_dir: RunDir) -> Iterator[None]:
+    """Claim the right to resume this run.
+
+    A process that finds it ended must record its next job before another process looks.
+    """
+
+    def busy(owner: ProcessMark) -> None:
+        who = f"process {owner.pid} on {owner.host}"
+        if run_dir.info()["backend"] == Backend.LOCAL:  # it is at it until the run has ended
+            raise ClusterError(f"{who} is already running {run_dir.id}", hint=f"status {run_dir.id}")
+        log.info("%s is resuming it; waiting for that", who)
+
+    # A claim that was copied with the run: its owner is at work on the original.
+    original, made = run_dir.info().get("copied_from"), claims(run_dir.path)
+    if original and made and read_json(Path(original) / made[-1].name) == read_json(made[-1]):
+        made[-1].with_suffix(".over").touch()
+    with claimed(claim_folder(run_dir), busy):
+        yield
+
+
+def claim_folder(run_dir: RunDir) -> Path:
+    """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
+    in_sweep = lookup.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == Backend.SLURM
+    return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
+
+
+def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
+    """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
+    if run_dir.info()["backend"] == Backend.LOCAL or now.slurm_error is not None:
+        return []
+    from slurmtrain.launch.job import in_queue
+
+    return in_queue([run_dir], client(run_dir))[run_dir.id]
+
+
+def has_no_job(run_dir: RunDir, now: RunState) -> bool:
+    """Return whether the run is not a job of SLURM."""
+    return run_dir.info()["backend"] == Backend.LOCAL or now.job_id is None
+
+
+def client(run_dir: RunDir) -> SlurmClient:
+    """Return the client of the SLURM that the run was submitted to."""
+    return SlurmClient(run_dir.slurm_conf())

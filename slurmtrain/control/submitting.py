@@ -4,65 +4,39 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.choices import Backend
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
-from slurmtrain.data.sources.config_check import check_prepared
+from slurmtrain.control.checks import warn_of_memory
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.launch.further_jobs import submit_links
-from slurmtrain.launch.logger_check import check_loggers
-from slurmtrain.launch.memory_check import check_memory
-from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.queue_check.finding import raise_fatal
-from slurmtrain.launch.queue_check.request import check_request, with_choices_of_the_shell
+from slurmtrain.launch.job import check_slurm_is_here, interrupted, submit
+from slurmtrain.launch.measured import check_measured
+from slurmtrain.launch.queue_check import (
+    Finding,
+    check_request,
+    hint_of_facts,
+    raise_fatal,
+    with_choices_of_the_shell,
+)
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import check_slurm_is_here, interrupted, preparing, slurm_conf_of, submit
-from slurmtrain.launch.submit_once import RefusedError
+from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of
 from slurmtrain.launch.submit_once import check as ask_slurm
-from slurmtrain.launch.time_limit_check import check as check_time_limit
-from slurmtrain.launch.time_limit_check import look_ahead
-from slurmtrain.planner.fit import check_fits
-from slurmtrain.runs import lookup
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
-from slurmtrain.system.user import own_groups
+from slurmtrain.system.paths import current_folder, runs_root
 
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS = 100  # of a sweep that are compared with the cluster; those of its points are seldom more than a few
-
-
-def check(config: Config, dims: ParallelDims, cwd: Path, *, later: bool = False, look_at_files: bool = True) -> None:
-    """Check what a validated config needs of the GPUs, of prepared data and of this machine's files.
-
-    Args:
-        cwd: the folder to which paths in the config are relative.
-        later: the job waits for other jobs, which may still make files.
-        look_at_files: check that the files that the config names exist, and loggers of one's own.
-
-    Raises:
-        ConfigError: it cannot work.
-    """
-    check_fits(config, dims)
-    check_prepared(config, later=later)
-    if look_at_files:
-        for warning in check_named_paths(config, cwd, later=later):
-            log.warning(warning)
-        check_loggers(config, cwd)
-
-
-def warn_of_memory(config: Config, dims: ParallelDims) -> None:
-    """Log a warning if the model will hardly fit. That takes seconds for a large one."""
-    for warning in check_memory(config, dims):
-        log.warning(warning)
 
 
 def submit_run(
@@ -94,15 +68,25 @@ def submit_run(
     """
     plan = starting_after(config, after) if after is not None else config
     warn_of_memory(plan, dims)
-    if after is None:
-        return _submit(plan, overrides, cwd, None, source)
-    try:
-        return _submit(plan, overrides, cwd, after, source)
-    except RefusedError:  # one of the runs may have ended since, and SLURM may have forgotten its job
-        later = starting_after(config, after)
-        if later == plan:
+    client, facts = ask_cluster(plan)
+    compare_all(facts, plan, ())
+    with preparing(plan, overrides, cwd, source) as run_dir:
+        ask_slurm(run_dir.script, client, lambda said: hint_of_facts(said, facts, plan.cluster))
+        try:
+            first, *links = submit(run_dir, client)
+        except KeyboardInterrupt:
+            log.info(interrupted(run_dir, client))
             raise
-        return _submit(later, overrides, cwd, after, source)
+    if after is not None:
+        from slurmtrain.launch.dependencies import check_again
+
+        try:
+            check_again(after, runs_root(), client)
+        except UsageError:
+            write_request(run_dir, RunAction.CANCEL)
+            client.cancel(*reversed(run_dir.info()["job_ids"]))
+            raise
+    return run_dir, f"{first}, followed by {', '.join(links)}" if links else first
 
 
 def starting_after(config: Config, runs: str) -> Config:
@@ -113,7 +97,7 @@ def starting_after(config: Config, runs: str) -> Config:
         raise UsageError(
             "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
         )
-    return dependencies.starting_after(config, runs, lookup.runs_root())
+    return dependencies.starting_after(config, runs, runs_root())
 
 
 class PointLook:
@@ -131,30 +115,31 @@ class PointLook:
     """
 
     def __init__(self, config: Config, *, varies: bool):
-        self.client = SlurmClient(slurm_conf_of(config))
-        check_slurm_is_here(self.client.slurm_conf)
-        self._facts = read_facts(self.client.glance, whole=False)
-        self._told: set[str] = set()
+        self.client, self._facts = ask_cluster(config)
+        self._told, self._accepted = set[str](), set[str]()
         if not varies:
-            self._look(config)
-            for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), self._facts):
-                log.warning(warning)
+            self._warn(compare_with_cluster(self._facts, config, check_measured(config)))
 
     def __call__(self, config: Config) -> None:
         """Check that SLURM has what a point asks for, and log warnings of likely problems, each once.
 
         Raises:
-            ConfigError: SLURM would refuse its job, or never start it.
+            ConfigError: SLURM would never start its job.
+            RefusedError: SLURM would refuse it.
         """
         try:
-            self._look(config)
+            warnings = compare_with_cluster(self._facts, config)
         except ConfigError:
             self._facts = read_facts(self.client.glance, whole=False)
-            self._look(config)
+            warnings = compare_with_cluster(self._facts, config)
+        self._warn(warnings)
+        request = repr(config.cluster)
+        if request not in self._accepted:
+            _check_accepted(config, self.client)
+            self._accepted.add(request)
 
-    def _look(self, config: Config) -> None:
-        check_time_limit(config.cluster, None, None)
-        for warning in compare_with_cluster(self._facts, config):
+    def _warn(self, warnings: Iterable[str]) -> None:
+        for warning in warnings:
             if warning not in self._told:
                 log.warning(warning)
             self._told.add(warning)
@@ -178,14 +163,21 @@ def client_of(config: Config, others: Iterable[Config] = ()) -> SlurmClient:
         ConfigError: SLURM would refuse a job, or never start it.
         ClusterError: SLURM is not there.
     """
-    return look_at_cluster(config, others)[0]
-
-
-def look_at_cluster(config: Config, others: Iterable[Config] = ()) -> tuple[SlurmClient, ClusterFacts]:
-    """Do what `client_of` does, and return what SLURM has said of the cluster as well."""
     client, facts = ask_cluster(config)
-    compare_all(facts, config, others)
-    return client, facts
+    asking = {repr(each.cluster): each for each in (config, *others)}
+    asked = list(islice(asking.values(), MOST_REQUESTS))
+    compare_all(facts, config, asked)
+    for each in asked:
+        _check_accepted(each, client)
+    return client
+
+
+def _check_accepted(config: Config, client: SlurmClient) -> None:
+    """Ask SLURM whether it would accept a job of this config; raise RefusedError if not."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
+        script.write(dry_run(config, current_folder()))
+        script.flush()
+        ask_slurm(Path(script.name), client)
 
 
 def ask_cluster(config: Config) -> tuple[SlurmClient, ClusterFacts]:
@@ -205,51 +197,21 @@ def compare_all(facts: ClusterFacts, config: Config, others: Iterable[Config]) -
     Raises:
         ConfigError: SLURM would refuse a job, or never start it.
     """
-    asking = {repr(each.cluster): each for each in (config, *others)}
-    warnings: dict[str, None] = {}  # the same of several points is said once
-    for each in islice(asking.values(), MOST_REQUESTS):
+    warnings = dict.fromkeys(compare_with_cluster(facts, config, check_measured(config)))
+    for each in others:  # the same of several points is said once
         warnings |= dict.fromkeys(compare_with_cluster(facts, each))
-        check_time_limit(each.cluster, None, None)
-    warnings |= dict.fromkeys(look_ahead(config, Path(config.job.runs_dir).expanduser(), facts))
     for warning in warnings:
         log.warning(warning)
 
 
-def compare_with_cluster(facts: ClusterFacts, config: Config) -> list[str]:
-    """Compare what a config asks for with what SLURM says of the cluster, and return warnings.
+def compare_with_cluster(facts: ClusterFacts, config: Config, others: Sequence[Finding] = ()) -> list[str]:
+    """Compare what a config asks for with what SLURM says of the cluster; return warnings.
+
+    Args:
+        others: what else was found, to be said with it.
 
     Raises:
         ConfigError: SLURM would refuse the job, or never start it.
     """
     cluster = with_choices_of_the_shell(config.cluster, os.environ)
-    return raise_fatal(check_request(facts, cluster, groups=own_groups(), user_id=os.getuid()))
-
-
-def _submit(
-    config: Config, overrides: Sequence[str], cwd: Path, after: str | None, source: CodeSource | None
-) -> tuple[RunDir, str]:
-    client = client_of(config)
-    with preparing(config, overrides, cwd, source) as run_dir:
-        ask_slurm(run_dir.script, client)
-        try:
-            job_id = submit([run_dir], config)
-        except KeyboardInterrupt:
-            log.info(interrupted(run_dir, client))
-            raise
-        if config.requeue.mode == RequeueMode.CHAIN:
-            links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
-            job_id = f"{job_id}, followed by {', '.join(links[1:])}"
-    if after is not None:
-        _check_not_in_vain(run_dir, after, client)
-    return run_dir, job_id
-
-
-def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
-    from slurmtrain.launch.dependencies import check_again
-
-    try:
-        check_again(runs, lookup.runs_root(), client)
-    except UsageError:
-        write_request(run_dir, RunAction.CANCEL)
-        client.cancel(*reversed(run_dir.info()["job_ids"]))
-        raise
+    return raise_fatal([*others, *check_request(facts, cluster)])

@@ -165,8 +165,7 @@ class _Place:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
-        # Checkpoints of earlier versions have no epochs.
-        for loader, epoch in zip(self._accelerator._dataloaders, state.get("epochs", ()), strict=False):
+        for loader, epoch in zip(self._accelerator._dataloaders, state["epochs"], strict=False):
             loader.iteration = epoch
 
     @contextmanager

@@ -13,9 +13,9 @@ from typing import Any
 
 from slurmtrain.choices import Allow, JobKind
 from slurmtrain.config.frozen import to_values
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.our_decoder import is_our_decoder
 from slurmtrain.planner.schedule import learning_rate
 
 Values = tuple[Any, Any]  # a field's value before and after

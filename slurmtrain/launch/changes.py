@@ -1,28 +1,32 @@
-"""`resume RUN key=value` and `--code`: continue with another config, or with the code as it is now.
+"""`resume RUN KEY=VALUE`, `resume RUN --code` and `requeue RUN KEY=VALUE`: continue with another config, or with today's code.
 
-The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001; and run.json lists each change.
-A change can be cut short at any moment: run.json names its number from before the first step to the last, which is one
-write of run.json, and `undo_unfinished` undoes one that was cut short.
+A change is made when no rank is at work. All that it replaces is first written into a folder of the run directory; the
+description of the change, which is written last, decides that it is made. Whoever finds such a folder later completes the
+change (`finish_change`). The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001.
+
+For a running job, the change is stored in the run directory, and made before the next attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import re
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.frozen import config_hash, first_line, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.keys import fields_instead, unknown_field
+from slurmtrain.config.overrides import parse
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch import submit_once
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.directives import without_past
@@ -30,15 +34,16 @@ from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
-from slurmtrain.launch.submit import code_facts, job_paths, own_checkpoints_of, steps_of
+from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
+from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup, reached_step
-from slurmtrain.runs.code_record import record_of
+from slurmtrain.runs.code_record import CodeRecord, read_code_record, record_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
+from slurmtrain.system.modes import folder_mode
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +51,11 @@ log = logging.getLogger(__name__)
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
-_FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
+STAGED, DECISION = ".change", "decision.json"
 
 
 def change(
-    run_dir: RunDir,
-    overrides: Sequence[str],
-    cwd: Path,
-    *,
-    code: bool = False,
-    client: SlurmClient | None = None,
+    run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False, client: SlurmClient | None = None
 ) -> list[str]:
     """Change a run none of whose ranks is at work, before it starts again. Nothing is changed if anything is wrong.
 
@@ -76,52 +76,60 @@ def change(
         ConfigError: the changed config cannot work, or the folder of the code no longer exists.
         ClusterError: SLURM would refuse the job.
     """
-    before = load_frozen(run_dir.config_file, with_secrets=False)
-    known = _unused(run_dir, overrides) if overrides and not code else None
-    if known is not None:
-        return [f"changed already: {word}" for word in known]
+    finish_change(run_dir)
+    before, info = load_frozen(run_dir.config_file, with_secrets=False), run_dir.info()
+    changes, last_attempt = info.get("changes", []), max(run_dir.attempt_numbers(), default=0)
+    latest = changes[-1] if changes and not code else {}
+    if overrides and (latest.get("typed"), latest.get("attempts")) == (list(overrides), last_attempt):
+        return [f"changed already: {word}" for word in latest["set"]]
     config, words = plan(run_dir, before, overrides, cwd) if overrides else (before, [])
-    info = run_dir.info()
-    number = _free_number(run_dir, len(info.get("changes", ())) + 1)
-    fresh, snapshot = run_dir.path / f"{_FRESH}{os.getpid()}", None
+    facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides), "attempts": last_attempt}
+    new: dict[str, Any] = {"own_checkpoints": None} if "own_checkpoints" in info else {}
+    new |= facts_of_config(config)
+    staged = run_dir.path / STAGED
+    staged.mkdir(mode=folder_mode(run_dir.path))
     try:
         if code:
-            snapshot = _snapshot(config, info, fresh)
-        facts: dict[str, Any] = {"time": time.time(), "set": words, "typed": list(overrides)}
-        facts["attempts"] = _last_attempt(run_dir)
-        new: dict[str, Any] = {"config_hash": config_hash(config), "steps": steps_of(config)}
-        new |= {"own_checkpoints": None} if "own_checkpoints" in info else {}
-        new |= own_checkpoints_of(config)
-        if snapshot is not None:
-            facts["code"] = {**info["code"], **code_facts(snapshot)}
-            new |= {"code": facts["code"], "workdir": snapshot.workdir, "import_roots": list(snapshot.roots)}
-            _take_along(run_dir, fresh, since=_code_taken(info))
+            record, source = _snapshot(config, info, staged / run_dir.code.name)
+            facts["code"] = {**info["code"], **record.git}
+            new |= {"code": facts["code"], "workdir": source.workdir, "import_roots": list(source.roots)}
+            _take_along(run_dir, staged / run_dir.code.name)
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
         if client is not None:
             check_accepted(run_dir, script, client)
-        run_dir.update_info(changing=number)
-        _keep(run_dir.config_file, number)
-        _keep(run_dir.script, number)
-        if snapshot is not None:
-            run_dir.code.rename(_kept(run_dir.code, number))
-            fresh.rename(run_dir.code)
-            _keep(record_of(run_dir.code), number)
-            _replace_record(run_dir, fresh)
-        files.write_text(run_dir.config_file, freeze(config))
-        files.write_text(run_dir.script, script)
-        run_dir.update_info(
-            **new,
-            overrides=[*info["overrides"], *words],
-            changes=[*info.get("changes", ()), facts],
-            packed=False,
-            changing=None,
-        )
+        files.write_text(staged / run_dir.config_file.name, freeze(config))
+        files.write_text(staged / run_dir.script.name, script)
+        new |= {"overrides": [*info["overrides"], *words], "changes": [*changes, facts], "packed": False}
+        files.write_json(staged / DECISION, {"number": len(changes) + 1, "info": new})
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        record_of(fresh).unlink(missing_ok=True)
-    changes = {key: list(values) for key, values in differences(before, config).items()}
-    run_dir.event(Event.CHANGED, set=words, changed=changes, code=facts.get("code"))
+        finish_change(run_dir)
+    changed_fields = {key: list(values) for key, values in differences(before, config).items()}
+    run_dir.event(Event.CHANGED, set=words, changed=changed_fields, code=facts.get("code"))
     return describe(before, config, reached_step.newest_checkpoint_step(run_dir))
+
+
+def finish_change(run_dir: RunDir) -> None:
+    """Complete a change that was decided and cut short; remove what is left of one that was not.
+
+    Called only by the process that has claimed the run. It may be cut short itself.
+    """
+    staged = run_dir.path / STAGED
+    decision = files.read_json(staged / DECISION)
+    if decision is not None:
+        for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code), run_dir.code):
+            fresh, kept = staged / path.name, _kept(path, decision["number"])
+            if not os.path.lexists(fresh):
+                continue
+            if os.path.lexists(path) and not os.path.lexists(kept):
+                path.rename(kept) if path == run_dir.code else files.link_or_copy(path, kept)
+            fresh.replace(path)
+        run_dir.update_info(**decision["info"])
+    shutil.rmtree(staged, ignore_errors=True)
+
+
+def _kept(path: Path, number: int) -> Path:
+    """Return the name that the file at `path` gets when change `number` replaces it: config.0001.yaml, code.0001."""
+    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
 
 
 def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, list[str]]:
@@ -133,11 +141,11 @@ def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -
     if lookup.is_sweep(run_dir.path.parent):
         check_of_one_run(words, run_dir.info().get("varied") or ())
     config, dims = changed(before, words, cwd)
-    check_meaning(before, config, reached_step.newest_checkpoint_step(run_dir))
+    step = reached_step.newest_checkpoint_step(run_dir)
+    check_meaning(before, config, step)
     check_fits(config, dims)
     check_prepared(config)
-    begun = reached_step.newest_checkpoint_step(run_dir) is not None
-    for warning in check_named_paths(config, cwd, begun=begun):
+    for warning in check_named_paths(config, cwd, begun=step is not None):
         log.warning(warning)
     return config, words
 
@@ -148,105 +156,48 @@ def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
     Raises:
         RefusedError: it would not.
     """
-    present = run_dir.script.read_text() if run_dir.script.is_file() else ""
-    if _resources(script) == _resources(present):
-        return
-    proposed = run_dir.path / f"{_FRESH}{os.getpid()}.sbatch"
-    proposed.write_text(without_past(script))
-    try:
-        submit_once.check(proposed, client)
-    finally:
-        proposed.unlink(missing_ok=True)
+    asks = [
+        [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+        for text in (script, run_dir.script.read_text() if run_dir.script.is_file() else "")
+    ]
+    if asks[0] != asks[1]:
+        with tempfile.TemporaryDirectory(prefix="slurmtrain-change-") as folder:
+            proposed = Path(folder) / run_dir.script.name
+            proposed.write_text(without_past(script))
+            submit_once.check(proposed, client)
 
 
-def _resources(script: str) -> list[str]:
-    """Return the options of sbatch in a script, in order."""
-    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+def _take_along(run_dir: RunDir, fresh: Path) -> None:
+    """Link into a new snapshot the files that the program has written beside its code, such as its checkpoints.
 
-
-def _last_attempt(run_dir: RunDir) -> int:
-    return max(run_dir.attempt_numbers(), default=0)
-
-
-def _unused(run_dir: RunDir, overrides: Sequence[str]) -> list[str] | None:
-    """Return what these overrides have set, if they are the latest change and no attempt has begun since; else None."""
-    latest = next(iter(reversed(run_dir.info().get("changes") or ())), None)
-    if not isinstance(latest, dict) or latest.get("typed") != list(overrides) or "code" in latest:
-        return None
-    return list(latest["set"]) if latest.get("attempts") == _last_attempt(run_dir) else None
-
-
-def _code_taken(info: Mapping[str, Any]) -> float:
-    """Return when the run's present snapshot was complete, in unix seconds."""
-    taken: list[float] = [info["created"], *(each["time"] for each in info.get("changes", ()) if "code" in each)]
-    return max(taken)
-
-
-def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
-    """Link into a new snapshot the files that the program has written into the one before.
-
-    Checkpoints that the program names relatively are such files.
-
-    They are links, or copies, so that the former snapshot stays whole. Making one changes a file's ctime, by which it is
-    recognised at the next change; a file of the snapshot itself has had its own since before `since`.
+    They are links, or copies, so that the former snapshot stays whole.
     """
+    record = read_code_record(run_dir.code_record_file) or CodeRecord()
     for folder, _, names in os.walk(run_dir.code):
-        if Path(folder).name == "__pycache__":
-            continue
-        for name in names:
-            source = Path(folder) / name
-            target = fresh / source.relative_to(run_dir.code)
-            if source.lstat().st_ctime > since and not os.path.lexists(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                files.link_or_copy(source, target)
+        for path in (Path(folder) / name for name in names if Path(folder).name != "__pycache__"):
+            inside = path.relative_to(run_dir.code)
+            if str(inside) not in {**record.files, **record.links} and not os.path.lexists(fresh / inside):
+                (fresh / inside).parent.mkdir(parents=True, exist_ok=True)
+                files.link_or_copy(path, fresh / inside)
 
 
-def undo_unfinished(run_dir: RunDir) -> None:
-    """Restore the state of a run before a change that was cut short.
-
-    Called only by the process that has claimed the run.
-    """
-    _remove_leftovers(run_dir)
-    number = run_dir.info().get("changing")
-    if number is None:
-        kept = _kept_code(run_dir)
-    else:
-        for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code)):
-            if _kept(path, number).is_file():
-                _kept(path, number).replace(path)
-        kept = _kept(run_dir.code, number)
-    if kept is not None and os.path.lexists(kept):
-        if os.path.lexists(run_dir.code):
-            run_dir.code.rename(run_dir.path / f"{_FRESH}{os.getpid()}")
-        kept.rename(run_dir.code)
-    if number is not None:
-        run_dir.update_info(changing=None)
-    _remove_leftovers(run_dir)
-
-
-def _replace_record(run_dir: RunDir, fresh: Path) -> None:
-    """Make what is known of the new code that of the run's; code in place has none."""
-    if record_of(fresh).is_file():
-        record_of(fresh).replace(record_of(run_dir.code))
-    else:
-        record_of(run_dir.code).unlink(missing_ok=True)
-
-
-def _remove_leftovers(run_dir: RunDir) -> None:
-    for left in run_dir.path.glob(f"{_FRESH}*"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
-
-
-def _kept_code(run_dir: RunDir) -> Path | None:
-    """Return the code that was kept last, if the run has none although it runs from a snapshot."""
-    if os.path.lexists(run_dir.code) or run_dir.info().get("workdir", "/").startswith("/"):
-        return None
-    return max(
-        (path for path in run_dir.path.glob("code.*") if re.fullmatch(r"code\.[0-9]{4,}", path.name)), default=None
-    )
+def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> tuple[CodeRecord, CodeSource]:
+    """Copy the code as it is now, from the folder where the run was submitted."""
+    cwd = Path(info["submit_dir"])
+    if info["workdir"].startswith("/"):
+        raise UsageError(
+            f"--code: this run has no snapshot; it runs in place, in {info['workdir']}",
+            hint="it already runs the current code; resume it without --code",
+        )
+    if not cwd.is_dir():
+        raise ConfigError(f"--code: {cwd}, from which the run was submitted, no longer exists")
+    source = find_source(config.job, cwd, interpreter_of(config.cluster))
+    if source.root is None:
+        raise ConfigError(f"--code: {cwd} is no longer in a git work tree", hint="job.snapshot=cwd copies a folder")
+    record = take_snapshot(config.job, source, target)
+    # `target` becomes RUN/code, with the files that the run itself has written beside its code.
+    check_in_snapshot(config, target / Path(source.workdir).relative_to("code"), source, cwd)
+    return record, source
 
 
 def changed(
@@ -261,11 +212,11 @@ def changed(
         UsageError: an override cannot be read, or names what cannot be changed.
         ConfigError: an unknown field, or a value that cannot work.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
     values = to_values(config)
     for word in overrides:
-        path, value, added = _parsed(word, fixed)
+        path, value, added = parse_override(word)
+        if ".".join(path) in fixed or path[0] == "hydra":
+            raise UsageError(f"{word}: {'.'.join(path)} was decided when the run was submitted", hint="submit it anew")
         inside: Any = values
         for number, part in enumerate(path):
             if not isinstance(inside, dict) or (part not in inside and not added):
@@ -275,12 +226,27 @@ def changed(
             if number < len(path) - 1:
                 inside = inside.setdefault(part, {})
         inside[path[-1]] = value
-    try:
-        found = to_config(values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {first_line(error)}", hint="config.yaml shows all fields") from None
+    found = to_config(values)
     dims = validate(found)
     return with_absolute_paths(found, cwd), dims
+
+
+def parse_override(word: str) -> tuple[list[str], Any, bool]:
+    """Return the key and the value of an override that sets one field, and whether it may add it (`+key=value`).
+
+    Raises:
+        UsageError: it cannot be read, or sets something else than one field.
+    """
+    parsed = parse(word)
+    field, hint = parsed.key_or_group, None
+    plain = not parsed.is_delete() and not parsed.is_sweep_override()
+    if plain and "." not in field and (unknown := unknown_field(field, f" (in {word!r})")) is not None:
+        raise unknown
+    if plain and not isinstance(parsed.value(), dict):
+        hint = fields_instead(field, str(parsed.value()))
+    if "." not in field or hint is not None or not plain:
+        raise UsageError(f"{word}: only single fields can be set", hint=hint or "such as optim.lr=1e-4")
+    return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
 
 
 def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
@@ -294,7 +260,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
     for word in overrides:
-        field = ".".join(_parsed(word)[0])
+        field = ".".join(parse_override(word)[0])
         if field.partition(".")[0] in OF_THE_SWEEP:
             why = f"{field} is the same for all runs that share a job"
         elif any(f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}.") for key in keys):
@@ -304,62 +270,71 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a separate run")
 
 
-def _parsed(word: str, fixed: Sequence[str] = FIXED) -> tuple[list[str], Any, bool]:
-    from hydra.errors import HydraException
-
-    from slurmtrain.config.override_parser import TypedOverridesParser
-
-    try:
-        (parsed,) = TypedOverridesParser.create().parse_overrides([word])
-    except HydraException:
-        raise UsageError(f"{word}: cannot read it", hint="key=value, such as optim.lr=1e-4") from None
-    field = parsed.key_or_group
-    if field in fixed or field.partition(".")[0] == "hydra":
-        raise UsageError(f"{word}: {field} was decided when the run was submitted", hint="submit it anew")
-    plain = not parsed.is_delete() and not parsed.is_sweep_override()
-    unknown = unknown_field(field, f" (in {word!r})") if plain and "." not in field else None
-    if unknown is not None:
-        raise unknown
-    hint = fields_instead(field, str(parsed.value())) if plain and not isinstance(parsed.value(), dict) else None
-    if "." not in field or hint is not None or not plain:
-        raise UsageError(f"{word}: only single fields can be set", hint=hint or "such as optim.lr=1e-4")
-    return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
+# For the next attempt of a running job.
 
 
-def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot:
-    """Copy the code as it is now, from the folder where the run was submitted."""
-    cwd = Path(info["submit_dir"])
-    if info["workdir"].startswith("/"):
+@contextlib.contextmanager
+def record_next_change(
+    run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmClient | None
+) -> Iterator[list[str]]:
+    """Store a change for the run's next attempt, after all checks, and yield sentences that say what will be different.
+
+    It is dropped if the block fails.
+
+    Args:
+        client: asked whether SLURM accepts the changed script; None: there is none.
+
+    Raises as `change`.
+    """
+    if waiting := kept_for_next_attempt(run_dir):
         raise UsageError(
-            f"--code: this run has no snapshot; it runs in place, in {info['workdir']}",
-            hint="it already runs the current code; resume it without --code",
+            f"{' '.join(waiting)} already waits for the next attempt of run {run_dir.id}",
+            hint="type this command again when that has begun",
         )
-    if not cwd.is_dir():
-        raise ConfigError(f"--code: {cwd}, from which the run was submitted, no longer exists")
-    source = find_source(config.job, cwd, interpreter_of(config.cluster))
-    if source.root is None:
-        raise ConfigError(f"--code: {cwd} is no longer in a git work tree", hint="job.snapshot=cwd copies a folder")
-    snapshot = take_snapshot(config.job, source, target)
-    # `target` becomes RUN/code, with the files that the run itself has written beside its code.
-    check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)
-    return snapshot
+    before = load_frozen(run_dir.config_file, with_secrets=False)
+    after, words = plan(run_dir, before, overrides, cwd)
+    if client is not None:
+        check_accepted(run_dir, render_script(after, job_paths([run_dir.path], run_dir.info())), client)
+    files.write_json(run_dir.next_change_file, {"set": words, "cwd": str(cwd)})
+    try:
+        yield describe(before, after, reached_step.newest_checkpoint_step(run_dir))
+    except BaseException:
+        run_dir.next_change_file.unlink(missing_ok=True)
+        raise
+    run_dir.event(Event.CHANGE_ASKED, set=words)
 
 
-def _kept(path: Path, number: int) -> Path:
-    """Return the name that the file at `path` gets when change `number` replaces it: config.0001.yaml, code.0001."""
-    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
+def apply_next_change(run_dir: RunDir, *, in_this_job: bool = False) -> bool:
+    """Make the change that is stored for the next attempt, and return whether it was made.
+
+    Called when no rank is at work, by whoever starts the next attempt. A change that cannot be made any more is recorded, and
+    the run continues without it.
+
+    Args:
+        in_this_job: the next attempt begins in this job, so nothing is done if the change needs another script.
+    """
+    kept = files.read_json(run_dir.next_change_file)
+    if kept is None:
+        return False
+    words, cwd = kept["set"], Path(kept["cwd"])
+    try:
+        finish_change(run_dir)
+        if in_this_job:
+            after, _ = plan(run_dir, load_frozen(run_dir.config_file, with_secrets=False), words, cwd)
+            if render_script(after, job_paths([run_dir.path], run_dir.info())) != run_dir.script.read_text():
+                return False
+        for line in change(run_dir, words, cwd):
+            log.info(line)
+    except Exception as error:  # the next try would fail in the same way, and requeue the job again and again
+        why = error.message if isinstance(error, SlurmtrainError) else f"{type(error).__name__}: {error}"
+        log.warning("the run continues without %s: %s", " ".join(words), why)
+        run_dir.event(Event.NOT_CHANGED, set=words, why=why)
+        run_dir.next_change_file.unlink(missing_ok=True)
+        return False
+    run_dir.next_change_file.unlink(missing_ok=True)
+    return True
 
 
-def _free_number(run_dir: RunDir, number: int) -> int:
-    """Return the first number, from `number` on, under which nothing is kept."""
-    while any(os.path.lexists(_kept(path, number)) for path in (run_dir.config_file, run_dir.script, run_dir.code)):
-        number += 1
-    return number
-
-
-def _keep(path: Path, number: int) -> None:
-    """Keep a file under another name beside itself, whole or not at all."""
-    if path.is_file():
-        kept = _kept(path, number)
-        shutil.copy2(path, kept.with_name(f".{kept.name}"))
-        kept.with_name(f".{kept.name}").rename(kept)
+def kept_for_next_attempt(run_dir: RunDir) -> list[str]:
+    """Return what will be set before the run's next attempt, as KEY=VALUE; nothing if no change is stored."""
+    return list((files.read_json(run_dir.next_change_file) or {}).get("set", ()))

@@ -13,32 +13,33 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import socket
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.choices import Backend, JobKind
+from slurmtrain.choices import JobKind
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
-from slurmtrain.config.frozen import config_hash, freeze, load_frozen
+from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
-from slurmtrain.launch.own_jobs import in_queue
+from slurmtrain.launch.changes import parse_override
+from slurmtrain.launch.job import in_queue, submit
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
+from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.launch.submit import job_paths, run_info
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
+from slurmtrain.runs.code_record import CodeRecord
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.origin import made_at
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.user import own_user
 
 
 def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
@@ -80,8 +81,8 @@ def prepare(
     return evaluation
 
 
-def submit_evaluation(evaluation: RunDir) -> None:
-    """Submit a prepared evaluation, unless it is in the queue or done.
+def submit_evaluation(evaluation: RunDir) -> str | None:
+    """Submit a prepared evaluation and return its job, unless it is in the queue or done: then None.
 
     Raises:
         ClusterError: sbatch is missing or refused.
@@ -89,12 +90,11 @@ def submit_evaluation(evaluation: RunDir) -> None:
     run_dir, config = evaluation.evaluated_run, load_frozen(evaluation.config_file, with_secrets=False)
     assert run_dir is not None
     with _alone(evaluation):
-        if not _is_done_or_under_way(evaluation):
-            retention.hold(
-                run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name
-            )
-            evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
-            submit([evaluation], config)
+        if _is_done_or_under_way(evaluation):
+            return None
+        retention.hold(run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name)
+        evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
+        return submit(evaluation, SlurmClient(evaluation.slurm_conf()))[0]
 
 
 def submit_due(run_dir: RunDir) -> None:
@@ -125,12 +125,7 @@ def submit_due(run_dir: RunDir) -> None:
 def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     """Cancel the jobs that evaluate checkpoints of these runs, with one scancel, and return the evaluations that had any."""
     evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
-    found = states(evaluations)
     left = in_queue([each for each in evaluations if each.info_file.exists()], client)
-    for each in evaluations:
-        now = found[each.id]
-        if now.alive and now.own_job and now.job_id and now.job_id not in left[each.id]:
-            left[each.id].append(now.job_id)
     alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
         requests.ask_to_cancel(evaluation)
@@ -149,17 +144,14 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
 
 def _submit_first(run_dir: RunDir, checkpoint: Path) -> None:
     step = step_of(checkpoint)
-    evaluation = run_dir.evaluation(step)
     try:
-        with _alone(evaluation):
-            if _job_ids(evaluation):  # another process has submitted it meanwhile
-                return
-            config = _config(run_dir, checkpoint, here=False)
-            _write(evaluation, run_dir, config)
-            job_id = submit([evaluation], config)
+        evaluation = prepare(run_dir, checkpoint, here=False)
+        job_id = submit_evaluation(evaluation)
     except SlurmtrainError as error:
         run_dir.event(Event.EVALUATION_NOT_SUBMITTED, step=step, error=error.message)
         raise
+    if job_id is None:  # another process has submitted it meanwhile
+        return
     run_dir.event(Event.EVALUATION_SUBMITTED, step=step, job_id=job_id)
     if _is_cancelled(run_dir):  # while sbatch was at work
         SlurmClient(evaluation.slurm_conf()).cancel(job_id)
@@ -192,18 +184,10 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides in Hydra's grammar as nested values."""
-    from hydra.errors import HydraException
-
-    from slurmtrain.config.override_parser import TypedOverridesParser
-
     changes: dict[str, Any] = {}
     for word in overrides:
-        try:
-            (parsed,) = TypedOverridesParser.create().parse_overrides([word])
-        except HydraException:
-            raise UsageError(f"cannot read the override {word!r}", hint="write key=value") from None
-        path = parsed.key_or_group.split(".")
-        if path[0] not in CHANGEABLE or len(path) < 2 or parsed.is_delete() or parsed.is_sweep_override():
+        path, value, _ = parse_override(word)
+        if path[0] not in CHANGEABLE:
             raise UsageError(
                 f"evaluate cannot take {word!r}: the run is evaluated as it was trained",
                 hint=f"single fields of {', '.join(CHANGEABLE)}, such as cluster.tasks_per_node=2",
@@ -211,7 +195,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
         inside = changes
         for part in path[:-1]:
             inside = inside.setdefault(part, {})
-        inside[path[-1]] = parsed.value()
+        inside[path[-1]] = value
     return changes
 
 
@@ -221,24 +205,13 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
     with contextlib.suppress(FileExistsError):
         evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
     trained = run_dir.info()
-    info = {
-        "id": evaluation.id,
-        "name": config.job.name,
-        "overrides": list(overrides),
-        "config_hash": config_hash(config),
-        "backend": config.cluster.backend,
-        "steps": None,
-        **{key: trained[key] for key in ("code", "workdir", "submit_dir", "version")},
-        "import_roots": trained.get("import_roots", []),
-        "user": own_user(),
-        "host": socket.gethostname(),
-        "created": time.time(),
-        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == Backend.SLURM else None,
-        "job_ids": _job_ids(evaluation),
-    }
+    source = CodeSource(None, trained["workdir"], roots=tuple(trained.get("import_roots", ())))
+    info = run_info(config, overrides, CodeRecord(), source, Path(trained["submit_dir"]))
+    info |= {"code": trained["code"], "version": trained["version"], "job_ids": _job_ids(evaluation)}
+    info |= {"made_at": made_at(evaluation.path), **({"copy": trained["copy"]} if trained.get("copy") else {})}
     files.write_text(evaluation.config_file, freeze(config))
     files.write_text(evaluation.script, render_script(config, job_paths([evaluation.path], trained)))
-    files.write_json(evaluation.info_file, info)
+    files.write_json(evaluation.info_file, {"id": evaluation.id, **info})
 
 
 def _job_ids(evaluation: RunDir) -> list[str]:

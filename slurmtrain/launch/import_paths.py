@@ -14,16 +14,16 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
 
-ASK_S = 30  # an interpreter on a slow file system takes seconds to start
-# Run by the ranks' interpreter, of any version: prints its search path, and the names that its import hooks map.
+ASK_S = 60  # an interpreter on a slow file system takes seconds to start
+# The search path of an interpreter, and the names that its import hooks map.
 # setuptools keeps the mapping beside its hook, `editables` in its class, scikit-build-core in its instance.
-QUESTION = """
+IMPORTS = """
 import json, sys
 hooks, before = [], True
 for finder in sys.meta_path:
@@ -42,12 +42,11 @@ for finder in sys.meta_path:
                     for name, path in mapping.items()
                     if isinstance(name, str) and isinstance(path, str)
                 ]
-print(json.dumps({"path": [each for each in sys.path if isinstance(each, str)], "hooks": hooks}))
+print(json.dumps([[each for each in sys.path if isinstance(each, str)], hooks]))
 """
 
 
-@dataclass(frozen=True)
-class Hook:
+class Hook(NamedTuple):
     """A name that an import hook maps to a place.
 
     Attributes:
@@ -63,12 +62,11 @@ class Hook:
     path: str
 
 
-@dataclass(frozen=True)
-class ImportPaths:
+class ImportPaths(NamedTuple):
     """The search path of an interpreter, and what its import hooks map."""
 
-    path: tuple[str, ...] = ()
-    hooks: tuple[Hook, ...] = ()
+    path: Sequence[str] = ()
+    hooks: Sequence[Hook] = ()
 
 
 def interpreter_of(cluster: ClusterConfig) -> str | None:
@@ -77,34 +75,29 @@ def interpreter_of(cluster: ClusterConfig) -> str | None:
         return None
     if cluster.python:
         return shutil.which(os.path.expanduser(cluster.python))
-    if cluster.venv:
-        return shutil.which(os.path.join(os.path.expanduser(cluster.venv), "bin", "python"))
-    if cluster.conda_env:
-        return _of_conda(os.path.expanduser(cluster.conda_env))
-    return sys.executable
-
-
-def _of_conda(name: str) -> str | None:
-    if os.sep in name:
-        return shutil.which(os.path.join(name, "bin", "python"))
+    environment = os.path.expanduser(cluster.venv or cluster.conda_env or "")
+    if not environment:
+        return sys.executable
+    if cluster.venv or os.sep in environment:
+        return shutil.which(os.path.join(environment, "bin", "python"))
     base = os.path.dirname(os.path.dirname(os.environ.get("CONDA_EXE", "")))
     folders = [*os.environ.get("CONDA_ENVS_PATH", "").split(":"), os.path.join(base, "envs") if base else ""]
     folders.append(os.path.expanduser("~/.conda/envs"))
-    found = (shutil.which(os.path.join(folder, name, "bin", "python")) for folder in folders if folder)
+    found = (shutil.which(os.path.join(folder, environment, "bin", "python")) for folder in folders if folder)
     return next((each for each in found if each), None)
 
 
 def ask(interpreter: str) -> ImportPaths:
-    """Ask an interpreter where it looks for modules; the result is empty if it does not answer."""
+    """Ask an interpreter, of any version, where it looks for modules; the result is empty if it does not answer."""
     try:
-        # In "/", so that no entry is relative to where this is asked.
-        answer = subprocess.run(
-            [interpreter, "-c", QUESTION], cwd="/", capture_output=True, text=True, timeout=ASK_S, check=True
+        # From the root, so that no entry of its path is relative to where it is asked.
+        done = subprocess.run(
+            [interpreter, "-c", IMPORTS], cwd="/", capture_output=True, text=True, timeout=ASK_S, check=True
         )
-        found = json.loads(answer.stdout.splitlines()[-1])
-        return ImportPaths(tuple(found["path"]), tuple(Hook(*each) for each in found["hooks"]))
+        path, hooks = json.loads(done.stdout.splitlines()[-1])  # a .pth file may have printed before
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ImportPaths()
+    return ImportPaths(path, [Hook(*each) for each in hooks])
 
 
 def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
@@ -116,46 +109,35 @@ def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
     found: list[PurePath] = []
     for entry in paths.path:
         below = _below(root, entry)
-        if below is None or _is_installation(below) or not os.path.isdir(entry):
+        if below is None or not os.path.isdir(entry):
             continue
         if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
     for hook in paths.hooks:
         below = _below(root, hook.path)
-        if below is None or _is_installation(below):
+        if below is None:
             continue
-        parent = _parent_of(below, hook.name)
-        if hook.before or parent is None:
+        # The folder from which the name would be imported as this file; None when its files have other names.
+        file = (
+            below.parent if below.name == "__init__.py" else below.with_suffix("") if below.suffix == ".py" else below
+        )
+        parts = tuple(hook.name.split("."))
+        if hook.before or file.parts[-len(parts) :] != parts:
             raise _cannot_be_mapped(root, hook.path, f"the import hook {hook.module}")
-        found.append(parent)
+        found.append(PurePath(*file.parts[: -len(parts)]))
     return tuple(dict.fromkeys(str(each) for each in found if each != PurePath(".")))
 
 
 def _below(root: Path, path: str) -> PurePath | None:
-    """Return the path relative to `root`, with links resolved; None when it lies elsewhere."""
-    if not os.path.isabs(path):
+    """Return the path relative to `root`, with links resolved; None when it lies elsewhere, or in an environment."""
+    real, top = os.path.realpath(path), os.path.realpath(root)
+    if not os.path.isabs(path) or not Path(real).is_relative_to(top):
         return None
-    try:
-        return Path(os.path.realpath(path)).relative_to(os.path.realpath(root))
-    except ValueError:
-        return None
-
-
-def _is_installation(below: PurePath) -> bool:
-    """Return whether a path is in an environment inside the work tree.
-
-    An environment holds copies of packages, not the project's own code.
-    """
-    standard = os.path.basename(sysconfig.get_path("stdlib"))
-    return any(part in ("site-packages", "dist-packages") for part in below.parts) or standard in below.parts
-
-
-def _parent_of(below: PurePath, name: str) -> PurePath | None:
-    """Return the folder from which `name` would be imported as the file `below`; None when its files have other names."""
-    file = below.parent if below.name == "__init__.py" else below.with_suffix("") if below.suffix == ".py" else below
-    parts = tuple(name.split("."))
-    return PurePath(*file.parts[: -len(parts)]) if file.parts[-len(parts) :] == parts else None
+    below = Path(real).relative_to(top)
+    # An environment inside the work tree holds copies of packages, not the project's own code.
+    installed = {"site-packages", "dist-packages", os.path.basename(sysconfig.get_path("stdlib"))}
+    return None if installed & {*below.parts} else below
 
 
 def _cannot_be_mapped(root: Path, path: str, what: str) -> ConfigError:

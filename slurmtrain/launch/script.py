@@ -11,18 +11,16 @@ import shlex
 from typing import TYPE_CHECKING
 
 from slurmtrain import __version__
+from slurmtrain.config.folders import shipped
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.launch.directives import explained_directives
+from slurmtrain.launch.directives import JobPaths, Line, explained_directives
 from slurmtrain.launch.import_paths import pythonpath_folders
-from slurmtrain.launch.script_parts import JobPaths, Line
 from slurmtrain.launch.srun import explained_srun
-from slurmtrain.resources import shipped
 from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.versions import Version
 
 if TYPE_CHECKING:
     import jinja2
@@ -42,13 +40,10 @@ def render_script(config: Config, paths: JobPaths) -> str:
     return _render(config, paths, _environment().get_template(TEMPLATE))
 
 
-def explain_script(
-    config: Config, paths: JobPaths, version: Version | None = None, order: str | None = None
-) -> list[Line]:
+def explain_script(config: Config, paths: JobPaths, order: str | None = None) -> list[Line]:
     """Return the lines of `render_script`, each with the reason why it is there.
 
     Args:
-        version: the release of SLURM on the cluster; None: not known, and the reasons are those of all releases.
         order: how ranks are numbered over nodes there; see `slurm.topology`.
     """
     environment = _environment()
@@ -56,10 +51,10 @@ def explain_script(
     template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
     run_dir = paths.run_dirs[0]
     srun = explained_srun(
-        config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir, packed=paths.pack > 1, version=version
+        config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir, packed=paths.pack > 1
     )
     return [
-        *_with_reasons(_render(config, paths, template, version, order)),
+        *_with_reasons(_render(config, paths, template, order)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
         *(each.line for each in srun),
@@ -102,13 +97,12 @@ def _render(
     config: Config,
     paths: JobPaths,
     template: jinja2.Template,
-    version: Version | None = None,
     order: str | None = None,
 ) -> str:
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
     return template.render(
         version=__version__,
-        directives=explained_directives(config, paths, version, order),
+        directives=explained_directives(config, paths, order),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         tasks=paths.tasks,

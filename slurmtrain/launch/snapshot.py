@@ -3,69 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import SnapshotMode
+from slurmtrain.config.folders import PACKAGE, is_installed_copy, shipped
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
-from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.runs import lookup
-from slurmtrain.runs.code_record import CodeRecord, write_code_record
+from slurmtrain.runs.code_record import CodeRecord, read_code_record, write_code_record
 from slurmtrain.runs.create import folder_of
-from slurmtrain.runs.run_dir import DRILLS, ENVIRONMENTS, PREPARING, RunDir
+from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
-from slurmtrain.system.paths import absolute
+from slurmtrain.system.paths import absolute, runs_root
 from slurmtrain.system.process_facts import without_user
 
-# Variables that make git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those
-# of `git rev-parse --local-env-vars`, and two more.
-OF_ANOTHER_REPOSITORY = frozenset(
-    """GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_CEILING_DIRECTORIES GIT_COMMON_DIR GIT_CONFIG GIT_CONFIG_COUNT
-    GIT_CONFIG_PARAMETERS GIT_DIR GIT_GRAFT_FILE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_INTERNAL_SUPER_PREFIX
-    GIT_LITERAL_PATHSPECS GIT_NAMESPACE GIT_NO_REPLACE_OBJECTS GIT_OBJECT_DIRECTORY GIT_PREFIX GIT_REPLACE_REF_BASE
-    GIT_SHALLOW_FILE GIT_WORK_TREE""".split()
-)
+# Variables of git that do not say which repository is meant. All others are set within a hook or `git rebase --exec`.
+KEPT_FOR_GIT = ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM", "GIT_EXEC_PATH")
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
-UNTRACKED = "?"  # what `git ls-files -t` puts before such a file
-OWN_BUNDLE = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{5}\.tar(\.gz)?")  # the name that `runs bundle` gives
-GENERATOR = b'<meta name="generator" content="slurmtrain">'
-HEAD_BYTES = 2048  # of a page; the mark is among its first lines
+TIMED_OUT = 124
 LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The copy that was made.
-
-    Attributes:
-        workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
-            run in place.
-        revision: git commit, or None outside of git.
-        dirty: whether the work tree differed from that commit; None: git did not say.
-        roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
-        branch: git branch, or None.
-        remote: URL of git's remote `origin`, without user and password, or None.
-    """
-
-    workdir: str
-    revision: str | None = None
-    dirty: bool | None = False
-    roots: tuple[str, ...] = ()
-    branch: str | None = field(default=None, compare=False)
-    remote: str | None = field(default=None, compare=False)
-
-    @property
-    def in_place(self) -> bool:
-        return self.workdir.startswith("/")
 
 
 @dataclass(frozen=True)
@@ -74,9 +39,12 @@ class CodeSource:
 
     Attributes:
         root: the folder that is copied; None: run in place.
-        workdir, roots: as in `Snapshot`.
-        record: what is known of code that comes out of a bundle, of which every file is copied; None: git is asked.
-        bundle: what run.json says of that bundle.
+        workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
+            run in place.
+        roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
+        git: the files are those that git knows, or would.
+        record: what is known of code that was a snapshot before, and which files it has; None: git is asked.
+        bundle: what run.json says of the bundle that it comes from.
     """
 
     root: Path | None
@@ -99,30 +67,29 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Co
             snapshot can replace. Running in place instead would silently break the promise that later edits change
             nothing.
     """
-    source = _find_folders(job, cwd)
+    source = CodeSource(None, str(cwd)) if job.snapshot != SnapshotMode.CWD else CodeSource(cwd, "code")
+    if job.snapshot == SnapshotMode.AUTO:
+        found, here = _run_git(cwd, "rev-parse", "--show-toplevel"), cwd.resolve()
+        if found.returncode == 0 and found.stdout.strip():
+            root = Path(found.stdout.rstrip("\n"))
+            source = CodeSource(root, str("code" / here.relative_to(root.resolve())), git=True)
+        elif any((folder / ".git").exists() for folder in (here, *here.parents)):
+            raise _git_failed(here, found)
     if source.root is None or interpreter is None:
         return source
     return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
 
 
-def _find_folders(job: JobConfig, cwd: Path) -> CodeSource:
-    if job.snapshot == SnapshotMode.AUTO:
-        found = _run_git(cwd, "rev-parse", "--show-toplevel")
-        if found.returncode == 0 and found.stdout.strip():
-            root = Path(found.stdout.rstrip("\n"))
-            below = cwd.resolve().relative_to(root.resolve())
-            return CodeSource(root, "code" if below == Path(".") else f"code/{below}", git=True)
-        here = cwd.resolve()
-        if any((folder / ".git").exists() for folder in (here, *here.parents)):
-            raise _git_failed(here, found)
-    if job.snapshot == SnapshotMode.CWD:
-        return CodeSource(cwd, "code")
-    return CodeSource(None, str(cwd))
+def source_of_run(run_dir: RunDir) -> CodeSource:
+    """Return the code of a run as it was submitted, without what its program has written beside it."""
+    info, record = run_dir.info(), read_code_record(run_dir.code_record_file)
+    workdir, roots = str(info["workdir"]), tuple(info.get("import_roots", ()))
+    return CodeSource(None if workdir.startswith("/") else run_dir.code, workdir, roots=roots, record=record)
 
 
 def top_folder(cwd: Path) -> Path:
     """Return the folder whose code is sent to another machine: the git work tree around `cwd`, else `cwd`."""
-    return _find_folders(JobConfig(), cwd).root or cwd
+    return find_source(JobConfig(), cwd).root or cwd
 
 
 def files_to_send(cwd: Path, max_mb: int) -> list[Path]:
@@ -132,14 +99,14 @@ def files_to_send(cwd: Path, max_mb: int) -> list[Path]:
         ConfigError: they are larger than that, or git failed.
     """
     root = top_folder(cwd)
-    source = dataclasses.replace(_find_folders(JobConfig(), cwd), root=root)
-    files = _files_of(source, runs=absolute(str(lookup.runs_root()), cwd), target=root / "no such folder")
+    source = dataclasses.replace(find_source(JobConfig(), cwd), root=root)
+    files = _files_of(source, runs=absolute(str(runs_root()), cwd), target=root / "no such folder")
     _check_size(files, root, max_mb)
     return files
 
 
-def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
-    """Copy the code to `target`, and write what it is into the file beside it: see `CodeRecord`.
+def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecord:
+    """Copy the code to `target`, and write what it is into the file beside it.
 
     Raises:
         ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
@@ -147,13 +114,8 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
     target.mkdir(mode=folder_mode(target.parent))
     files: list[Path] = []
     if source.root is not None:
-        runs = Path(job.runs_dir)
-        if source.record is not None:
-            files = [
-                path.relative_to(source.root) for path in source.root.rglob("*") if path.is_file() or path.is_symlink()
-            ]
-        else:
-            files = _files_of(source, runs=runs if runs.is_absolute() else Path.cwd() / runs, target=target)
+        files = _files_of(source, runs=Path.cwd() / job.runs_dir, target=target)
+        if source.record is None:
             _check_size(files, source.root, job.snapshot_max_mb)
         for file in files:
             destination = target / file
@@ -170,8 +132,9 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
     inherit_group(target)
     forbid_others_to_write(target)  # the modes of the files are those of the work tree
     contents, links = _contents(target)
-    write_code_record(target, dataclasses.replace(git, files=contents, links=links))
-    return Snapshot(source.workdir, git.revision, git.dirty, source.roots, git.branch, git.remote)
+    record = dataclasses.replace(git, files=contents, links=links)
+    write_code_record(target, record)
+    return record
 
 
 def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
@@ -181,35 +144,33 @@ def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
         ConfigError: the code is git's, and git fails.
     """
     folder = source.root or Path(source.workdir)
-    # Of a work tree without a commit there is no HEAD.
-    revision = _run_git(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
-    dirty: bool | None
-    if source.git:
-        said = _git(folder, "status", "--porcelain", "-z", "--untracked-files=all")
-        # An untracked file counts if it is copied; an untracked name that ends in a slash is a repository inside.
-        dirty = any(
-            not line.startswith("?? ") or line.endswith("/") or Path(line[3:]) in files
-            for line in filter(None, said.split("\0"))
-        )
-    elif revision is None:
+    # Perhaps a work tree is so large that it runs in place for that.
+    run = functools.partial(_run_git, folder, patience_s=None if source.git else IN_PLACE_S)
+    others = "--untracked-files=all" if source.git else "--untracked-files=no"
+    status = run("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others)
+    if status.returncode == TIMED_OUT:
+        return CodeRecord(run("rev-parse", "HEAD").stdout.strip() or None, dirty=None, diff=None)
+    if status.returncode:
+        if source.git:
+            raise _git_failed(folder, status)
         return CodeRecord()
-    else:  # perhaps a work tree so large that it runs in place for that
-        answer = _run_git(folder, "status", "--porcelain", "--untracked-files=no", patience_s=IN_PLACE_S)
-        dirty = bool(answer.stdout) if answer.returncode == 0 else None
-    branch = _run_git(folder, "symbolic-ref", "--short", "--quiet", "HEAD").stdout.strip() or None
-    remote = _run_git(folder, "config", "--get", "remote.origin.url").stdout.strip() or None
-    state = CodeRecord(revision, dirty, branch, None if remote is None else without_user(remote))
-    if dirty is None:
-        return dataclasses.replace(state, diff=None)
+    lines = [line for line in status.stdout.split("\0") if line]
+    head = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# branch."))
+    new = [line[2:] for line in lines if line.startswith("? ")]  # counts if it is copied
+    untracked = [name for name in new if Path(name) in files]
+    # What ends with a slash is a repository inside.
+    dirty = bool(untracked) or any(line[0] not in "#?" or line.endswith("/") for line in lines)
+    revision = None if head.get("branch.oid") == "(initial)" else head.get("branch.oid")
+    branch = None if head.get("branch.head") == "(detached)" else head.get("branch.head")
+    if not source.git and revision is None:
+        return CodeRecord()
+    remote = run("config", "--get", "remote.origin.url").stdout.strip()
+    state = CodeRecord(revision, dirty, branch, without_user(remote) if remote else None)
     if not dirty or revision is None:
         return state
-    patience_s = None if source.git else IN_PLACE_S
-    words = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
-    answer = _run_git(folder, *words, patience_s=patience_s)
+    answer = run("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
     diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
-    others = _run_git(folder, "ls-files", "-z", "--others", "--exclude-standard").stdout.split("\0") if files else []
-    untracked = tuple(name for name in others if Path(name) in files)
-    return dataclasses.replace(state, diff=diff, untracked=untracked)
+    return dataclasses.replace(state, diff=diff, untracked=tuple(untracked))
 
 
 def _contents(target: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -236,45 +197,35 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     """
     assert source.root is not None
     root = source.root.resolve()
-    names = _files_in_git(root) if source.git else _visible_files(root)
+    if source.record is not None and source.record.files:
+        names = [Path(name) for name in (*source.record.files, *source.record.links)]
+        return [name for name in names if os.path.lexists(root / name)]
+    names = _files_in_git(root) if source.git else _visible_files(root, hidden=source.record is not None)
     runs, target = runs.resolve(), target.resolve()
     if runs.parent == folder_of(runs.parent.parent, DRILLS):  # the runs of a drill lie below those of the person
         runs = runs.parent.parent
-    apart = {PREPARING, DRILLS, *(folder_of(runs, name).name for name in (PREPARING, DRILLS))}
-    known: dict[Path, bool] = {}
+    is_run = functools.cache(lambda folder: RunDir(folder).exists())
+    is_sweep = functools.cache(lookup.is_sweep)
 
     def belongs_to_a_run(path: Path) -> bool:
-        if target in path.parents:
-            return True
-        if runs not in path.parents:
-            return False
+        if target in path.parents or runs not in path.parents:
+            return target in path.parents
         name, *below = path.relative_to(runs).parts
-        if name in apart or (below and is_one(runs / name, lookup.is_sweep)):
+        if below and (name.startswith(".") or name.split("-")[0] == DRILLS or is_sweep(runs / name)):
             return True
-        if below and name.startswith(ENVIRONMENTS):  # gigabytes that no code needs
-            return True
-        return len(below) > 1 and is_one(runs / name / below[0], lambda folder: RunDir(folder).exists())
-
-    def is_one(folder: Path, ask: Callable[[Path], bool]) -> bool:
-        if folder not in known:
-            known[folder] = ask(folder)
-        return known[folder]
+        return len(below) > 1 and is_run(runs / name / below[0])
 
     return [name for name in names if not belongs_to_a_run(root / name)]
 
 
 def _files_in_git(root: Path) -> list[Path]:
-    """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside.
-
-    Untracked bundles and reports are no code; those that somebody has committed are meant to be there.
-    """
-    listed = _git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard")
+    """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside."""
+    listed = _run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed.returncode:
+        raise _git_failed(root, listed)
     files: list[Path] = []
-    for entry in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
-        tag, name = entry[:1], entry[2:]
+    for name in filter(None, dict.fromkeys(listed.stdout.split("\0"))):  # a file in conflict is listed once a side
         path = root / name
-        if not name or (tag == UNTRACKED and _is_own_output(path)):
-            continue
         if path.is_file() or path.is_symlink():  # neither: deleted, but still tracked
             files.append(Path(name))
         elif (path / ".git").exists():  # to git, a repository inside is one entry; ls-files enters only tracked files
@@ -282,21 +233,9 @@ def _files_in_git(root: Path) -> list[Path]:
     return files
 
 
-def _visible_files(root: Path) -> list[Path]:
+def _visible_files(root: Path, *, hidden: bool) -> list[Path]:
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file() or path.is_symlink())
-    visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [name for name in visible if not _is_own_output(root / name)]
-
-
-def _is_own_output(path: Path) -> bool:
-    """Return whether a file is a bundle of `runs bundle`, by its name, or a page of `report`, by its content."""
-    if path.suffix != ".html":
-        return OWN_BUNDLE.fullmatch(path.name) is not None
-    try:
-        with path.open("rb") as file:
-            return GENERATOR in file.read(HEAD_BYTES)
-    except OSError:
-        return False
+    return [name for name in names if hidden or not any(part.startswith(".") for part in name.parts)]
 
 
 def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
@@ -311,36 +250,24 @@ def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
         )
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    """Return the output of git.
-
-    Raises:
-        ConfigError: it failed.
-    """
-    answer = _run_git(folder, *arguments)
-    if answer.returncode != 0:
-        raise _git_failed(folder, answer)
-    return answer.stdout
-
-
 def _run_git(folder: Path, *arguments: str, patience_s: float | None = None) -> subprocess.CompletedProcess[str]:
     command = ["git", *arguments]
-    if shutil.which("git") is None:
-        return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
     try:
         # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
         return subprocess.run(
             command,
             cwd=folder,
-            env={name: value for name, value in os.environ.items() if name not in OF_ANOTHER_REPOSITORY},
+            env={name: value for name, value in os.environ.items() if name in KEPT_FOR_GIT or name[:4] != "GIT_"},
             capture_output=True,
             text=True,
             errors="surrogateescape",
             check=False,
             timeout=patience_s,
         )
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"git took longer than {patience_s} s")
+        return subprocess.CompletedProcess(command, TIMED_OUT, "", f"git took longer than {patience_s} s")
 
 
 def _git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:

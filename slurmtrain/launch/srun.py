@@ -9,16 +9,10 @@ from pathlib import Path
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.launch.script_parts import Words
+from slurmtrain.launch.directives import Words
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.slurm.versions import (
-    PERCENT_SIGNS_READ_TWICE,
-    SRUN_COMPARES_CPUS_PER_TASK,
-    SRUN_FORGETS_CPUS_PER_TASK,
-    Version,
-    release,
-)
+from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, Version
 
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the supervisor sets for ranks
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -60,7 +54,10 @@ def explained_srun(
             ["srun"],
             "starts one process per task: a " + ("standby rank (requeue.standby_ranks)" if standby else "rank"),
         ),
-        Words([f"--cpus-per-task={cluster.cpus_per_task}"], _why_cpus_again(version)),
+        Words(
+            [f"--cpus-per-task={cluster.cpus_per_task}"],
+            "cluster.cpus_per_task, repeated because srun ignores that of sbatch (before 23.11), or finds it in two variables",
+        ),
         Words(["--kill-on-bad-exit=1"], "if a rank fails, srun ends the others, which would wait for it"),
         Words(
             [f"--wait={cluster.srun_wait_s}"],
@@ -139,18 +136,6 @@ def _apptainer_words(cluster: ClusterConfig, run_dir: Path, workdir: Path) -> It
     for word in container.args:
         yield Words([word], _OWN_ARGS)
     yield Words([str(container.image)], "cluster.container.image")
-
-
-def _why_cpus_again(version: Version | None) -> str:
-    """Return why srun gets the number of CPUs that sbatch has got already: each release has its own reason."""
-    known = [each for each in (SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK) if each.applies_to(version)]
-    if version is None:
-        known = [SRUN_FORGETS_CPUS_PER_TASK, SRUN_COMPARES_CPUS_PER_TASK]
-    of = [
-        f"{f'before {release(each.until)}' if each.until else f'since {release(each.since)}'}, {each.what}"
-        for each in known
-    ]
-    return "; ".join(["cluster.cpus_per_task, repeated for srun", *of])
 
 
 def srun_node_options(cluster: ClusterConfig, count: int, names: Sequence[str] = ()) -> list[str]:

@@ -34,44 +34,44 @@ from slurmtrain.slurm.command_environment import submission_environment
 log = logging.getLogger(__name__)
 
 # Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05), besides those of `slurm.answers`.
-# Answers of slurmctld to a request that it has read and refuses.
-REFUSED = (
-    *("invalid", "permission denied", "access denied", "not permitted", "no partition specified", "specification"),
-    *(
-        "more processors requested",
-        "requested nodes not in this partition",
-        "not available",
-        "job script not specified",
-    ),
-    *("too long", "dependency", "not supported", "presently disabled", "submissions disabled", "only batch jobs"),
-    *(
-        "memory required by task",
-        "violates accounting/qos policy",
-        "reservation",
-        "breached",
-        "burst buffer",
-        "licenses",
-    ),
-    *("working directory", "partition in down state", "heterogeneous", "requested gres option", "multiple partition"),
-    *("job array", "duplicate", "environment is missing", "quota", "cannot request", "can not", "requires more ports"),
-)
 # `sbatch --test-only` ends with these where sbatch would queue the job: slurmctld's job_allocate() takes them for "not now".
 NOT_NOW = (
-    *(
-        "requested nodes are busy",
-        "job is in held state",
-        "required node not available",
-        "breached requested qos usage",
-    ),
-    *("violates accounting/qos policy", "requested reservation is in use", "requested reservation not usable now"),
-    *("waiting for burst buffer", "partition in down state", "licenses currently unavailable", "ports are in use"),
-    *("maintenance reservation", "can not start immediately", "immediate execution impossible", "switch resources"),
+    "requested nodes are busy",
+    "job is in held state",
+    "required node not available",
+    "breached requested qos usage",
+    "requested reservation is in use",
+    "requested reservation not usable now",
+    "waiting for burst buffer",
+    "partition in down state",
+    "licenses currently unavailable",
+    "ports are in use",
+    "maintenance reservation",
+    "can not start immediately",
+    "immediate execution impossible",
+    "switch resources",
 )
+# The same: the job may wait until others have ended, or for ever.
+ABOVE_LIMIT = "violates accounting/qos policy"
 NO_SUCH_NODE = "requested node configuration is not available"  # or, to --test-only, none that is up now
 TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
 # Limits of the accounting policy other than the number of jobs: a job above them will never be accepted.
 OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
+HINTS = {
+    CONFIG_MISSING: INSTALL_HINT,
+    "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
+    "partition": "cluster.partition; `sinfo` lists the partitions",
+    "qos": "cluster.qos; `sacctmgr show qos` lists them",
+    "node configuration": "cluster.nodes, spare_nodes, cpus_per_task, gpus_per_node or mem_*: there is not that much; see "
+    "`sinfo -N -l`",
+    "node count": "cluster.nodes, and cluster.spare_nodes besides; `sinfo` shows how many there are",
+    "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
+    "controller": "the controller does not answer; try again later",
+    "array": "MaxArraySize and MaxJobCount; `scontrol show config` shows them",
+    "dependency": "the run it waits for has ended or is not in the queue any more",
+    "memory": "cluster.mem_*; see `sinfo -N -l`",
+}
 
 
 class NotSubmittedError(ClusterError):
@@ -81,9 +81,28 @@ class NotSubmittedError(ClusterError):
 class RefusedError(NotSubmittedError):
     """SLURM does not accept the job as it is."""
 
+    def __init__(self, said: str, hint: str | None = None):
+        found = (each for words, each in HINTS.items() if words in said.lower())
+        hint = hint or next(found, "see `man sbatch`; `submit --dry-run` prints what it got")
+        super().__init__(f"sbatch refused the job: {said}", hint=hint)
+
 
 class SubmitLimitError(NotSubmittedError):
     """The user, the account or the cluster may not have more jobs in the queue now."""
+
+
+class UnclearError(ClusterError):
+    """sbatch failed, and that alone does not say that the job is refused.
+
+    Attributes:
+        said: its words.
+        may_be_there: the job may have been accepted all the same.
+        again: the same call may succeed later. Otherwise the words are unknown: if the job is not there, it was refused.
+    """
+
+    def __init__(self, said: str, *, may_be_there: bool = True, again: bool = True):
+        super().__init__(f"sbatch failed: {said}", hint="try again later")
+        self.said, self.may_be_there, self.again = said, may_be_there, again
 
 
 @dataclass(frozen=True)
@@ -132,45 +151,55 @@ def submit_exactly_once(
         NotSubmittedError: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
         ClusterError: it is not known whether the job exists.
     """
-    with_token = [comment_option(script, token), *options]
+    own = directive(script, "comment")
+    with_token = [f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}", *options]
     aside = set_aside(script, os.environ)
     if aside:
         named = ", ".join(f"{name}={os.environ[name]} ({owner})" for name, owner in sorted(aside.items()))
         log.info("variables of this shell are ignored, since the config decides: %s", named)
-    if looked_for_before:
-        _wait_for_orphans(token, patience, sleep)
-        found = look_for(token, client, patience, sleep, finds_out, even_ended=even_ended)
-        if found is not None:
-            return found
-    delay = patience.first_delay_s
-    attempt = 0
+
+    def look(said: str = "") -> str | None:
+        """Return the job with this token, or None when SLURM has said often enough that there is none."""
+        answers = failures = 0
+        while answers < patience.confirmations:
+            if answers or failures:
+                sleep(patience.confirm_every_s)
+            try:
+                ended = even_ended or bool(said)
+                if (found := next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=ended)), None)) is not None:
+                    return found
+                answers += 1
+            except ClusterError as error:
+                failures += 1
+                if failures >= patience.tries:
+                    before = f"sbatch said: {said}, and then " if said else ""
+                    message = f"it is not known whether the job was submitted: {before}{error.message}"
+                    raise ClusterError(message, hint=finds_out) from None
+        return None
+
+    if looked_for_before and (found := look()) is not None:
+        return found
+    delay, attempt = patience.first_delay_s, 0
     while True:
         attempt += 1
         try:
             return sbatch(script, folder, client.slurm_conf, with_token, call_s=patience.call_s)
-        except TransientError as error:
-            transient = error
-        if transient.may_be_there:
-            log.info("sbatch: %s; checking whether the job exists all the same", transient.said)
-            found = look_for(token, client, patience, sleep, finds_out, transient.said)
-            if found is not None:
+        except UnclearError as error:
+            unclear = error
+        if unclear.may_be_there:
+            log.info("sbatch: %s; checking whether the job exists all the same", unclear.said)
+            if (found := look(unclear.said)) is not None:
                 return found
-        if isinstance(transient, UnknownRefusalError):  # it is not there, so whatever was meant, it was no
-            raise transient.as_refusal()
-        if attempt >= (patience.tries if transient.may_be_there else patience.tries / 2):
+        if not unclear.again:
+            raise RefusedError(unclear.said)
+        if attempt >= (patience.tries if unclear.may_be_there else patience.tries / 2):
             raise NotSubmittedError(
-                f"sbatch failed {attempt} times, the last time with: {transient.said}; nothing was submitted",
+                f"sbatch failed {attempt} times, the last time with: {unclear.said}; nothing was submitted",
                 hint="try again later",
             )
-        log.info("sbatch: %s; trying again in about %g s", transient.said, delay)
+        log.info("sbatch: %s; trying again in about %g s", unclear.said, delay)
         sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
         delay *= 2
-
-
-def comment_option(script: str, token: str) -> str:
-    """Return the option that adds a token to the job's comment, after the user's own."""
-    own = directive(script, "comment")
-    return f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}"
 
 
 def export_option(config: Config) -> list[str]:
@@ -188,11 +217,14 @@ def export_option(config: Config) -> list[str]:
     return ["--export=" + ",".join(dict.fromkeys([*(word for word in told if word not in ("NONE", "NIL")), *names]))]
 
 
-def check(script: Path, client: SlurmClient) -> None:
+def check(script: Path, client: SlurmClient, hint_of: Callable[[str], str | None] = lambda said: None) -> None:
     """Ask SLURM whether it would accept this script, without submitting it.
 
     Transient errors and limits that are reached are no fault of the script; if SLURM does not answer, it will be asked
     again.
+
+    Args:
+        hint_of: returns a better hint than the general one for SLURM's words, or None.
 
     Raises:
         RefusedError: SLURM would refuse; its own words are in the message.
@@ -204,11 +236,15 @@ def check(script: Path, client: SlurmClient) -> None:
     low = words.lower()
     if code == 0 or any(each in low for each in NOT_NOW):
         return
-    error = refusal(words, code, 60)
-    if isinstance(error, RefusedError):
-        if NO_SUCH_NODE in low and _may_be_available(script.read_text(), client):
-            return
-        raise error
+    if ABOVE_LIMIT in low:
+        log.warning("SLURM would queue this job, but not start it now: %s", _plain(words))
+        return
+    error = error_of(words, code)
+    if isinstance(error, SubmitLimitError) or (isinstance(error, UnclearError) and error.again):
+        return
+    if NO_SUCH_NODE in low and _may_be_available(script.read_text(), client):
+        return
+    raise RefusedError(_plain(words), hint_of(words))
 
 
 def _may_be_available(script: str, client: SlurmClient) -> bool:
@@ -223,89 +259,6 @@ def _may_be_available(script: str, client: SlurmClient) -> bool:
     return named or "," in (partition or "") or client.lacks_nodes(partition)
 
 
-class TransientError(ClusterError):
-    """sbatch failed with a transient error.
-
-    Attributes:
-        may_be_there: the job may have been accepted all the same.
-    """
-
-    def __init__(self, said: str, *, may_be_there: bool):
-        super().__init__(f"sbatch failed: {said}", hint="try again later")
-        self.said, self.may_be_there = said, may_be_there
-
-
-class UnknownRefusalError(TransientError):
-    """sbatch failed with words that are in none of the lists: the job may exist; if it does not, it was refused."""
-
-    def __init__(self, said: str):
-        super().__init__(said, may_be_there=True)
-
-    def as_refusal(self) -> RefusedError:
-        return RefusedError(f"sbatch refused the job: {self.said}", hint=advice(self.said))
-
-
-def look_for(
-    token: str,
-    client: SlurmClient,
-    patience: Patience,
-    sleep: Callable[[float], None],
-    finds_out: str,
-    said: str = "",
-    *,
-    even_ended: bool = True,
-) -> str | None:
-    """Return the job with this token, or None when SLURM has said often enough that there is none.
-
-    Args:
-        even_ended: as for `submit_exactly_once`.
-
-    Raises:
-        ClusterError: SLURM cannot be asked.
-    """
-    answers = failures = 0
-    while True:
-        try:
-            found = next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=even_ended)), None)
-            answers += 1
-        except ClusterError as error:
-            found = None
-            failures += 1
-            if failures >= patience.tries:
-                before = f"sbatch said: {said}, and then " if said else ""
-                raise ClusterError(
-                    f"it is not known whether the job was submitted: {before}{error.message}",
-                    hint=finds_out,
-                ) from None
-        if found is not None or answers >= patience.confirmations:
-            return found
-        sleep(patience.confirm_every_s)
-
-
-def _wait_for_orphans(token: str, patience: Patience, sleep: Callable[[float], None]) -> None:
-    """Wait for an sbatch that a killed shell has left behind on this host, and whose job may still be accepted."""
-    told = False
-    for _ in range(2 * patience.call_s):
-        if not _runs_somewhere(TOKEN_PREFIX + token):
-            return
-        if not told:
-            log.info("an sbatch left behind by a killed shell is still running; waiting for it")
-            told = True
-        sleep(1.0)
-
-
-def _runs_somewhere(word: str) -> bool:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        comments = b" ".join(each.removeprefix(b"--comment=") for each in words if each.startswith(b"--comment="))
-        if b"sbatch" in words and word.encode() in comments.split():
-            return True
-    return False
-
-
 def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str], *, call_s: int = 90) -> str:
     """Call sbatch once, through submitit, with our script and a clean environment, and return the job id.
 
@@ -313,7 +266,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
         options: further options; they override the script's own.
 
     Raises:
-        TransientError, SubmitLimitError, ClusterError: as `refusal` returns them.
+        ClusterError: as `error_of` returns it.
     """
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
@@ -346,20 +299,18 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
     except FailedJobError as error:
         said = str(error).strip() or words.getvalue().strip()
         call = error.__cause__ or error.__context__
-        raise refusal(said, call.returncode if isinstance(call, subprocess.CalledProcessError) else 1, call_s) from None
+        raise error_of(said, call.returncode if isinstance(call, subprocess.CalledProcessError) else 1) from None
     return str(job.job_id)
 
 
-def _without_prefix(words: str) -> str:
-    return "; ".join(re.sub(r"^(sbatch: |allocation failure: )(error: )?", "", line) for line in words.splitlines())
+def _plain(words: str) -> str:
+    """Return sbatch's words on one line, without what each line begins with."""
+    return "; ".join(re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in words.splitlines())
 
 
-def refusal(words: str, code: int, call_s: int) -> ClusterError:
-    """Return the error that sbatch's words and exit code mean.
-
-    It is a limit, a transient error, a refusal with a hint, or `UnknownRefusalError`.
-    """
-    said = _without_prefix(words)
+def error_of(words: str, code: int) -> ClusterError:
+    """Return the error that sbatch's words and exit code mean: a refusal, a limit on jobs, or `UnclearError`."""
+    said = _plain(words)
     low = said.lower()
     named = OTHER_LIMIT.findall(said)
     if any(each in low for each in LIMIT) and not (named and not any("submit" in each.lower() for each in named)):
@@ -368,37 +319,16 @@ def refusal(words: str, code: int, call_s: int) -> ClusterError:
             hint="wait until jobs have ended, then repeat the command: it continues from here",
         )
     if code == TIMED_OUT:
-        return TransientError(f"no answer within {call_s} s", may_be_there=True)
+        return UnclearError("no answer in time")
     if code < 0 or code > 128:
-        return TransientError(f"it was killed (exit code {code})", may_be_there=True)
+        return UnclearError(f"it was killed (exit code {code})")
+    # Errors of sbatch itself, about its options or its configuration, come before anything is sent.
     before = re.search(r"^sbatch: (error|fatal|unrecognized)\b", words, re.MULTILINE) and "submission failed" not in low
     low = low.rpartition("submission failed: ")[2]  # before it may stand what an earlier try of sbatch's own ended with
     if any(each in low for each in NOT_THERE):
-        return TransientError(said, may_be_there=False)
+        return UnclearError(said, may_be_there=False)
     if any(each in low for each in UNSURE):
-        return TransientError(said, may_be_there=True)
-    # Errors of sbatch itself, about its options or its configuration, come before anything is sent.
-    if before or any(each in low for each in REFUSED):
-        return RefusedError(f"sbatch refused the job: {said}", hint=advice(said))
-    return UnknownRefusalError(said or f"exit code {code}, without a word")
-
-
-def advice(said: str) -> str:
-    """Return what to change, for the most frequent messages of sbatch."""
-    for words, hint in {
-        CONFIG_MISSING: INSTALL_HINT,
-        "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
-        "partition": "cluster.partition; `sinfo` lists the partitions",
-        "qos": "cluster.qos; `sacctmgr show qos` lists them",
-        "node configuration": "cluster.nodes, spare_nodes, cpus_per_task, gpus_per_node or mem_*: there is not that much; see "
-        "`sinfo -N -l`",
-        "node count": "cluster.nodes, and cluster.spare_nodes besides; `sinfo` shows how many there are",
-        "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
-        "controller": "the controller does not answer; try again later",
-        "array": "MaxArraySize and MaxJobCount; `scontrol show config` shows them",
-        "dependency": "the run it waits for has ended or is not in the queue any more",
-        "memory": "cluster.mem_*; see `sinfo -N -l`",
-    }.items():
-        if words in said.lower():
-            return hint
-    return "see `man sbatch`; `submit --dry-run` prints what it got"
+        return UnclearError(said)
+    if before or named or low.startswith(("invalid", "requested node")):  # the most frequent of all refusals
+        return RefusedError(said)
+    return UnclearError(said or f"exit code {code}, without a word", again=False)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slurmtrain.config.known_models import check_sizes
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
@@ -85,24 +86,16 @@ class Decoder(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         hidden_dim = default_hidden_dim(dim) if hidden_dim is None else hidden_dim
-        _check_sizes(
-            vocab_size=vocab_size,
-            dim=dim,
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            hidden_dim=hidden_dim,
-            max_seq_len=max_seq_len,
-        )
-        head_dim = _split(dim, n_heads) if head_dim is None else head_dim
-        _check_groups(n_heads, n_kv_heads)
-        if head_dim < 2 or head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim is {head_dim}; rotary positions turn pairs of components",
-                hint=f"set model.head_dim={max(head_dim + 1, 2)}",
-            )
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"model.dropout is {dropout}, not a probability", hint="write a value in [0, 1), often 0")
+        sizes = {
+            "dim": dim,
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "hidden_dim": hidden_dim,
+        }
+        others = {"vocab_size": vocab_size, "n_layers": n_layers, "max_seq_len": max_seq_len, "dropout": dropout}
+        check_sizes({**sizes, **others})
+        head_dim = dim // n_heads if head_dim is None else head_dim
         self.vocab_size, self.dim, self.n_layers, self.max_seq_len = vocab_size, dim, n_layers, max_seq_len
         self.n_heads, self.head_dim = n_heads, head_dim
 
@@ -387,35 +380,3 @@ def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_BSHD.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BSHD.float() * cos[..., None, :] + turned * sin[..., None, :]).type_as(x_BSHD)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"model.{name} is {size}, it must be at least 1", hint=f"set model.{name} to 1 or more")
-
-
-def _check_groups(n_heads: int, n_kv_heads: int) -> None:
-    if n_heads % n_kv_heads:
-        fitting = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
-        raise ConfigError(
-            f"model.n_heads = {n_heads} cannot share model.n_kv_heads = {n_kv_heads} evenly",
-            hint=f"set model.n_kv_heads to one of {', '.join(map(str, fitting))}",
-        )
-
-
-def _split(dim: int, n_heads: int) -> int:
-    """Return the head dimension with which `n_heads` heads are together as wide as the residual stream."""
-    if dim % n_heads:
-        fitting = [n for n in range(1, dim + 1) if dim % n == 0 and (dim // n) % 2 == 0] or [1]
-        near = min(fitting, key=lambda n: abs(n - n_heads))
-        raise ConfigError(
-            f"model.dim = {dim} cannot be divided among model.n_heads = {n_heads}",
-            hint=f"set model.n_heads={near}, or model.dim={-(-dim // (2 * n_heads)) * 2 * n_heads}, or model.head_dim",
-        )
-    if (dim // n_heads) % 2:
-        raise ConfigError(
-            f"model.dim / model.n_heads = {dim // n_heads} is odd; rotary positions turn pairs of components",
-            hint=f"set model.dim={n_heads * (dim // n_heads + 1)}, or another number of heads",
-        )
-    return dim // n_heads

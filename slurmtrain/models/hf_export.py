@@ -19,12 +19,13 @@ from slurmtrain.checkpoint.export import Entry, Exported, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, json_bytes, write_hf_folder
-from slurmtrain.config import families
+from slurmtrain.config import known_models
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import CheckpointError, ConfigError, DataError
-from slurmtrain.models import byte_tokenizer
+from slurmtrain.models import byte_tokenizer, hf_names
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.models.lora_export import (
     export_adapters,
@@ -33,7 +34,6 @@ from slurmtrain.models.lora_export import (
     read_adapters,
     write_merged,
 )
-from slurmtrain.our_decoder import is_our_decoder
 
 MODEL = "model"  # the object of a checkpoint that is exported
 TOKENIZER = "tokenizer.json"
@@ -132,7 +132,7 @@ def _export_merged(
     entries = merged_entries(adapters, dtype)
     files, special, notes = companions(adapters.config, adapters.base)
     dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
-    config = {**families.read_config(adapters.base), **{name: id for name, id in special.items() if id is not None}}
+    config = {**known_models.read_config(adapters.base), **{name: id for name, id in special.items() if id is not None}}
     config.pop("dtype", None)
     config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
     files[GENERATION] = _generation(config, files.get(GENERATION), _ends_of_answers(adapters.config))
@@ -182,15 +182,15 @@ def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description
     base, notes = None, []
     if base_folder is not None:
         try:
-            base = families.read_config(base_folder)
+            base = known_models.read_config(base_folder)
         except ConfigError:
             notes.append(
                 f"{base_folder}, whose weights it began with, is not there any more: config.json is written anew"
             )
     if is_our_decoder(model):
-        names = {entry.name: families.hugging_face_name(entry.name) for entry in entries}
-        described = families.config_json(model, {entry.name: entry.shape for entry in entries}, dtype=dtype, base=base)
-    elif model.get("_target_") == families.HUGGING_FACE:
+        names = {entry.name: hf_names.hugging_face_name(entry.name) for entry in entries}
+        described = hf_names.config_json(model, {entry.name: entry.shape for entry in entries}, dtype=dtype, base=base)
+    elif model.get("_target_") == known_models.HUGGING_FACE:
         described, names = _of_transformers(model, base, entries, dtype)
     else:
         raise ConfigError(f"it holds a {model['_target_']}, which transformers does not know", hint=TO_FILE)

@@ -20,8 +20,9 @@ from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, tensors_of
 from slurmtrain.checkpoint.safetensors_files import read as read_stored
 from slurmtrain.checkpoint.write_whole import write_checkpoint
-from slurmtrain.config import families
+from slurmtrain.config import known_models
 from slurmtrain.errors import CheckpointError, UsageError, nearest
+from slurmtrain.models import hf_names
 
 MODEL = "model"
 # What DistributedDataParallel, torch.compile and FSDP 1 put into the names of parameters.
@@ -145,8 +146,8 @@ def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _is_of_another_family(source: Path) -> bool:
     """Return whether a folder says that the decoder does not compute its model, though it may name tensors alike (Gemma)."""
-    described = source.is_dir() and (source / families.CONFIG).is_file()
-    return described and families.read_config(source).get("model_type") not in families.FAMILIES
+    described = source.is_dir() and (source / known_models.CONFIG).is_file()
+    return described and known_models.read_config(source).get("model_type") not in known_models.FAMILIES
 
 
 def imported_names(names: list[str], only: str | None) -> dict[str, str]:
@@ -158,8 +159,8 @@ def imported_names(names: list[str], only: str | None) -> dict[str, str]:
     plain = {
         name: ".".join(part for part in inner.split(".") if part not in WRAPPERS) for name, inner in inside.items()
     }
-    wanted = {name: inner for name, inner in plain.items() if not families.is_superfluous(inner)}
-    renamed = {name: families.decoder_name(inner) for name, inner in wanted.items()}
+    wanted = {name: inner for name, inner in plain.items() if not hf_names.is_superfluous(inner)}
+    renamed = {name: hf_names.decoder_name(inner) for name, inner in wanted.items()}
     if wanted and all(renamed.values()):
         return {name: new for name, new in renamed.items() if new}
     return wanted
@@ -167,7 +168,7 @@ def imported_names(names: list[str], only: str | None) -> dict[str, str]:
 
 def _group_of_model(names: list[str]) -> str:
     """Return the key that the model's tensors lie under; "": under none."""
-    if all(families.decoder_name(name) or families.is_superfluous(name) for name in names):
+    if all(hf_names.decoder_name(name) or hf_names.is_superfluous(name) for name in names):
         return ""  # whose names begin with "model.", too
     groups = {name.partition(".")[0] for name in names}
     if "lm_head" in groups:

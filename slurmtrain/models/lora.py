@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
-from slurmtrain.config.families import OUTPUTS
+from slurmtrain.config.known_models import OUTPUTS
 from slurmtrain.config.schema import LoraConfig
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.models.initial import Normal, initialize_layers

@@ -20,8 +20,9 @@ from slurmtrain.checkpoint.format.dtypes import dtype_of
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder, write_tensor
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
-from slurmtrain.config import families
+from slurmtrain.config import known_models
 from slurmtrain.errors import CheckpointError
+from slurmtrain.models import hf_names
 from slurmtrain.models.huggingface import HuggingFace
 
 MODEL = "model"
@@ -158,9 +159,9 @@ def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *
 
 
 def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:
-    if model.get("_target_") == families.HUGGING_FACE:
+    if model.get("_target_") == known_models.HUGGING_FACE:
         return HuggingFace.stored_name(layer)
-    name = families.hugging_face_name(f"{layer}.weight")
+    name = hf_names.hugging_face_name(f"{layer}.weight")
     if name is None:
         raise CheckpointError(f"{layer} has no name in a folder of Hugging Face", hint="--format safetensors")
     return name.removesuffix(".weight")

@@ -15,12 +15,13 @@ from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
-from slurmtrain.config import families
+from slurmtrain.config import known_models
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.errors import ConfigError
+from slurmtrain.models import hf_names
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.huggingface import HuggingFace, read_whole
 from slurmtrain.models.lora import has_adapters, name_without_adapters, without_adapters
-from slurmtrain.our_decoder import is_our_decoder
 
 SHOWN = 3
 
@@ -37,15 +38,15 @@ class Loaded:
 def weights_path(model: Mapping[str, Any]) -> Path | None:
     """Return the folder that the config group `model` begins with the weights of; None: it names none."""
     path = model.get("path")
-    known = is_our_decoder(model) or model.get("_target_") == families.HUGGING_FACE
+    known = is_our_decoder(model) or model.get("_target_") == known_models.HUGGING_FACE
     return Path(path) if known and isinstance(path, str) else None
 
 
 def check_config(model: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if the config group `model` is of another model than that in `folder`."""
     if is_our_decoder(model):
-        fields = families.decoder_fields(families.read_config(folder), str(folder))
-        families.check_agrees(model, fields, str(folder))
+        fields = known_models.decoder_fields(known_models.read_config(folder), str(folder))
+        known_models.check_agrees(model, fields, str(folder))
 
 
 def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
@@ -68,16 +69,18 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
             return _load_converted(held, folder)
         wanted = _wanted(held, stored, HuggingFace.stored_name, folder)
     elif isinstance(inner, Decoder):
-        wanted = _wanted(held, stored, families.hugging_face_name, folder)
+        wanted = _wanted(held, stored, hf_names.hugging_face_name, folder)
         # A tied output is in some folders all the same; it equals the embedding.
         unknown = [name for name in stored if _has_no_place(name, held)]
         if unknown:
             raise ConfigError(
                 f"model.path={folder} has tensors that the built-in decoder does not have: {_shown(unknown)}",
-                hint=families.ANY_FAMILY,
+                hint=known_models.ANY_FAMILY,
             )
     else:
-        raise ConfigError(f"{type(inner).__name__} has no weights in folders of Hugging Face", hint=families.ANY_FAMILY)
+        raise ConfigError(
+            f"{type(inner).__name__} has no weights in folders of Hugging Face", hint=known_models.ANY_FAMILY
+        )
     read(wanted)
     return Loaded(folder, len(wanted), sum(each.into.nbytes for each in wanted))
 
@@ -132,9 +135,9 @@ def _wanted(
 
 def _has_no_place(name: str, held: Mapping[str, Tensor]) -> bool:
     """Return whether a tensor of a folder has no place in the decoder, some blocks of which this rank holds."""
-    ours = families.decoder_name(name)
+    ours = hf_names.decoder_name(name)
     if ours is None:
-        return not families.is_superfluous(name)
+        return not hf_names.is_superfluous(name)
     block = ".".join(ours.split(".")[:2]) + "."
     return ours.startswith("blocks.") and ours not in held and any(other.startswith(block) for other in held)
 

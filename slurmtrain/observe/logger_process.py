@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.targets import why_not_built
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger, NewProcessNeededError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records

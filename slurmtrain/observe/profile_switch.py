@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from slurmtrain.config.profile_steps import ProfileRequest, parse_request
 from slurmtrain.errors import ConfigError, SlurmtrainError, UnreadableRecordError
+from slurmtrain.observe.profile_request import ProfileRequest, parse_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records

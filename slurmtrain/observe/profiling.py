@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slurmtrain.config.profile_steps import ProfileRequest
 from slurmtrain.errors import ConfigError
+from slurmtrain.observe.profile_request import ProfileRequest
 from slurmtrain.observe.profile_switch import ProfileSwitch, new_folder, those_there
 from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.runs.events import Event

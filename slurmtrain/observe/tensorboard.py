@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +10,17 @@ from typing import Any
 
 from slurmtrain.system.best_effort import BestEffort
 
-log = logging.getLogger(__name__)
-
 AGAIN_S = 600.0  # after an error, since every writer begins a file of its own
 
 
 class TensorBoardLog:
-    """A writer of scalars as TensorBoard events; without the `tensorboard` package it logs one message and does nothing.
+    """A writer of scalars as TensorBoard events; without the `tensorboard` package it does nothing.
 
     Args:
         directory: folder of the event files.
         resume_step: the step of the checkpoint that this attempt continues from; TensorBoard hides what earlier
             attempts logged for later steps. None: it hides nothing.
     """
-
-    _said_missing = False
 
     def __init__(self, directory: Path, resume_step: int | None):
         self._writer: Any = None
@@ -35,9 +30,6 @@ class TensorBoardLog:
         self._missing = importlib.util.find_spec("tensorboard") is None
         if not self._missing:
             self._storage.attempt(self._open)
-        elif not TensorBoardLog._said_missing:
-            TensorBoardLog._said_missing = True
-            log.warning("tensorboard is not installed (pip install tensorboard): no event files")
 
     def write(self, step: int, **values: Any) -> None:
         """Add one point at `step` to the curve of each value that is a number."""

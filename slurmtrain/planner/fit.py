@@ -15,6 +15,7 @@ from typing import Any
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.elastic import extreme_sizes
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
     as_overrides,
@@ -24,7 +25,6 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.our_decoder import is_our_decoder
 from slurmtrain.planner.memory import ADAM_STATES, MemorySettings, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 

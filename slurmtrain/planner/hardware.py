@@ -35,6 +35,7 @@ class Hardware:
         link: to the other ranks of the node, in one direction.
         network: a rank's share of its node's network, in one direction.
         storage: of the whole job, to where checkpoints are written.
+        host: from a GPU to its node's memory, into which a save copies.
         efficiency: share of the peak that a step's arithmetic is expected to reach.
         link_share: share of links and network that collectives are expected to reach.
         notes: sentences that say what was assumed.
@@ -46,6 +47,7 @@ class Hardware:
     link: float
     network: float
     storage: float
+    host: float = HOST_GB_PER_S * GB
     efficiency: float = EFFICIENCY
     link_share: float = LINK_SHARE
     notes: tuple[str, ...] = field(default=())

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
-from slurmtrain.config.elastic import extreme_sizes, usable_sizes
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
     AXES,
     ParallelDims,
@@ -22,8 +22,7 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.our_decoder import is_our_decoder
-from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of, most_bytes
+from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.saving import Saving, saving_of
@@ -35,19 +34,6 @@ DOUBLINGS = 5  # of the nodes that are looked at
 # Tokens of a sequence that a rank keeps at least before `search` divides sequences: context parallelism is for long ones, as
 # in Llama 3, which used it for those of 131,072 tokens only, over 16 ranks (arXiv:2407.21783, table 4).
 LONG_SEQUENCE = 8192
-CHINCHILLA = 20  # tokens for each parameter that use a given amount of computation best (arXiv:2203.15556)
-
-
-@dataclass(frozen=True)
-class FewestNodes:
-    """What a rank needs on the fewest nodes of a range, where ranks hold most of a sharded model.
-
-    Attributes:
-        memory: bytes on the GPU of the fullest rank.
-    """
-
-    nodes: int
-    memory: float
 
 
 @dataclass(frozen=True)
@@ -57,11 +43,11 @@ class Plan:
     Attributes:
         memory: bytes on a GPU, by pipeline stage.
         memory_limit: bytes that a GPU has; None: not known.
-        step: None: no peak is known, and nothing was measured.
+        fits: whether it fits into that, as far as it is known.
+        step: None: it does not fit, or no peak is known and nothing was measured.
         tokens: tokens to train on, for the cost.
         more_nodes: what becomes of the step on twice the nodes, and twice those, with the same global batch.
         no_further: why no larger size was looked at; None: it was.
-        fewest: the other end of a range of nodes; None: only one number of them can be used.
     """
 
     config: Config
@@ -69,12 +55,12 @@ class Plan:
     hardware: Hardware
     memory: list[StageMemory]
     memory_limit: float | None
+    fits: bool
     step: StepTime | None
     saving: Saving
     tokens: int
     more_nodes: list[Doubling]
     no_further: str | None
-    fewest: FewestNodes | None = None
 
     @property
     def nodes(self) -> int:
@@ -130,49 +116,44 @@ def memory_limit_of(config: Config) -> float | None:
 def plan_of(
     config: Config,
     dims: ParallelDims,
+    hardware: Hardware | None = None,
     *,
     tokens: int | None = None,
     measured: Measured | None = None,
-    stall_s: float | None = None,
-    write_s: float | None = None,
 ) -> Plan:
     """Return the plan of a validated config.
 
     Args:
+        hardware: the cluster's rates; None: those of its config and of data sheets.
         tokens: to train on; None: those of train.steps.
-        measured, stall_s, write_s: what an earlier run has measured.
+        measured: what an earlier run has measured.
 
     Raises:
         ConfigError: the arithmetic does not know its model.
     """
     check_plannable(config)
-    hardware = hardware_of(config)
+    hardware = hardware or hardware_of(config)
     memory = memory_of(config, dims)
     if memory is None:
         raise ConfigError("the sizes of the model are not numbers", hint="model=llama3_8b has all of them")
-    step = step_time(config, dims, hardware, measured)
-    saving = saving_of(config, step.expected_s if step else None, hardware, stall_s=stall_s, write_s=write_s)
+    limit = memory_limit_of(config)
+    fits = limit is None or max(stage.total for stage in memory) <= limit
+    step = step_time(config, dims, hardware, measured) if fits else None
+    saving = saving_of(config, step.expected_s if step else None, hardware)
     sizes, no_further = ([], None) if step is None else _sizes(config, measured)
     return Plan(
         config=config,
         dims=dims,
         hardware=hardware,
         memory=memory,
-        memory_limit=memory_limit_of(config),
+        memory_limit=limit,
+        fits=fits,
         step=step,
         saving=saving,
         tokens=tokens or config.train.steps * config.train.global_batch_size * sequence_length(config),
         more_nodes=doublings(sizes),
         no_further=no_further,
     )
-
-
-def fewest_of(asked: Config) -> FewestNodes | None:
-    """Return what a rank needs on the fewest nodes of a config as it was asked for; None: only one number can be used."""
-    if len(usable_sizes(asked)) == 1:
-        return None
-    config = next(extreme_sizes(asked))
-    return FewestNodes(config.cluster.node_range.most, most_bytes(config, parallel_dims_of(config)))
 
 
 def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:
@@ -307,16 +288,3 @@ def _overrides(form: Config, dims: ParallelDims, config: Config) -> list[str]:
     if form.parallel.activation_checkpointing != config.parallel.activation_checkpointing:
         words.append(f"parallel.activation_checkpointing={form.parallel.activation_checkpointing}")
     return words
-
-
-# Advice on the learning rate.
-
-
-def scaled_learning_rate(rate: float, batch: int, other: int) -> Mapping[str, float]:
-    """Return the learning rate for another batch size, by the two rules that are usual.
-
-    sqrt    for Adam and its kin: it grows as the square root of the batch (Malladi et al. 2022, arXiv:2205.10782)
-    linear  for SGD: as the batch (Goyal et al. 2017, arXiv:1706.02677)
-    Both hold while the batch is below the critical one (McCandlish et al. 2018, arXiv:1812.06162).
-    """
-    return {"sqrt": rate * math.sqrt(other / batch), "linear": rate * other / batch}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures, young
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.hardware import HOST_GB_PER_S, Hardware
+from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import ADAM_STATES
 from slurmtrain.planner.shape import DecoderShape
 
@@ -55,29 +55,19 @@ class Saving:
         return max(0.0, 1 - lost / self.mtbf_s) / (1 + self.stall_s / interval_s)
 
 
-def saving_of(
-    config: Config,
-    step_s: float | None,
-    hardware: Hardware,
-    *,
-    stall_s: float | None = None,
-    write_s: float | None = None,
-) -> Saving:
+def saving_of(config: Config, step_s: float | None, hardware: Hardware) -> Saving:
     """Return the arithmetic of a config's checkpoints.
 
     Args:
         step_s: seconds of a step, for an interval in steps; None: not known.
-        stall_s, write_s: as another run has measured them; None: by the rates of `hardware`.
     """
     shape, nodes = DecoderShape.of(config.model), config.cluster.node_range.most
     count = shape.num_parameters()
     trained = shape.adapter_elements(config.lora.r, 1) if config.lora.r else count
     size = trained * PARAMETER_BYTES * (1 + ADAM_STATES)
-    written = write_s if write_s is not None else size / hardware.storage
-    stalled = stall_s
-    if stalled is None:
-        copying = size / (config.world_size * HOST_GB_PER_S * 1e9)
-        stalled = min(copying, written) if config.checkpoint.asynchronous else written
+    written = size / hardware.storage
+    copying = size / (config.world_size * hardware.host)
+    stalled = min(copying, written) if config.checkpoint.asynchronous else written
     mtbf_s = failure_interval_s(config, nodes)
     return Saving(
         size=size,

@@ -61,6 +61,7 @@ class StepTime:
         bubble_share: share of a pipeline's time in which a rank waits for other stages.
         flops_per_token, attended_flops_per_token: operations that the model needs in training, with dense attention, as
             papers count it, and with what a token attends to.
+        peak_flops: most operations per second of a rank; None: not known.
     """
 
     tokens: int
@@ -72,6 +73,7 @@ class StepTime:
     bubble_share: float = 0.0
     flops_per_token: float = 0.0
     attended_flops_per_token: float = 0.0
+    peak_flops: float | None = None
 
     @property
     def expected_s(self) -> float:
@@ -86,13 +88,24 @@ class StepTime:
         """The seconds of communication that show."""
         return sum(seconds for name, seconds in self.seconds.items() if name in COMMUNICATION_NAMES)
 
-    def mfu(self, peak_flops: float) -> float:
-        """Return the model FLOPs utilisation that is expected, with dense attention, as papers count it: `mfu` of a run."""
-        return self.tokens * self.flops_per_token / (self.ranks * peak_flops * self.expected_s)
+    @property
+    def mfu(self) -> float | None:
+        """The model FLOPs utilisation that is expected, with dense attention, as papers count it: `mfu` of a run."""
+        return self._utilisation(self.flops_per_token, self.expected_s)
 
-    def mfu_attended(self, peak_flops: float, seconds: float) -> float:
-        """Return the same with what tokens attend to, of a step of so many seconds; it is at most 1."""
-        return self.tokens * self.attended_flops_per_token / (self.ranks * peak_flops * seconds)
+    @property
+    def mfu_attended(self) -> float | None:
+        """The same with what tokens attend to; it is at most 1."""
+        return self._utilisation(self.attended_flops_per_token, self.expected_s)
+
+    @property
+    def mfu_attended_at_most(self) -> float | None:
+        return self._utilisation(self.attended_flops_per_token, self.at_best_s)
+
+    def _utilisation(self, flops_per_token: float, seconds: float | None) -> float | None:
+        if self.peak_flops is None or seconds is None:
+            return None
+        return self.tokens * flops_per_token / (self.ranks * self.peak_flops * seconds)
 
 
 def sequence_length(config: Config) -> int:
@@ -146,6 +159,7 @@ def step_time(
         bubble_share=bubble / (bubble + micro_batches * slowest / flops),
         flops_per_token=training_flops(shape, seq_len, config.lora.r),
         attended_flops_per_token=training_flops(shape, seq_len // 2, config.lora.r),
+        peak_flops=hardware.peak_flops,
     )
 
 

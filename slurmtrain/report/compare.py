@@ -128,7 +128,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         ConfigError: one of the configs cannot be read.
         UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
-    logs = _by_step(_records(a)), _by_step(_records(b))
+    logs = by_step(_records(a)), by_step(_records(b))
     in_place = _in_place(a) or _in_place(b)
     return Comparison(
         config_differences(_config(a), _config(b)),
@@ -136,7 +136,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         _same_changes(a, b) if in_place else None,
         compare_environments(a, b),
         sorted(logs[0].keys() & logs[1].keys()),
-        _compare_data(a, b),
+        compare_data(a, b),
         _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
         divergences(*logs, tolerance=tolerance),
         _final(*logs),
@@ -174,7 +174,8 @@ def _image(run_dir: RunDir) -> dict[str, str]:
     return {name: str(image[key])[:400] for name, key in (("image", "image"), ("digest", "digest")) if image.get(key)}
 
 
-def _compare_data(a: RunDir, b: RunDir) -> Data:
+def compare_data(a: RunDir, b: RunDir) -> Data:
+    """Compare the samples that two runs have seen, by the hashes that both have logged."""
     hashes = [
         {record["step"]: record["data_hash"] for record in _records(run) if record.get("data_hash")} for run in (a, b)
     ]
@@ -253,7 +254,7 @@ def _equal(a: float, b: float, tolerance: float) -> bool:
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+def by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Return scalars by step and name; if a step was logged again, the latest."""
     steps: dict[int, dict[str, float]] = {}
     for record in records:
@@ -283,11 +284,15 @@ def _same_changes(a: RunDir, b: RunDir) -> bool | None:
 
 
 def _files(tree: Path) -> dict[str, Path]:
-    """Return the files of a snapshot by their path within it, ignoring links."""
+    """Return the files of a snapshot by their path within it, ignoring links and what Python has compiled."""
     if tree.is_symlink():
         return {}
     found = (Path(folder) / name for folder, _, names in os.walk(tree) for name in names)
-    return {str(path.relative_to(tree)): path for path in found if path.is_file() and not path.is_symlink()}
+    return {
+        str(path.relative_to(tree)): path
+        for path in found
+        if path.parent.name != "__pycache__" and path.is_file() and not path.is_symlink()
+    }
 
 
 def _config(run_dir: RunDir) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.run_dir import RunDir
@@ -19,20 +18,13 @@ def time_to_leave(times: PreemptionTimes | None) -> float | None:
     return (times.grace_s or 0.0) + times.kill_wait_s
 
 
-def wait_until_left(
-    run_dir: RunDir,
-    number: int,
-    within_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Attempt | None:
+def wait_until_left(run_dir: RunDir, number: int, within_s: float) -> Attempt | None:
     """Wait until all ranks of an attempt have exited and its outcome is recorded; return its record, or None."""
-    deadline = clock() + within_s
+    deadline = time.monotonic() + within_s
     while (attempt := read_attempt(run_dir, number)).ended is None:
-        if clock() > deadline:
+        if time.monotonic() > deadline:
             return None
-        sleep(POLL_S)
+        time.sleep(POLL_S)
     return attempt
 
 

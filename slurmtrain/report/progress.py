@@ -23,6 +23,7 @@ from slurmtrain.runs.program_checkpoints import (
 )
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
+from slurmtrain.system.durations import roughly
 
 
 @dataclass(frozen=True)
@@ -150,20 +151,6 @@ def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
         if finite:
             return Lowest(metric.replace("_", " "), *min(finite))
     return None
-
-
-def roughly(seconds: float) -> str:
-    """Format a duration roughly: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minute = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minute} min" if minute else f"{hours} h"
-    days, hour = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hour} h" if hour else f"{days} d"
 
 
 def at_about(moment: float, now: float) -> str:

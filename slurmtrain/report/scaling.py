@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,9 @@ from slurmtrain.planner.bottleneck import Bottleneck, Expected, SlowRank, bottle
 from slurmtrain.planner.calibration import calibrated
 from slurmtrain.planner.hardware import hardware_of
 from slurmtrain.planner.plan import check_plannable
-from slurmtrain.planner.scaling import WORTH_IT, Doubling, Size, doublings, losses_of
+from slurmtrain.planner.scaling import Doubling, Size, doublings, losses_of
 from slurmtrain.planner.step_time import StepTime, step_time
 from slurmtrain.report.step_times import StepTimes
-
-WIDTH = 50  # characters of a bar
 
 
 @dataclass(frozen=True)
@@ -135,16 +132,3 @@ def _planned(
         return None
     steps = [before, after] if before is first else [first, before, after]
     return doublings([_planned_size(config, each) for each in steps])[-1]
-
-
-def bars(rows: Sequence[tuple[str, float]]) -> str:
-    """Draw shares as bars, one below the other: `#` up to the value, `|` at the share from which nodes are worth it."""
-    width = max((len(name) for name, _ in rows), default=0)
-    at = round(WORTH_IT * WIDTH)
-    drawn = []
-    for name, value in rows:
-        filled = min(WIDTH, max(0, round(value * WIDTH))) if math.isfinite(value) else 0
-        cells = ["#" if column < filled else " " for column in range(WIDTH + 1)]
-        cells[at] = "|"
-        drawn.append(f"{name:>{width}} {''.join(cells).rstrip()} {value:.0%}")
-    return "\n".join(drawn) + "\n"

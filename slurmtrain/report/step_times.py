@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmtrain.config.frozen import to_config
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, UnreadableRecordError
+from slurmtrain.errors import SlurmtrainError, UnreadableRecordError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
@@ -133,14 +133,12 @@ def config_of(run_dir: RunDir) -> Config:
     Raises:
         UnreadableRecordError: it has none, or none of this version.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
     values = run_dir.config_values()
     try:
         if not isinstance(values, dict):
             raise UnreadableRecordError(f"{run_dir.config_file} holds no config")
         return to_config(values)
-    except (OmegaConfBaseException, ConfigError, TypeError, ValueError) as error:
+    except (SlurmtrainError, TypeError, ValueError) as error:
         sentence = records.printable(str(error).partition("\n")[0])
         raise UnreadableRecordError(f"{run_dir.config_file} is not a config of this version: {sentence}") from None
 

@@ -21,6 +21,9 @@ class EndWatch:
     Args:
         ask_first: ask SLURM at once, too; else only what the runs' own files say is seen at first.
         is_to_come: returns whether a run that nobody has is one that somebody will still start.
+
+    Attributes:
+        seen: what was known of each run when somebody last asked SLURM.
     """
 
     def __init__(self, *, ask_first: bool = True, is_to_come: Callable[[RunState], bool] = lambda now: False):
@@ -28,6 +31,7 @@ class EndWatch:
         self._waiting: dict[RunDir, None] = {}
         self._asked = time.monotonic() - (ASK_EVERY_S if ask_first else 0.0)
         self._revived = set[RunDir]()
+        self.seen: dict[RunDir, RunState] = {}
 
     @property
     def waiting(self) -> list[RunDir]:
@@ -61,7 +65,7 @@ class EndWatch:
         alive = {run_dir for run_dir in looked if now[run_dir.id].alive}
         self._revived = self._revived | alive if not ask else set()
         for run_dir in looked:
-            its = now[run_dir.id]
+            its = self.seen[run_dir] = now[run_dir.id]
             if not its.alive and not self._is_to_come(its):
                 del self._waiting[run_dir]
                 yield run_dir, its

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.batch_claim import failed_set_up
+from slurmtrain.runs.outcome import QUICK_FAILURE_S
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.srun_log import cancelled_due_to
@@ -68,6 +69,24 @@ def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
         if each.failed_on is not None:
             found[each.failed_on] = None
     return tuple(found)
+
+
+def failed_quickly(attempt: Attempt, how: str | None) -> bool:
+    """Return whether the program of an attempt failed within seconds, and in this way (`failed_with`)."""
+    if how is None or attempt.failed_with != how or attempt.ended is None:
+        return False
+    return attempt.ended - attempt.started < QUICK_FAILURE_S
+
+
+def failed_alike(attempts: list[Attempt], attempt: Attempt) -> bool:
+    """Return whether the program of the attempt directly before this one failed within seconds, and in the same way.
+
+    An attempt that ended the run does not count: a person has resumed it since.
+    """
+    before = next((each for each in attempts if each.number == attempt.number - 1), None)
+    if before is None or before.verdict == Verdict.END:
+        return False
+    return before.stalled and failed_quickly(before, attempt.failed_with)
 
 
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:

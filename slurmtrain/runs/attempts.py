@@ -19,7 +19,7 @@ from typing import Any
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import AttemptOutcome
-from slurmtrain.runs.reasons import Reason, Verdict, joined, why_of
+from slurmtrain.runs.reasons import Reason, Verdict, joined
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import process, records
@@ -62,8 +62,7 @@ class Attempt:
 
     Attributes:
         step_id: the srun step of its ranks, with the job's own id, as in "17.0"; None outside of SLURM.
-        pid, born, pid_namespace, host: its rank 0, see `rank_0`; the second and the third are None in a record of an earlier
-            version.
+        pid, born, pid_namespace, host: its rank 0, see `rank_0`.
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
         committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
@@ -76,6 +75,7 @@ class Attempt:
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
         failed_on: the node of the first rank that failed, or the node that failed itself; None if it is not known.
+        failed_with: exit code and last line of a program that failed: "2: train.py: error: unrecognized arguments: --lr".
         last_sign: when it last wrote something; only of an attempt whose end nobody saw, so that `ended` is later.
         last_logged: when metrics.jsonl was last written while it ran; None if it was not.
         gpus: GPUs that it held, on all nodes of its job; its share of them if several runs shared the job.
@@ -88,8 +88,7 @@ class Attempt:
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, a `StopCause`, and when.
         sentence: why it ended, and what happens next; None until it has ended. `say` sets it.
-        next_step: the part of `sentence` that says what happens next; None if there is none, or in a record of an
-            earlier version.
+        next_step: the part of `sentence` that says what happens next; None if there is none.
     """
 
     number: int
@@ -129,6 +128,7 @@ class Attempt:
     bad_nodes: list[str] = field(default_factory=list)
     fault: dict[str, Any] | None = None
     failed_on: str | None = None
+    failed_with: str | None = None
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -141,7 +141,9 @@ class Attempt:
     @property
     def why(self) -> str | None:
         """Why it ended, without what happens next; None until it has ended."""
-        return None if self.sentence is None else why_of(self.sentence, self.next_step)
+        if self.sentence is None or self.next_step is None:
+            return self.sentence
+        return self.sentence.removesuffix(f"; {self.next_step}")
 
     def say(self, why: str, next_step: str | None = None) -> None:
         """Set why it ended and what happens next; None: nothing does."""

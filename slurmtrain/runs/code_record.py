@@ -55,6 +55,11 @@ class CodeRecord:
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def git(self) -> dict[str, Any]:
+        """What run.json says of the code."""
+        return {name: getattr(self, name) for name in ("revision", "dirty", "branch", "remote")}
+
 
 def words_for_changes(dirty: object) -> str:
     """Return what is said after a revision of whether the code differs from it.
@@ -78,7 +83,7 @@ def write_code_record(code: Path, record: CodeRecord) -> None:
 
 
 def read_code_record(path: Path) -> CodeRecord | None:
-    """Return the record of a snapshot; None if there is none, as of runs of earlier versions.
+    """Return the record of a snapshot; None if there is none.
 
     Raises:
         UnreadableRecordError: it cannot be used.

@@ -18,9 +18,13 @@ from slurmtrain.system.trust import is_mine, others_may_write
 
 
 def new_run_id() -> str:
-    """Return an id that sorts by time, to the millisecond; its random part distinguishes two of the same moment."""
-    now = time.time()
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}{secrets.token_hex(1)}"
+    """Return an id that sorts by time in UTC, to the millisecond; its random part distinguishes two of the same moment."""
+    return f"{run_id_at(time.time())}{secrets.token_hex(1)}"
+
+
+def run_id_at(moment: float) -> str:
+    """Return the first part of the ids of runs of a moment in unix seconds. In UTC: clocks on the wall go back each autumn."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(moment))}-{int(moment * 1000) % 1000:03d}"
 
 
 def create_run_dir(runs_dir: Path, name: str) -> RunDir:

@@ -52,6 +52,8 @@ class Evidence:
         progress_visible: False for a program that reports none, where the absence of progress proves nothing.
         lasted_s: seconds from its beginning to its end, or to the last thing that it wrote.
         stalled_before: number of attempts directly before this one that also stalled.
+        alike_before: the program of the attempt directly before this one ended with the same exit code and the same last
+            line, within QUICK_FAILURE_S, too.
         unseen_before: number of long attempts before this one that show no progress.
         run, number: id of the run, and number of this attempt.
         now: unix seconds.
@@ -94,6 +96,7 @@ class Evidence:
     progress_visible: bool = True
     lasted_s: float = 0.0
     stalled_before: int = 0
+    alike_before: bool = False
     unseen_before: int = 0
     run: str = ""
     number: int = 0

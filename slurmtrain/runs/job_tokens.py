@@ -22,16 +22,22 @@ def named_in(comment: Sequence[str]) -> list[str]:
     return [name for name, colon, _ in (token.rpartition(":") for token in tokens) if colon]
 
 
+def submitter(run_dir: RunDir) -> str:
+    """Return the name by which the jobs of a run are found: its id, with a mark if it began as a copy of another run."""
+    mark = (read_json(run_dir.info_file) or {}).get("copy")
+    return f"{run_dir.id}~{mark}" if mark else run_dir.id
+
+
 def names_of(run_dir: RunDir) -> list[str]:
     """Return the names under which jobs of a run are submitted: its own, and that of its sweep."""
     folder = run_dir.path.parent
     if not is_sweep(folder):
-        return [run_dir.id]
+        return [submitter(run_dir)]
     try:
         info = read_json(folder / "sweep.json") or {}
     except UnreadableRecordError:
         info = {}
-    return [run_dir.id, f"sweep-{info.get('token')}"]
+    return [submitter(run_dir), f"sweep-{info.get('token')}"]
 
 
 def is_anothers(comment: Sequence[str], names: Collection[str]) -> bool:

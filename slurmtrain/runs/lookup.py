@@ -1,29 +1,34 @@
-"""Find runs: under the runs folder, by id, by path, or the last one of this user."""
+"""Find runs and sweeps: under the runs folder, by id, by path, or the last one of this user."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.runs.create import run_id_at
 from slurmtrain.runs.ownership import check_parts, foreign_link, is_own
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import user
-from slurmtrain.system.paths import absolute, located
+from slurmtrain.system.paths import absolute, located, runs_root
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found", RunDir, Sweep)
+
+SKEW_S = 60.0  # between the clock of this machine and that of a file server
+_RUN_ID = re.compile(r"\d{8}-\d{6}-\d{3}")
 
 
 def is_sweep(folder: Path | str) -> bool:
     """Return whether a folder under the runs holds the points of one sweep."""
     return os.path.isfile(os.path.join(folder, "sweep.json"))  # not in a folder that cannot be read
-
-
-def runs_root() -> Path:
-    """Return where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look.
-
-    It is SLURMTRAIN_RUNS, else ./runs.
-    """
-    return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
 
 
 def reference(run_dir: RunDir) -> str:
@@ -33,7 +38,7 @@ def reference(run_dir: RunDir) -> str:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """Return every run under `root`, oldest first.
+    """Return every run under `root`, oldest first: an id begins with the time, and for other names run.json has it.
 
     Hidden folders, which are being removed, and links of somebody else are left out.
     """
@@ -45,7 +50,45 @@ def all_runs(root: Path) -> list[RunDir]:
         own = [run for run in runs if os.access(os.path.join(run, "run.json"), os.R_OK) and not foreign_link(run)]
         place = Path(os.path.realpath(folder) if folder.is_symlink() else folder)
         found += [(run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)) for run in own]
-    return [run_dir for _, run_dir in sorted(found, key=lambda pair: pair[0])]
+    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))]
+
+
+def _begun(name: str, run_dir: RunDir) -> str:
+    return name if _RUN_ID.match(name) else run_id_at(submitted_at(run_dir)[0])
+
+
+def submitted_at(run_dir: RunDir | Sweep) -> tuple[float, bool]:
+    """Return when a run was submitted, in unix seconds, and whether it is no copy of another one; 0 if nobody can say."""
+    try:
+        info = run_dir.info()
+    except UnreadableRecordError:
+        return 0.0, False
+    return float(info.get("created", 0.0)), "copied_from" not in info
+
+
+def last_own(found: Sequence[Found], what: str, root: Path) -> Found:
+    """Return the run or sweep that `last` means: of this user's own, the one that was submitted last.
+
+    Raises:
+        UsageError: all belong to others.
+    """
+    own = [each for each in found if is_own(each)]
+    if not own:
+        raise UsageError(f"none of the {what} under {root.resolve()} is yours", hint=f"the latest is {found[-1].id}")
+    return last_of(own)
+
+
+def last_of(runs: Sequence[Found]) -> Found:
+    """Return the run or sweep that was submitted last; of one and its copies, the original."""
+    changed = {run_dir: os.stat(run_dir.info_file).st_mtime for run_dir in runs}
+    last, latest = (0.0, False, ""), runs[-1]
+    for run_dir in sorted(runs, key=lambda run_dir: changed[run_dir], reverse=True):
+        if changed[run_dir] + SKEW_S < last[0]:  # nor were the others submitted later than their run.json was written
+            break
+        created, is_original = submitted_at(run_dir)
+        if (found := (created, is_original, run_dir.id)) >= last:
+            last, latest = found, run_dir
+    return latest
 
 
 def _folders(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
@@ -110,13 +153,12 @@ def find(reference: str, root: Path) -> RunDir:
         refuse_unreadable(reference, root)
         raise nothing_under(root, "runs")
     if reference == "last":
-        own = [run for run in runs if is_own(run)]
-        if not own:
-            raise UsageError(f"none of the runs under {root.resolve()} is yours", hint=f"the latest is {runs[-1].id}")
-        return own[-1]
+        return last_own(runs, "runs", root)
     # Another user can give a run any id: a run whose id was typed in full comes first, then this user's own.
     by_id = [run for run in runs if run.id == reference] or [run for run in runs if run.id.startswith(reference)]
     matching = by_id if len(by_id) == 1 else [run for run in by_id if is_own(run)] or by_id
+    if len(matching) > 1:  # a copy of a whole folder of runs has the same names
+        matching = [run for run in matching if submitted_at(run)[1]] or matching
     if len(matching) == 1:
         check_parts(matching[0])
         return matching[0]
@@ -137,7 +179,47 @@ def find(reference: str, root: Path) -> RunDir:
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(
         f"{len(matching)} runs begin with {reference!r}",
-        hint="write more of the ID: " + ", ".join(r.id for r in matching[:5]),
+        hint="write more of the ID; the latest are: " + ", ".join(run.id for run in matching[-5:]),
+    )
+
+
+def all_sweeps(root: Path) -> list[Sweep]:
+    """Return every sweep under `root`, oldest first."""
+    files = [file for file in root.glob("*/sweep.json") if os.access(file, os.R_OK)]
+    dated = []
+    for sweep in [Sweep(located(file.parent)) for file in files if not foreign_link(file.parent)]:
+        try:
+            dated.append((float(sweep.info()["created"]), sweep.id, sweep))
+        except UsageError as error:
+            log.warning("left out: %s", error.message)
+    return [sweep for _, _, sweep in sorted(dated, key=lambda each: each[:2])]
+
+
+def find_sweep(reference: str, root: Path) -> Sweep:
+    """Return the sweep that a person means: its name, a part of it that no other has, a path, or "last".
+
+    Raises:
+        UsageError: none or several match.
+    """
+    if is_sweep(reference):
+        return Sweep(located(Path(reference)))
+    sweeps = all_sweeps(root)
+    if not sweeps:
+        refuse_unreadable(reference, root)
+        raise nothing_under(root, "sweeps")
+    if reference == "last":
+        return last_own(sweeps, "sweeps", root)
+    matching = [sweep for sweep in sweeps if sweep.id == reference] or [
+        sweep for sweep in sweeps if reference in sweep.id
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
+    if not matching:
+        refuse_unreadable(reference, root)
+        raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
+    raise UsageError(
+        f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of the name: {names}"
     )
 
 

@@ -305,6 +305,10 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     if outcome.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
         each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
         return f"{each}: giving up (requeue.max_unseen_attempts)"
+    # After some progress it may be a node that breaks it, and blame sends it elsewhere.
+    alike = evidence.alike_before and evidence.lasted_s < QUICK_FAILURE_S and not evidence.trained_before
+    if outcome.stalled and alike and outcome.reason is Reason.CRASH:
+        return "its program has failed twice within seconds in the same way, so it is not started a third time"
     counted = evidence.stalled_before + 1 - spared_attempts(outcome.fault, evidence, policy)
     if not outcome.stalled or counted < policy.max_attempts_without_progress:
         return None

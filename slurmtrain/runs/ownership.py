@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import trust, user
 
 
@@ -19,9 +20,9 @@ def foreign_link(path: Path | os.DirEntry[str]) -> bool:
     return stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0)
 
 
-def is_own(run_dir: RunDir) -> bool:
-    """Return whether the run's folder and its run.json belong to this user."""
-    return all(trust.is_mine(path) for path in (run_dir.path, run_dir.info_file))
+def is_own(found: RunDir | Sweep) -> bool:
+    """Return whether the folder of a run or sweep, and its run.json or sweep.json, belong to this user."""
+    return all(trust.is_mine(path) for path in (found.path, found.info_file))
 
 
 def check_parts(run_dir: RunDir) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
@@ -73,7 +72,6 @@ FAILURES = (Reason.CRASH, Reason.HANG, Reason.NODE_FAILURE, Reason.BAD_NODE)
 ENDS_RUN = (RunAction.CANCEL, RunAction.STOP, RunAction.PRUNE)
 STARTS_ANEW = (RunAction.PREEMPT, RunAction.REQUEUE)  # the run leaves its nodes, and goes on in a later start
 PRUNED_BY_SEARCH = "pruned by its search"
-_GOES_ON = re.compile(rf"; (?:{'|'.join(GoesOn)})(?: without \S+(?:, \S+)*)?(?: after \d+ s)?\Z")
 
 
 def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
@@ -95,15 +93,3 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
 def joined(why: str, next_step: str | None) -> str:
     """Return why an attempt ended and what happens next in one sentence."""
     return why if next_step is None else f"{why}; {next_step}"
-
-
-def why_of(sentence: str, next_step: str | None) -> str:
-    """Return why an attempt ended, given the sentence of its record, without what was to happen next.
-
-    Args:
-        next_step: what happens next, as the record has it. Records of earlier versions do not have it: it is then found
-            by the words for how a run goes on, and nothing else is cut off.
-    """
-    if next_step is None:
-        return _GOES_ON.sub("", sentence)
-    return sentence.removesuffix(f"; {next_step}")

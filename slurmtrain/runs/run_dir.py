@@ -19,6 +19,7 @@ from typing import Any
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.origin import copied_from
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
@@ -58,8 +59,10 @@ _SOMETIMES = {
     "chain": JOB_IDS | NOTHING,
     "chain_after": COUNT | NOTHING,
     "varied": OBJECT | TEXTS | NOTHING,
-    "changing": COUNT | NOTHING,
     "trainings": OBJECT | NOTHING,
+    "made_at": OBJECT | NOTHING,
+    "copied_from": TEXT | NOTHING,
+    "copy": TEXT | NOTHING,
 }
 _INFO = {**_ALWAYS, **_SOMETIMES}
 
@@ -94,7 +97,7 @@ class RunDir:
     @property
     def code_record_file(self) -> Path:
         """The record of the snapshot; that of the runs of a sweep, which share one, lies in the sweep's folder."""
-        return (self.path.parent if self.code.is_symlink() else self.path) / "code.json"
+        return (self.code.resolve().parent if self.code.is_symlink() else self.path) / "code.json"
 
     @property
     def program_folders(self) -> tuple[Path, ...]:
@@ -266,7 +269,7 @@ class RunDir:
     def info(self, *, whole: bool = False) -> dict[str, Any]:
         """Return run.json: id, name, overrides, config hash, code revision, user, host, job ids.
 
-        The fields have their types.
+        The fields have their types. A copy of a run has no jobs: those are of the original, which `copied_from` names.
 
         Args:
             whole: require all fields that `submit` writes; callers that have asked for the run's state have checked
@@ -281,7 +284,8 @@ class RunDir:
         if whole and (missing := [name for name in _ALWAYS if name not in info]):
             raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
         records.check_fields(info, _INFO, self.info_file)
-        return info
+        original = copied_from(self.path, info)
+        return info if original is None else {**info, "job_ids": [], "chain": None, "copied_from": str(original)}
 
     def config_values(self) -> Any:
         """Return config.yaml as plain values, of whichever version of the schema.

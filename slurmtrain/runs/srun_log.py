@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slurmtrain.errors import EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.failures import RankFailure
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
@@ -18,6 +19,8 @@ SRUN_LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports k
 JOB_LOG_BYTES = 65536  # read from the end of a job's log
 RANK_LOG_BYTES = 65536  # read from the end of the log of a rank that was aborted
 LAST_WORDS_LENGTH = 200
+ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # exit codes of a program of the user's own that SIGABRT has ended
+OWN_LINE = re.compile(r"(\S+ \S+ rank \d+ )?slurmtrain: (error: )?")  # as system/logs.py writes them
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,39 @@ def last_words(attempt_dir: AttemptDir, rank: int) -> str | None:
     _, _, end = log.rpartition("terminate called after throwing an instance of")
     said = re.search(r"^ *what\(\): +(?:\[PG [^]]*\] *)?(?:.* terminated with exception: )?(.+)", end, re.MULTILINE)
     return said.group(1).strip()[:LAST_WORDS_LENGTH] if said is not None else None
+
+
+def in_its_words(first: RankFailure | None, attempt_dir: AttemptDir, *, program: bool) -> tuple[str, str | None]:
+    """Return the sentence on the first failure with what its rank has printed last; of a program, also its code and that line.
+
+    Args:
+        program: the ranks run a program of the user's own, whose last line says why it has failed.
+    """
+    if first is None:
+        return "", None
+    sentence, code = first.sentence, first.failure.exit_code
+    if code in ABORTED:
+        said = last_words(attempt_dir, first.rank)
+        return (sentence if said is None else f"{sentence} ({said})"), None
+    said = last_line(attempt_dir, first.rank) if program and not first.failure.because_of_peer else None
+    if said is None:
+        return sentence, None
+    return (sentence if said in sentence else f"{said} ({sentence})"), f"{code}: {said}"
+
+
+def last_line(attempt_dir: AttemptDir, rank: int) -> str | None:
+    """Return the last line that a rank's program has printed; None if that cannot be read, or is an error of our own."""
+    try:
+        log = records.read_tail(attempt_dir.rank_log(rank), RANK_LOG_BYTES).decode(errors="replace")
+    except UnreadableRecordError:
+        return None
+    for line in map(str.strip, reversed(log.splitlines())):
+        own = OWN_LINE.match(line)
+        if own is not None and own[2] is not None:
+            return None
+        if line and own is None and not line.startswith("hint: "):
+            return line[:LAST_WORDS_LENGTH]
+    return None
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:

@@ -31,6 +31,7 @@ _INFO = {
     "parallelism": COUNT | NOTHING,
     "after": TEXTS,
     "token": TEXT,
+    "command": TEXT | NOTHING,
     "workdir": TEXT,
 }
 
@@ -79,7 +80,7 @@ class Sweep:
 
     @property
     def trials_file(self) -> Path:
-        """The log of a search, from which another process goes on with it; other sweeps have none."""
+        """The journal of a search, in Optuna's format, from which another process goes on with it; other sweeps have none."""
         return self.path / "trials.jsonl"
 
     @property
@@ -154,21 +155,6 @@ class Sweep:
     def members(self, number: int) -> list[str]:
         """Return the run ids of an array, in the order of its tasks."""
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
-
-    def planned(self, number: int) -> list[str]:
-        """Return the run ids of an array, and of the part of it that is being made an array of its own (see `halve_array`)."""
-        plan = read_json(self.array(number) / "plan.json") or {}
-        return [*plan["members"], *plan.get("rest", [])]
-
-    def part_of(self, number: int) -> int | None:
-        """Return the array of which this one was a part until a limit was reached."""
-        part_of: int | None = (read_json(self.array(number) / "plan.json") or {}).get("part_of")
-        return part_of
-
-    def lineage(self, number: int) -> tuple[int, ...]:
-        """Return the sort key by which an array comes right after the arrays of which it was a part."""
-        part_of = self.part_of(number)
-        return (number,) if part_of is None else (*self.lineage(part_of), number)
 
     def elements(self, number: int, job_id: str) -> dict[str, str]:
         """Return the task of every run of an array, as SLURM names it, when the array is this job."""

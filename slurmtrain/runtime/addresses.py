@@ -11,7 +11,7 @@ import socket
 import struct
 from pathlib import Path
 
-from slurmtrain.config.port_range import HIGHEST, PortRange
+from slurmtrain.config.ranges import HIGHEST, PortRange
 from slurmtrain.errors import EnvironmentMismatchError, RendezvousError
 from slurmtrain.slurm.environment import Environment
 

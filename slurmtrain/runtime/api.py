@@ -33,7 +33,6 @@ from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
 from slurmtrain.errors import EXIT_REQUEUE
-from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
@@ -43,6 +42,7 @@ from slurmtrain.runtime.client_loggers import close_client_loggers
 from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
 from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
+from slurmtrain.system.paths import runs_root
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         device = config.train.device if device == "auto" else device
     rendezvous_dir = session.context.attempt_dir.path if session.context else None
     if rendezvous_dir is None and environment.source == "slurm" and environment.world_size > 1:
-        rendezvous_dir = attempt_context.rendezvous_directory(environment, lookup.runs_root())
+        rendezvous_dir = attempt_context.rendezvous_directory(environment, runs_root())
 
     def watch(met: DistributedContext) -> None:
         if watchdog:
@@ -203,7 +203,7 @@ def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
     """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
     from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.config.profile_steps import DEFAULT_STEPS, ProfileRequest
+    from slurmtrain.observe.profile_request import DEFAULT_STEPS, ProfileRequest
     from slurmtrain.observe.profile_switch import ProfileSwitch
     from slurmtrain.observe.profiling import Profiling
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from slurmtrain.choices import JobKind
-from slurmtrain.config.profile_steps import DEFAULT_STEPS, ProfileRequest
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
+from slurmtrain.observe.profile_request import DEFAULT_STEPS, ProfileRequest
 from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.run_dir import RunDir

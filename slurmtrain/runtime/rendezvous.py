@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from slurmtrain.config.port_range import PortRange
+from slurmtrain.config.ranges import PortRange
 from slurmtrain.errors import EnvironmentMismatchError, RendezvousError, SlurmtrainError
 from slurmtrain.runtime.addresses import address_of, bind_port, interface_towards, listening_address, machine
 from slurmtrain.runtime.preflight import reachability

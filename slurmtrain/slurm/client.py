@@ -368,10 +368,6 @@ class SlurmClient:
         """Ask SLURM to start a pending job at once. It holds a requeued one for about 121 s otherwise."""
         self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
-    def limit_array(self, job_id: str, tasks: int) -> None:
-        """Let this many tasks of an array run at the same time. The array needs to have a task that waits."""
-        self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
-
     def _call(
         self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES
     ) -> str:

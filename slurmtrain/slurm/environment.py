@@ -227,7 +227,7 @@ def no_gpu(environment: Environment, asked: str, why: str = "", driver: str | No
     return PreflightError(
         f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}{said}",
         hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
-        "train.device=cpu asks for none",
+        "cluster.gpus_per_node=0, or train.device=cpu for the built-in trainer, asks for none",
         nodes=(environment.node,) if at_fault else (),
     )
 

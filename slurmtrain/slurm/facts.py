@@ -5,7 +5,6 @@ Plain values: `slurm.parse_facts` makes them of the output of SLURM's commands, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -21,22 +20,16 @@ class Limits:
         tres: amounts of a job by SLURM's name: "cpu", "mem" (MB), "node", "gres/gpu", "gres/gpu:a100".
         tres_per_node: the same for each of its nodes.
         group_tres: amounts of all jobs together, and so of one.
-        least_tres: a job asks for this much at least.
         user_tres: amounts of all jobs of a user together, and so of one.
         account_tres: amounts of all jobs of an account together, and so of one.
-        tres_min: amounts of a job times the minutes of its time limit.
-        counts: numbers of jobs, by `slurm.parse_facts.COUNTS`: where one is 0, no job gets through.
     """
 
     wall_min: int | None = None
     tres: Mapping[str, int] = field(default_factory=dict)
     tres_per_node: Mapping[str, int] = field(default_factory=dict)
     group_tres: Mapping[str, int] = field(default_factory=dict)
-    least_tres: Mapping[str, int] = field(default_factory=dict)
     user_tres: Mapping[str, int] = field(default_factory=dict)
     account_tres: Mapping[str, int] = field(default_factory=dict)
-    tres_min: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,6 @@ class Qos:
         flags: its flags in lower case; "denyonlimit" refuses a job above a limit, "overpartqos" puts its limits before
             those of a partition's QOS, "partitiontimelimit" lets a job exceed the partition's.
         grace_s: seconds that a preempted job of it lives on; None: not known.
-        limit_factor: the factor of the amounts of accounts, for its jobs; None: they are as they are.
     """
 
     name: str
@@ -56,23 +48,6 @@ class Qos:
     preempt: tuple[str, ...] = ()
     preempt_mode: str = ""
     limits: Limits = Limits()
-    limit_factor: float | None = None
-
-
-@dataclass(frozen=True)
-class Account:
-    """A whole account.
-
-    Attributes:
-        parent: the account above it; "": it is the root.
-        group_tres: amounts of all jobs of it and of the accounts below it together, and so of one.
-        counts: as of `Limits`, for all of these jobs.
-    """
-
-    name: str
-    parent: str = ""
-    group_tres: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,6 @@ class Association:
     Attributes:
         partition: the only partition that it is for; "": all.
         qos: those that may be used; (): not known.
-        accounts: the account itself and those above it, up to the root, as far as they are known.
     """
 
     account: str
@@ -90,7 +64,6 @@ class Association:
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     limits: Limits = Limits()
-    accounts: tuple[Account, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,11 +72,10 @@ class Partition:
 
     Attributes:
         state: "UP": starts jobs; "DOWN": lets them wait; "DRAIN" and "INACTIVE": takes none.
-        alternate: the partition that gets its jobs while it takes none; "": there is none.
         nodes: how many there are.
         node_names: SLURM's list of their names; "": not known.
         max_time_min: minutes.
-        allowed_accounts, allowed_qos, allowed_groups: None: all.
+        allowed_accounts, allowed_qos: None: all.
         qos: the partition's own QOS, whose limits hold for all of its jobs.
         priority_tier: where partitions preempt each other, jobs of a higher one preempt those of a lower one.
         preempt_mode: "OFF", "REQUEUE", "CANCEL" or "SUSPEND,GANG".
@@ -111,15 +83,11 @@ class Partition:
         exclusive: a job gets whole nodes, whatever it asks for.
         cpus_per_node, memory_mb: what a job may have of a node at most.
         memory_per_cpu_mb: what a job may have for each CPU; SLURM gives a job that asks for more the CPUs for it.
-        default_memory_mb, default_memory_per_cpu_mb: what a job that names no memory gets of a node, or for each CPU; None for
-            both: what the cluster says. 0: not known.
-        allocates: its own SelectTypeParameters, which say what is given to one job alone; "": those of the cluster.
     """
 
     name: str
     default: bool = False
     state: str = "UP"
-    alternate: str = ""
     nodes: int = 0
     node_names: str = ""
     max_time_min: int | None = None
@@ -129,25 +97,15 @@ class Partition:
     denied_accounts: tuple[str, ...] = ()
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
-    allowed_groups: tuple[str, ...] | None = None
     qos: str = ""
     priority_tier: int = 0
     preempt_mode: str = ""
     grace_s: float | None = None
     exclusive: bool = False
     root_only: bool = False
-    needs_reservation: bool = False
     cpus_per_node: int | None = None
     memory_mb: int | None = None
     memory_per_cpu_mb: int | None = None
-    default_memory_mb: int | None = None
-    default_memory_per_cpu_mb: int | None = None
-    allocates: str = ""
-
-    @property
-    def takes_jobs(self) -> bool:
-        """Whether jobs can be submitted to it; they may have to wait until it is up."""
-        return self.state not in ("DRAIN", "INACTIVE")
 
     def takes_account(self, name: str) -> bool:
         """Return whether jobs of an account may be submitted to it (AllowAccounts, DenyAccounts)."""
@@ -248,21 +206,6 @@ class ClusterFacts:
         """
         return self.federation == "" or not self.keeps_accounts
 
-    @property
-    def slurm_user_id(self) -> int | None:
-        """The number of SLURM's own user, which may do what root may; None: not known."""
-        match = re.search(r"\((\d{1,10})\)$", self.config.get("SlurmUser", "").strip())
-        return int(match[1]) if match else None
-
-    def gives_memory(self, partition: Partition) -> bool:
-        """Return whether the memory that a job asks for is its own, and so limits it.
-
-        Otherwise only --mem is looked at, to leave out nodes that have less, whatever runs there (slurm.conf(5),
-        SelectTypeParameters).
-        """
-        words = partition.allocates or self.config.get("SelectTypeParameters", "")
-        return "MEMORY" in words.upper()
-
     def enforces(self, what: str) -> bool:
         """Return whether accounting refuses jobs for `what`: "associations", "limits", "qos"."""
         words = {word.strip().lower() for word in self.config.get("AccountingStorageEnforce", "").split(",")}
@@ -285,12 +228,6 @@ class ClusterFacts:
 
     def qos_named(self, name: str) -> Qos | None:
         return next((each for each in self.qos or () if each.name.lower() == name.lower()), None)
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether nodes may join that SLURM does not list now, so that what is there today is no limit."""
-        suspends = self.config.get("SuspendProgram", "(null)") not in ("", "(null)")
-        return suspends or "cloud" in self.config.get("SlurmctldParameters", "").lower()
 
 
 def keeps_accounts(config: Mapping[str, str]) -> bool:

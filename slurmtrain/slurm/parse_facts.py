@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.slurm.facts import Account, Association, Limits, NodeGroup, Partition, Qos
+from slurmtrain.slurm.facts import Association, Limits, NodeGroup, Partition, Qos
 from slurmtrain.slurm.node_states import AT_WORK
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
@@ -22,25 +22,11 @@ from slurmtrain.slurm.versions import parse_version
 SINFO_FORMAT = "%R|%D|%c|%X|%Y|%Z|%m|%G|%f|%T|%N"
 QOS_COLUMNS = (
     *("Name", "Flags", "GraceTime", "Preempt", "PreemptMode", "MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESPU"),
-    *("GrpTRES", "MinTRES", "MaxTRESPA", "MaxTRESMins"),
-    *("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit", "LimitFactor"),
+    *("GrpTRES", "MaxTRESPA"),
 )
 ASSOC_COLUMNS = (
     *("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall", "MaxTRES", "MaxTRESPerNode", "GrpTRES"),
-    *("MaxTRESMins", "MaxJobs", "GrpJobs", "MaxSubmit", "GrpSubmit"),
 )
-ACCOUNT_COLUMNS = ("Cluster", "Account", "ParentName", "GrpTRES", "GrpJobs", "GrpSubmit")
-# Numbers of jobs by the column that has them, and by a name for what they count: a QOS and an account limit the same.
-COUNTS = {
-    "MaxJobsPU": "running jobs of a user",
-    "MaxJobs": "running jobs of a user",
-    "MaxJobsPA": "running jobs of an account",
-    "GrpJobs": "running jobs of all",
-    "MaxSubmitPU": "submitted jobs of a user",
-    "MaxSubmit": "submitted jobs of a user",
-    "MaxSubmitPA": "submitted jobs of an account",
-    "GrpSubmit": "submitted jobs of all",
-}
 _UNLIMITED = {"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "-1"}
 _KILO = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}  # in MB
 
@@ -62,7 +48,6 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         name=fields["PartitionName"],
         default=fields.get("Default") == "YES",
         state=fields.get("State", "UP"),
-        alternate=_word(fields.get("Alternate", "")),
         nodes=parse_count(fields.get("TotalNodes", "")) or 0,
         node_names=_word(fields.get("Nodes", "")),
         max_time_min=parse_minutes(fields.get("MaxTime", "")),
@@ -72,23 +57,15 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         denied_accounts=_names(fields.get("DenyAccounts", "")) or (),
         allowed_qos=_names(fields.get("AllowQos", "ALL")),
         denied_qos=_names(fields.get("DenyQos", "")) or (),
-        allowed_groups=_names(fields.get("AllowGroups", "ALL")),
         qos=_word(fields.get("QoS", "")),
         priority_tier=parse_count(fields.get("PriorityTier", "")) or 0,
         preempt_mode=fields.get("PreemptMode", ""),
         grace_s=parse_duration(fields.get("GraceTime", "")),
         exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
         root_only=fields.get("RootOnly") == "YES",
-        needs_reservation=fields.get("ReqResv") == "YES",
         cpus_per_node=parse_count(fields.get("MaxCPUsPerNode", "")),
         memory_mb=parse_count(fields.get("MaxMemPerNode", "")),
         memory_per_cpu_mb=parse_count(fields.get("MaxMemPerCPU", "")),
-        # Where there is one for each GPU, it is not known which counts.
-        default_memory_mb=0
-        if "PerGPU" in fields.get("JobDefaults", "")
-        else parse_count(fields.get("DefMemPerNode", "")),
-        default_memory_per_cpu_mb=parse_count(fields.get("DefMemPerCPU", "")),
-        allocates=_word(fields.get("SelectTypeParameters", "").replace("NONE", "")),
     )
 
 
@@ -199,15 +176,12 @@ def parse_qos(text: str) -> tuple[Qos, ...] | None:
     found = []
     for row in _rows(text, QOS_COLUMNS):
         limits = replace(
-            _limits(row),
-            least_tres=parse_tres(row["MinTRES"]),
-            user_tres=parse_tres(row["MaxTRESPU"]),
-            account_tres=parse_tres(row["MaxTRESPA"]),
+            _limits(row), user_tres=parse_tres(row["MaxTRESPU"]), account_tres=parse_tres(row["MaxTRESPA"])
         )
         flags = frozenset(flag.lower() for flag in _words(row["Flags"]))
         preempt = tuple(_words(row["Preempt"]))
         grace_s = parse_duration(row["GraceTime"])
-        found.append(Qos(row["Name"], flags, grace_s, preempt, row["PreemptMode"], limits, _factor(row["LimitFactor"])))
+        found.append(Qos(row["Name"], flags, grace_s, preempt, row["PreemptMode"], limits))
     return tuple(found)
 
 
@@ -236,48 +210,13 @@ def clusters_of(text: str) -> set[str]:
     return {row["Cluster"].lower() for row in _rows(text, ASSOC_COLUMNS)}
 
 
-def parse_accounts(text: str, cluster: str) -> tuple[Account, ...]:
-    """Read `sacctmgr -nP show assoc account=... user= format=...` with ACCOUNT_COLUMNS, and keep those of one cluster."""
-    return tuple(
-        Account(row["Account"], row["ParentName"], parse_tres(row["GrpTRES"]), _counts(row))
-        for row in _rows(text, ACCOUNT_COLUMNS)
-        if row["Cluster"].lower() == cluster.lower()
-    )
-
-
-def with_account_limits(
-    associations: Iterable[Association], accounts: Mapping[str, Account]
-) -> tuple[Association, ...]:
-    """Add the whole accounts of associations, and those above them.
-
-    Args:
-        accounts: by name in lower case.
-    """
-    found = []
-    for each in associations:
-        line: list[Account] = []
-        account = accounts.get(each.account.lower())
-        while account is not None and account not in line:
-            line.append(account)
-            account = accounts.get(account.parent.lower())
-        found.append(replace(each, accounts=tuple(line)))
-    return tuple(found)
-
-
 def _limits(row: Mapping[str, str]) -> Limits:
     return Limits(
         wall_min=parse_minutes(row["MaxWall"]),
         tres=parse_tres(row["MaxTRES"]),
         tres_per_node=parse_tres(row["MaxTRESPerNode"]),
         group_tres=parse_tres(row["GrpTRES"]),
-        tres_min=parse_tres(row["MaxTRESMins"]),
-        counts=_counts(row),
     )
-
-
-def _counts(row: Mapping[str, str]) -> dict[str, int]:
-    numbers = {what: parse_count(row[column]) for column, what in COUNTS.items() if column in row}
-    return {what: number for what, number in numbers.items() if number is not None}
 
 
 def _rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -287,12 +226,6 @@ def _rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
 
 def _has_odd_rows(text: str, columns: Sequence[str]) -> bool:
     return len(_rows(text, columns)) < sum(bool(line.strip()) for line in text.splitlines())
-
-
-def _factor(text: str) -> float | None:
-    """Return a LimitFactor, "2.000000"; None: there is none."""
-    match = re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text.strip())
-    return float(text) if match and float(text) > 0 else None
 
 
 def parse_tres(text: str) -> dict[str, int]:

@@ -6,25 +6,22 @@ time, so that a controller that does not answer costs seconds. A command that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from slurmtrain.slurm.facts import Account, ClusterFacts, NodeGroup, keeps_accounts
+from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, keeps_accounts
 from slurmtrain.slurm.parse_facts import (
-    ACCOUNT_COLUMNS,
     ASSOC_COLUMNS,
     QOS_COLUMNS,
     SINFO_FORMAT,
     clusters_of,
     first_name,
-    parse_accounts,
     parse_associations,
     parse_config,
     parse_groups,
     parse_partitions,
     parse_qos,
-    with_account_limits,
     with_nodes,
 )
 from slurmtrain.slurm.preemption import NOT_AT_ALL
@@ -33,8 +30,6 @@ from slurmtrain.system.user import own_user
 Ask = Callable[[Sequence[str]], str | None]
 
 NODES_ASKED = 16  # one for each kind of node
-ACCOUNTS_ASKED = 64  # the user's own and those above
-ROOT_ACCOUNT = "root"  # above all accounts of a cluster
 AT_ONCE = 8  # commands at the same time, of which at most three reach the controller
 
 CONFIG = ("scontrol", "show", "config")
@@ -50,19 +45,6 @@ def associations_command(user: str) -> tuple[str, ...]:
     return ("sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOC_COLUMNS)}")
 
 
-def accounts_command(accounts: Iterable[str]) -> tuple[str, ...]:
-    """Return the command that lists whole accounts, with the one above each and the limits of all of its jobs together."""
-    return (
-        "sacctmgr",
-        "-nP",
-        "show",
-        "assoc",
-        f"account={','.join(accounts)}",
-        "user=",
-        f"format={','.join(ACCOUNT_COLUMNS)}",
-    )
-
-
 def default_account_command(user: str) -> tuple[str, ...]:
     """Return the command that prints a user's default account."""
     return ("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount")
@@ -74,8 +56,7 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     Args:
         ask: returns the output of a command, or None if there is none in time; `SlurmClient.glance`.
         whole: also those that only a description of the cluster needs: nodes one by one, pyxis. Without them
-            it takes three commands, and where there are accounts five more, and one for each level of accounts between the
-            user's and the root.
+            it takes three commands, and where there are accounts four more.
         user: whose accounts; None: this user's.
     """
     silent: list[str] = []
@@ -101,9 +82,6 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     )
     if found.keeps_accounts:
         found = _with_accounts(found, answers, user, silent)
-    if found.associations and found.enforces("limits"):
-        accounts = _accounts_up_to_the_root(ask, [each.account for each in found.associations], found.name, silent)
-        found = replace(found, associations=with_account_limits(found.associations, accounts))
     return replace(found, silent=tuple(silent))
 
 
@@ -149,22 +127,6 @@ def _with_accounts(
         qos=parse_qos(answers[QOS]) or None,
         default_account=default_account if one_cluster else None,
     )
-
-
-def _accounts_up_to_the_root(ask: Ask, names: Sequence[str], cluster: str, silent: list[str]) -> dict[str, Account]:
-    """Return these accounts and all above them, by name in lower case: a command for each level below the root."""
-    found: dict[str, Account] = {}
-    asked: list[str] = []
-    wanted = list(dict.fromkeys([*(name.lower() for name in names), ROOT_ACCOUNT]))
-    while wanted and len(asked) < ACCOUNTS_ASKED:
-        asked += wanted
-        command = accounts_command(wanted)
-        found |= {
-            each.name.lower(): each for each in parse_accounts(_answers(ask, [command], silent)[command], cluster)
-        }
-        above = [each.parent.lower() for each in found.values()]
-        wanted = [name for name in dict.fromkeys(above) if name and name not in asked]
-    return found
 
 
 def _one_of_each(groups: Sequence[NodeGroup]) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from slurmtrain.config.schema import Config
-from slurmtrain.launch.next_change import make_in_this_job
+from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.runs import attempts, chain, requests
 from slurmtrain.runs.attempt_history import came_to_an_end
 from slurmtrain.runs.attempts import Attempt
@@ -42,8 +42,10 @@ def look(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> V
         log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
         chain.cancel_rest(run_dir, job_id, client)
         return over
-    changes = own_restart_count() and run_dir.next_change_file.exists() and run_dir.attempt_numbers()
-    return Verdict.RESUBMIT if changes and not make_in_this_job(run_dir) else None
+    if own_restart_count() and run_dir.next_change_file.exists() and run_dir.attempt_numbers():
+        apply_next_change(run_dir, in_this_job=True)
+        return Verdict.RESUBMIT if run_dir.next_change_file.exists() else None  # it needs another script
+    return None
 
 
 def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Verdict | None:

@@ -6,7 +6,6 @@ What is decided from it is in runs/outcome.py.
 from __future__ import annotations
 
 import contextlib
-import signal
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
@@ -21,12 +20,11 @@ from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, last_words, node_of_killed_tasks, with_last_words
+from slurmtrain.runs.srun_log import SrunLog, in_its_words, node_of_killed_tasks, with_last_words
 from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
 
-ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # exit codes of a program of the user's own that SIGABRT has ended
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
@@ -110,8 +108,7 @@ def evidence_of(
     if by_slurm:
         node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
-    last_word = last_words(attempt_dir, first.rank) if first and first.failure.exit_code in ABORTED else None
-    said = f" ({last_word})" if last_word is not None else ""
+    sentence, attempt.failed_with = in_its_words(first, attempt_dir, program=config.job.kind == JobKind.COMMAND)
     if unfit or (failure is not None and failure.bad_nodes):
         # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.
         failed_on = unfit[0] if unfit else None
@@ -124,7 +121,7 @@ def evidence_of(
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=(first.failure.exit_code, f"{first.sentence}{said}") if first is not None else None,
+        failure=(first.failure.exit_code, sentence) if first is not None else None,
         set_up=set_up,
         on_any_node=failure is not None and failure.on_any_node,
         diverged=failure is not None and failure.diverged,
@@ -154,6 +151,7 @@ def evidence_of(
         progress_visible=_progress_is_visible(attempt, config),
         lasted_s=ended - attempt.started if attempt.started else 0.0,
         stalled_before=len(counted),
+        alike_before=attempt_history.failed_alike(tries, attempt),
         unseen_before=attempt_history.unseen_before(tries, attempt.number),
         run=run_dir.id if by_slurm else "",
         number=attempt.number,

@@ -11,8 +11,6 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.finish import finish_attempt
-from slurmtrain.supervise.hooks import start_hook
 from slurmtrain.supervise.platforms import Platform
 
 log = logging.getLogger(__name__)
@@ -38,6 +36,10 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
             with contextlib.suppress(OSError):  # a full disk
                 run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
             left_with = EXIT_CONFIG
+        # Imported only now, so that the ranks start without waiting for what the end of an attempt needs.
+        from slurmtrain.supervise.finish import finish_attempt
+        from slurmtrain.supervise.hooks import start_hook
+
         try:
             outcome = finish_attempt(
                 run_dir, number, left_with, platform.config, platform.client, can_start_again=platform.can_start_again

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.further_jobs import token, waiting_for
-from slurmtrain.launch.next_change import apply_next_change
+from slurmtrain.launch.changes import apply_next_change
+from slurmtrain.launch.job import submit_existing_script, token
 from slurmtrain.launch.node_exclusion import leave_out
-from slurmtrain.launch.submit import submit_existing_script
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import is_cancelled
@@ -81,8 +80,13 @@ def _requeue(runs: Sequence[tuple[RunDir, int]], config: Config, job_id: str, cl
     excluded = leave_out([run_dir for run_dir, _ in runs], job_id, client)
     if config.requeue.restart_delay_s:
         # SLURM holds a requeued job for about 121 s, until its credentials have expired. It may be asked for less.
-        with contextlib.suppress(ClusterError):
-            client.update_pending(job_id, StartTime=f"now+{config.requeue.restart_delay_s}")
+        soon = f"now+{config.requeue.restart_delay_s}"
+        try:
+            client.update_pending(job_id, StartTime=soon)
+        except ClusterError:  # a controller that was killed and started again may have forgotten the requeue
+            with contextlib.suppress(ClusterError):
+                if _is_requeued(job_id, client, attempts.read_attempt(*runs[0]).facts_when_told):
+                    client.update_pending(job_id, StartTime=soon)
     log.info("job %s is requeued%s", job_id, f", without {excluded}" if excluded else "")
 
 
@@ -131,12 +135,7 @@ def _submit(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient
         attempt = attempts.read_attempt(run_dir, number)
         why = attempt.why or "stopped"
         try:
-            new = submit_existing_script(
-                run_dir,
-                lambda script: waiting_for(script, [job_id]),
-                token=token(run_dir, number),
-                after_attempt=number,
-            )
+            new = submit_existing_script(run_dir, [job_id], token=token(run_dir, number), after_attempt=number)
         except Exception as error:  # the runs after it have nobody else who would submit them
             said = error.message if isinstance(error, SlurmtrainError) else f"{type(error).__name__}: {error}"
             attempts.change_outcome(run_dir, attempt, Verdict.END, f"{why}; no new job could be submitted: {said}")

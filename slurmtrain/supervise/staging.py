@@ -25,11 +25,10 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.files import temporary_beside
 from slurmtrain.system.modes import make_own_folder
-from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED_PYTHON
+from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED, STAGED_PYTHON
 
 log = logging.getLogger(__name__)
 
-FOLDER = "SLURMTRAIN_STAGE"  # the variable that names the folder of this job on each node
 ASK_S = 300
 OF_CONDA_ALONE = ("./pkgs", "./envs", "./conda-bld")  # downloads and other environments, in conda's base environment
 QUESTION = "import os, sys; print(sys.prefix); print(os.path.abspath(sys.executable))"
@@ -109,7 +108,7 @@ def stage(
             log.warning("the copying was ended after %d min (cluster.stage.limit_min)", wanted.limit_min)
             end()
     copying.wait()
-    return {FOLDER: folder, "SLURMTRAIN_CODE": str(workdir), "SLURMTRAIN_DATA": str(data)}
+    return {STAGED: folder, "SLURMTRAIN_CODE": str(workdir), "SLURMTRAIN_DATA": str(data)}
 
 
 def _local_folder(wanted: str | None) -> str:
@@ -132,9 +131,8 @@ def _use(run_dir: RunDir, config: Config, prefix: Path, python: str) -> Iterator
             f'"$own"/{shlex.quote(each)}' for each in pythonpath_folders(info["workdir"], info.get("import_roots", ()))
         ]
         yield f'export SLURMTRAIN_CODE={folders[0]} PYTHONPATH={":".join(folders)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-        if (
-            config.job.kind != JobKind.COMMAND
-        ):  # `python -m` would import from the working directory first, which nodes share
+        # `python -m` would import from the working directory first, which nodes share.
+        if config.job.kind != JobKind.COMMAND:
             yield "export PYTHONSAFEPATH=1"
     if python:
         yield 'export VIRTUAL_ENV="$own/environment" PATH="$own/environment/bin:$PATH"'

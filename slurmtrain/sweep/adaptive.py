@@ -6,193 +6,194 @@ its jobs go on; the next one finds the points that it asks for again, with their
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurmtrain.config.schema import Config
-from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.errors import ClusterError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState
-from slurmtrain.report.waiting import as_they_end
+from slurmtrain.report.status.look import is_over, states
+from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.waiting import EndWatch
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.create import add_run, append_arrays, create_sweep, find_same
-from slurmtrain.sweep.folder import note_jobs
-from slurmtrain.sweep.jobs import Submission, check_submitted, submit_arrays
-from slurmtrain.sweep.local import is_to_go_on, run_here
+from slurmtrain.sweep.folder import add_run, create_sweep, find_same
+from slurmtrain.sweep.jobs import REMOVED, Submission, submit_runs
+from slurmtrain.sweep.local import LocalRuns, alone
 from slurmtrain.sweep.plan import SweepPlan, check_belongs, identity_of
-from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import read_tail
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """One point that is asked for.
-
-    Attributes:
-        varied: what distinguishes it, by key, as text.
-    """
-
-    varied: dict[str, str]
-    config: Config
+LOOK_EVERY_S = 0.5  # at the logs of runs on this machine, if somebody reads them
 
 
 @dataclass(frozen=True)
 class OpenSweep:
-    """An open sweep in the process that controls it.
+    """A sweep in the process that controls it. All else is called within `alone`.
 
     Attributes:
         client: client of the cluster; None: the runs are processes of this machine.
-        look: checks that the cluster has what a new point asks for, and raises ConfigError; None: it is not looked at.
+        look: called with the config of each new point; it raises if the point cannot run.
+        parallelism: number of points that may run at the same time; None: no limit.
+        points: its points by the identity of their config: nobody else adds any.
     """
 
     sweep: Sweep
     sweep_plan: SweepPlan
     client: SlurmClient | None
-    look: Callable[[Config], None] | None = None
-    # What was read once: nobody else adds points, and an array that is submitted stays so. There may be thousands.
-    _points: dict[str, Point] = field(default_factory=dict, repr=False)
-    _submitted: set[int] = field(default_factory=set, repr=False)
+    look: Callable[[Config], None] = lambda config: None
+    parallelism: int | None = None
+    points: dict[str, Point] = field(default_factory=dict, repr=False)
 
-    def run(
-        self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
-    ) -> list[tuple[RunDir, RunState]]:
-        """Submit points that are not submitted, and return all when they have ended, in the order of `wanted`.
-
-        Called within `alone`.
-
-        Args:
-            on_end: called with every run when it has ended, also with those that had ended before.
-        """
-        run_dirs = self.add(wanted)
-        check_submitted(self.submit(run_dirs))
-        ended: dict[str, RunState] = {}
-        try:
-            for run_dir, now in self._ended(run_dirs):
-                ended[run_dir.id] = now
-                on_end(run_dir, now)
-        except KeyboardInterrupt:
-            if self.client is not None:
-                name = self.sweep.id
-                log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
-            raise
-        return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
-
-    def check(self, config: Config) -> None:
-        """Check that a config can be a point of this sweep. One that is a point already is not looked at again.
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be the process that controls the sweep, and go on with the points that are there.
 
         Raises:
-            ConfigError: it cannot.
+            ClusterError: another process controls it.
+        """
+        with alone(self.sweep):
+            remove_cut_line(self.sweep.points_file)
+            self.points.update((point.identity, point) for point in self.sweep.points())
+            yield
+
+    def add(self, varied: dict[str, str], config: Config) -> RunDir:
+        """Add a point unless it exists, and return its run.
+
+        It may be cut short, and is done when the same point is asked for again.
+
+        Args:
+            varied: what distinguishes the point, by key, as text.
+
+        Raises:
+            SlurmtrainError: the config cannot be a point of this sweep, or it could not run.
         """
         config = with_absolute_paths(config, current_folder())
         self.sweep_plan.check(config)
-        if self.look is not None and identity_of(config) not in self._by_identity():
+        if identity_of(config) not in self.points:
             self.look(config)
+        identity = self.sweep_plan.add(config)
+        if identity not in self.points:
+            number = len(self.points)
+            run_id = f"{new_run_id()}-{number:04d}"
+            point = Point(number, varied, identity, self.sweep_plan.shapes[identity], run_id)
+            with self.sweep.points_file.open("a") as file:
+                file.write(json.dumps(asdict(point)) + "\n")
+            self.points[identity] = point
+        run_dir = self.sweep.run_dir(self.points[identity].run_id)
+        if not run_dir.info_file.exists():
+            add_run(self.sweep, self.points[identity], self.sweep_plan)
+        return run_dir
 
-    def add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
-        """Add the points that do not exist yet, and return the run of each of `wanted`. Called within `alone`.
+    def run(self, run_dirs: Sequence[RunDir]) -> list[RunState]:
+        """Submit or start runs that are not, and return how each has ended."""
+        at_once = self.parallelism or self.sweep.pack
+        with Runs(self, show=at_once == 1, at_once=at_once) as runs:
+            runs.start(run_dirs).check()
+            ended: dict[RunDir, RunState] = {}
+            while not ended.keys() >= set(run_dirs):
+                ended.update(runs.ended())
+        return [ended[run_dir] for run_dir in run_dirs]
 
-        Each step may be cut short, and is done when the same points are asked for again.
-        """
-        sweep, sweep_plan = self.sweep, self.sweep_plan
-        points = self._by_identity()
-        stamp = new_run_id()
-        chosen = []
-        _remove_cut_line(sweep.points_file)
-        with sweep.points_file.open("a") as file:
-            for each in wanted:
-                identity = sweep_plan.add(with_absolute_paths(each.config, current_folder()))
-                if identity not in points:
-                    number = len(points)
-                    points[identity] = Point(
-                        number, each.varied, identity, sweep_plan.shapes[identity], f"{stamp}-{number:04d}"
-                    )
-                    file.write(json.dumps(asdict(points[identity])) + "\n")
-                    file.flush()
-                chosen.append(points[identity])
-        for point in chosen:
-            if not sweep.run_dir(point.run_id).info_file.exists():
-                add_run(sweep, point, sweep_plan)
-        return [sweep.run_dir(point.run_id) for point in chosen]
 
-    def submit(self, run_dirs: Sequence[RunDir]) -> Submission:
-        """Submit those of these runs that have no job; with cluster=local there is nothing to submit.
+class Runs:
+    """The runs of an open sweep, as jobs of a cluster or as processes of this machine. Used within `with` and `alone`.
 
-        What a limit has kept out of the queue is submitted by the next call.
+    A run whose directory is removed has ended, too: nothing more is to be expected of it.
+
+    Args:
+        show: print what the ranks of a run on this machine print.
+        at_once: number of runs on this machine at the same time.
+    """
+
+    def __init__(self, opened: OpenSweep, *, show: bool, at_once: int):
+        self._opened = opened
+        self._watch = EndWatch(ask_first=False)
+        self._here = LocalRuns(opened.sweep, show=show, at_once=at_once) if opened.client is None else None
+        self._started = set[RunDir]()  # on this machine
+        self._over: list[RunDir] = []  # before they could be started here
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Runs:
+        if self._here is not None:
+            self._stack.enter_context(self._here)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            if kind is not None and issubclass(kind, KeyboardInterrupt) and self._here is None:
+                name = self._opened.sweep.id
+                log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
+
+    @property
+    def in_queue(self) -> bool:
+        """Whether jobs are waited for, whose end makes room for others."""
+        return bool(self._watch.waiting)
+
+    def start(self, run_dirs: Iterable[RunDir]) -> Submission:
+        """Submit or start those that have no job or process; all of them are reported when they have ended."""
+        run_dirs = list(dict.fromkeys(run_dirs))
+        there = [run_dir for run_dir in run_dirs if run_dir.info_file.exists()]
+        if self._opened.client is not None:
+            submission = submit_runs(self._opened.sweep, self._opened.client, there)
+            self._watch.add(each for each in run_dirs if each not in there or each.info()["job_ids"])
+            return submission
+        assert self._here is not None
+        for run_dir in run_dirs:
+            if run_dir not in self._started:
+                self._started.add(run_dir)
+                stopped = run_dir in there and states([run_dir])[run_dir.id].status == RunStatus.STOPPED
+                if run_dir in there and (stopped or not is_over(run_dir)):
+                    self._here.start(run_dir)
+                else:
+                    self._over.append(run_dir)
+        return Submission([], [])
+
+    def ended(self, *, soon: bool = False) -> list[tuple[RunDir, RunState]]:
+        """Wait a moment, or on this machine until a run has ended, and return those that have, in that order.
+
+        Args:
+            soon: wait only for a moment on this machine, too, since somebody reads the logs of the runs.
 
         Raises:
-            ClusterError: sbatch refused, or the sweep was cancelled.
+            UnreadableRecordError: the files of a run cannot be used.
+            ClusterError: a run cannot be started on this machine.
+            KeyboardInterrupt: a person has stopped this process, and the runs on this machine with it.
         """
-        if self.client is None:
-            return Submission([], [])
-        chosen = {run_dir.id for run_dir in run_dirs}
-        shapes = {point.run_id: point.shape for point in self._by_identity().values() if point.run_id in chosen}
-        while True:
-            numbers = self.sweep.array_numbers()
-            open_numbers = self._not_submitted(numbers)
-            planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
-            # A run that was removed is made anew, and the job that it once had is no longer its own.
-            new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
-            size = self.client.max_array_size()
-            limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
-            arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
-            if not new or append_arrays(self.sweep, len(numbers), new, arrays):
-                break
-        return submit_arrays(self.sweep, self.client, known=self._submitted)
-
-    def _by_identity(self) -> dict[str, Point]:
-        """Return the points by the identity of their config."""
-        if not self._points:
-            self._points.update((point.identity, point) for point in self.sweep.points())
-        return self._points
-
-    def _not_submitted(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of these arrays that have no job; the jobs of others are recorded in their runs."""
-        found = []
-        for number in numbers:
-            if number in self._submitted:
-                continue
-            note_jobs(self.sweep, number)
-            if self.sweep.job_id(number) is None:
-                found.append(number)
-            else:
-                self._submitted.add(number)
-        return found
-
-    def _has_job(self, run_id: str) -> bool:
-        return bool(self.sweep.run_dir(run_id).info()["job_ids"])
-
-    def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
-        """Yield every run, as it ends."""
-        if self.client is None:
-            before = states(run_dirs)
-            left = [
-                run_dir.id for run_dir in dict.fromkeys(run_dirs) if before[run_dir.id].alive or is_to_go_on(run_dir)
-            ]
-            at_once = self.sweep.info()["parallelism"] or self.sweep.pack
-            if not run_here(self.sweep, left, at_once, show=at_once == 1, retry=False):
-                raise KeyboardInterrupt  # they were told to stop, and so is this process
-            now = states(run_dirs)
-            yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
-            return
-        yield from as_they_end(run_dirs, ask_first=False)
+        if self._here is None:
+            gone = [run_dir for run_dir in self._watch.waiting if not run_dir.path.exists()]
+            self._watch.forget(gone)
+            found = [*((run_dir, REMOVED) for run_dir in gone), *self._watch.look()]
+            if not found:
+                time.sleep(self._watch.pause_s)
+            return found
+        run_dir = self._over.pop() if self._over else self._here.ended(LOOK_EVERY_S if soon else None)
+        if run_dir is None:
+            return []
+        self._started.remove(run_dir)  # another trial may have the same config
+        now = states([run_dir])[run_dir.id] if run_dir.info_file.exists() else REMOVED
+        if now.alive:  # since its processes of before are still there, as after a kill
+            raise ClusterError(
+                f"run {run_dir.id} cannot be continued here yet: {now.explanation}",
+                hint="repeat the command when it has ended",
+            )
+        return [(run_dir, now)]
 
 
-def _remove_cut_line(path: Path) -> None:
+def remove_cut_line(path: Path) -> None:
     """Remove what a shell that was cut short, or had no disk space, has left after the last whole line."""
-    if read_tail(path, 1) in (b"", b"\n"):
-        return
-    with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+    if read_tail(path, 1) not in (b"", b"\n"):
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def open_sweep(
@@ -202,17 +203,15 @@ def open_sweep(
     *,
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
-    again: bool = False,
-    ended: Callable[[Sweep], bool] = lambda sweep: False,
-    look: Callable[[Config], None] | None = None,
+    again: Callable[[Sweep], bool] = lambda sweep: False,
+    look: Callable[[Config], None] = lambda config: None,
 ) -> OpenSweep:
     """Return the sweep of this search: the one that exists, or a new one.
 
     Args:
         sweep_plan: a plan with a `search`, and no points.
         after: runs that have to finish before any of a new sweep begins.
-        again: make another sweep.
-        ended: returns whether the existing sweep is not to be continued.
+        again: returns whether another sweep is to be made, and the existing one not to be continued.
         look: as in `OpenSweep`.
 
     Raises:
@@ -220,7 +219,8 @@ def open_sweep(
     """
     check_belongs(sweep_plan.first, sweep_plan.first)  # before anything is made
     found = find_same(sweep_plan)
-    if found is None or again or ended(found):
+    if found is None or again(found):
+        new = found is not None
         found = create_sweep(
             sweep_plan,
             lambda number: {},
@@ -228,11 +228,8 @@ def open_sweep(
             current_folder(),
             parallelism=parallelism,
             after=after,
-            again=found is not None,
+            again=new,
         )
-    else:
-        if found.points():
-            log.info("sweep %s is there already, with %d points; going on with it", found.id, len(found.points()))
-        if parallelism not in (None, found.info()["parallelism"]):
-            throttle(found, parallelism, client)
-    return OpenSweep(found, sweep_plan, client, look)
+    elif count := found.point_count():
+        log.info("sweep %s is there already, with %d points; going on with it", found.id, count)
+    return OpenSweep(found, sweep_plan, client, look, parallelism or found.info()["parallelism"])

@@ -1,161 +1,203 @@
-"""A sweep on disk: which point is which run, which run is in which array, and who submits it.
+"""The folder of a sweep, with a run directory for each point: find it, create it, and add points to it.
 
     runs/<name>.sweep-<identity>/
       sweep.json       overrides, options, who and when
       points.jsonl     one line a point: number, what varies, identity, run id
-      arrays/0000/     plan.json: its runs; claim-0001.json: who submits it; job.sbatch; job.json: SLURM's answer
+      arrays/          which run is in which array job: see `jobs`
       code/            the snapshot that all points run from
       <run id>/        a run directory like any other
 
-The identity is that of the points, so the same command means the same sweep, from whichever shell: missing parts are
-submitted, and nothing twice. Every step can be cut short at any moment and is completed by the next command: the folder
-appears complete or not at all, an array has one claimant, and a job that a dead claimant has submitted is found by its
-token.
+The identity is that of the points, so the same command means the same sweep, from whichever shell. The folder appears
+complete or not at all, also if others create the same.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import itertools
+import json
 import logging
 import os
-import time
-from collections.abc import Sequence
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs import lookup, ownership
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.slurm import trusted_conf
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.system import user
-from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.paths import located
+from slurmtrain.config.folders import Primary
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.program_check import check_in_snapshot
+from slurmtrain.launch.snapshot import find_source, take_snapshot
+from slurmtrain.launch.submit import run_info
+from slurmtrain.runs import lookup, staging_dir
+from slurmtrain.runs.create import make_folder, new_run_id
+from slurmtrain.runs.origin import made_at
+from slurmtrain.runs.run_dir import PREPARING, RunDir
+from slurmtrain.runs.sweep_dir import Point, Sweep
+from slurmtrain.sweep.plan import SweepPlan, identity_of
+from slurmtrain.system.files import write_json
+from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.trust import is_mine
 
 log = logging.getLogger(__name__)
 
-REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", False, [], None)
+MOST_FILES = 1000  # in the folders of the configs
+# In sweep.json alone; the rest of it is in every run.json, too.
+OF_THE_SWEEP = ("token", "parallelism", "pack", "after", "command", "made_at")
 
 
-def note_jobs(sweep: Sweep, number: int) -> None:
-    """Record the job of an array in each of its runs, if that has not been completed."""
-    path = sweep.array(number) / "job.json"
-    job = read_json(path)
-    if job is None or job.get("noted") or not is_mine(sweep.path):
-        return
-    conf, submitted = sweep.info()["slurm_conf"], float(job.get("time", time.time()))
-    for run_id, element in sweep.elements(number, str(job["job_id"])).items():
-        run_dir = sweep.run_dir(run_id)
-        if not run_dir.info_file.exists():  # removed by `runs prune`
-            continue
-        if run_dir.make_up_job(element, submitted, slurm_conf=conf):
-            run_dir.event(Event.SUBMITTED, job_id=element, submitted=submitted)
-    write_json(path, {**job, "noted": True})
+def find_same(sweep_plan: SweepPlan) -> Sweep | None:
+    """Return the newest sweep with the same points, if there is one."""
+    first = sweep_plan.first
+    return _newest(first, lambda sweep: sweep.id == sweep_plan.id or sweep.id.startswith(f"{sweep_plan.id}."))
 
 
-def all_sweeps(runs: Path) -> list[Sweep]:
-    """Return every sweep under `runs`, oldest first."""
-    files = [file for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
-    found = [Sweep(located(file.parent)) for file in files if not ownership.foreign_link(file.parent)]
-    dated = []
-    for sweep in found:
+def find_by_command(first: Config, command: str | None) -> Sweep | None:
+    """Return the newest sweep that was created by this command line."""
+    return _newest(first, lambda sweep: command is not None and sweep.info().get("command") == command)
+
+
+def _newest(first: Config, wanted: Callable[[Sweep], bool]) -> Sweep | None:
+    named = Path(first.job.runs_dir).glob(f"{first.job.name}.sweep-*")
+    mine = (Sweep(path) for path in named if is_mine(path) and lookup.is_sweep(path))
+    return max(filter(wanted, mine), key=lambda sweep: float(sweep.info()["created"]), default=None)
+
+
+def command_of(overrides: Sequence[str], primary: Primary, first: Config) -> str | None:
+    """Return the identity of a command line with choices, by which its sweep is found without composing all points.
+
+    It covers the words, the config files, and the first point, on which the environment and all else leaves its mark.
+
+    Returns:
+        None: there are so many config files that reading them takes longer.
+    """
+    files = [path for folder in primary.folders for path in itertools.islice(Path(folder).rglob("*.y*ml"), MOST_FILES)]
+    if len(files) >= MOST_FILES:
+        return None
+    digest = hashlib.sha256(json.dumps([identity_of(first), primary.name, *overrides]).encode())
+    for path in sorted(files):
+        digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def create_sweep(
+    sweep_plan: SweepPlan,
+    varied: Callable[[int], dict[str, str]],
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
+    again: bool = False,
+    command: str | None = None,
+) -> Sweep:
+    """Create the sweep's folder, with a run directory for every point.
+
+    If another shell creates the same first, return that one.
+
+    Args:
+        varied: returns what distinguishes point i.
+        parallelism: number of points that may run at the same time.
+        after: runs that have to finish first.
+        again: create it beside one with the same points.
+        command: what `find_by_command` finds it by.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the snapshot is refused.
+    """
+    job = sweep_plan.first.job
+    runs = Path(job.runs_dir)
+    source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
+    name = sweep_plan.id
+    try:
+        make_folder(runs, PREPARING)
+        staging_dir.remove_left_over(runs)
+        temporary = Sweep(staging_dir.folder(runs, name))
+        temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder under {runs}: {error.strerror}",
+            hint="set job.runs_dir to a folder that you can write to and that the compute nodes can see",
+        ) from None
+    try:
+        record = take_snapshot(job, source, temporary.code)
+        for warning in check_in_snapshot(sweep_plan.first, temporary.path / source.workdir, source, cwd):
+            log.warning(warning)
+        pack = sweep_plan.first.sweep.pack
+        info = {**run_info(sweep_plan.first, overrides, record, source, cwd), "packed": pack > 1}
+        stamp = new_run_id()
+        run_ids = sweep_plan.run_ids(stamp)
+        temporary.points_file.touch(mode=file_mode(temporary.path), exist_ok=False)
+        with temporary.points_file.open("a") as file:
+            for number, identity in enumerate(sweep_plan.identities):
+                run_id = run_ids[identity]
+                point = Point(number, varied(number), identity, sweep_plan.shapes[identity], run_id)
+                file.write(json.dumps(asdict(point)) + "\n")
+                if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
+                    _make_run(temporary.run_dir(run_id), runs / name / run_id, point, sweep_plan, info)
+        temporary.arrays.mkdir(mode=folder_mode(temporary.path))
+        facts = {
+            "command": command,
+            "parallelism": parallelism,
+            "pack": pack,
+            "after": [str(run_dir.path) for run_dir in after],
+            "made_at": made_at(temporary.path, runs / name),
+        }
+        write_json(temporary.info_file, {**info, **facts, "token": secrets.token_hex(4)})
+        return _publish(temporary, runs / name, again=again)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
+    number = 1
+    while True:
+        target = path if number == 1 else path.with_name(f"{path.name}.{number}")
         try:
-            dated.append((float(sweep.info()["created"]), sweep))
-        except UsageError as error:
-            log.warning("left out: %s", error.message)
-    return [sweep for _, sweep in sorted(dated, key=lambda pair: pair[0])]
+            temporary.path.rename(target)
+            return Sweep(target)
+        except OSError as error:
+            if lookup.is_sweep(target):
+                if not again and is_mine(target):  # another shell has made it meanwhile, with the same points
+                    return Sweep(target)
+            elif not target.exists() or os.access(target, os.R_OK | os.X_OK):
+                raise ConfigError(f"cannot make {target}: {error.strerror}") from None
+        number += 1  # beside that one, which may be somebody else's
 
 
-def find(reference: str, runs: Path) -> Sweep:
-    """Return the sweep that a person means: its name, a part of it that no other has, a path, or "last".
+def add_run(sweep: Sweep, point: Point, sweep_plan: SweepPlan) -> None:
+    """Make the run directory of one more point; it appears complete."""
+    temporary = RunDir(sweep.path / f".{point.run_id}-{os.getpid()}-{secrets.token_hex(3)}")
+    info = sweep.info()
+    try:
+        of_all = {key: info[key] for key in info if key not in OF_THE_SWEEP}
+        _make_run(temporary, sweep.run_dir(point.run_id).path, point, sweep_plan, of_all)
+        temporary.path.rename(sweep.run_dir(point.run_id).path)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
 
-    Raises:
-        UsageError: none or several match.
+
+def _make_run(run_dir: RunDir, path: Path, point: Point, sweep_plan: SweepPlan, info: dict[str, Any]) -> None:
+    """Make the run directory of a point.
+
+    Args:
+        path: the path that it will be renamed to.
+        info: the contents of run.json that are the same for all runs of the sweep.
     """
-    path = Path(reference)
-    if lookup.is_sweep(path):
-        return Sweep(located(path))
-    sweeps = all_sweeps(runs)
-    if not sweeps:
-        lookup.refuse_unreadable(reference, runs)
-        raise lookup.nothing_under(runs, "sweeps")
-    if reference == "last":
-        own = [sweep for sweep in sweeps if is_mine(sweep.path)]
-        if not own:
-            raise UsageError(
-                f"none of the sweeps under {runs.resolve()} is yours", hint=f"the latest is {sweeps[-1].id}"
-            )
-        return own[-1]
-    matching = [sweep for sweep in sweeps if sweep.id == reference] or [
-        sweep for sweep in sweeps if reference in sweep.id
-    ]
-    if len(matching) == 1:
-        return matching[0]
-    names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
-    if not matching:
-        lookup.refuse_unreadable(reference, runs)
-        raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
-    raise UsageError(
-        f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of the name: {names}"
-    )
-
-
-def states_of(sweep: Sweep) -> dict[str, RunState]:
-    """Return the state of every run of the sweep, by run id; one squeue call."""
-    ((_, now),) = states_of_all([sweep])
-    return now
-
-
-def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
-    """Return the state of every run of each sweep; one squeue call for all."""
-    for sweep in found:
-        with contextlib.suppress(PermissionError, UnreadableRecordError):  # it belongs to somebody else
-            for number in sweep.array_numbers():
-                note_jobs(sweep, number)
-    runs = [(sweep, sweep.run_dirs()) for sweep in found]
-    there = [run_dir for _, members in runs for run_dir in members.values() if run_dir.info_file.exists()]
-    now = states(there)
-    return [(sweep, {run_id: now.get(run_id, REMOVED) for run_id in members}) for sweep, members in runs]
-
-
-def check_not_cancelled(sweep: Sweep) -> None:
-    """Raise ClusterError if the sweep was cancelled, and nobody has asked for it to go on."""
-    if sweep.cancelled_file.exists():
-        raise ClusterError(
-            f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
-            hint=f"sweep retry {sweep.id} continues all unfinished points; --again submits another sweep of the same points",
-        )
-
-
-def check_not_planned(run_dir: RunDir) -> None:
-    """Raise ClusterError if this run is in an array that is still to be submitted: submitted alone it would exist twice."""
-    sweep = Sweep(run_dir.path.parent)
-    for number in sweep.array_numbers():
-        if sweep.job_id(number) is None and run_dir.id in sweep.planned(number):
-            raise ClusterError(
-                f"run {run_dir.id} has to be submitted together with its sweep", hint=f"sweep retry {sweep.id} does it"
-            )
-
-
-def require_own(sweep: Sweep) -> None:
-    """Check that a sweep belongs to this user, before its points are submitted or cancelled: their scripts would be run.
-
-    Raises:
-        UsageError: it belongs to somebody else.
-    """
-    for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
-        if os.path.lexists(path) and not is_mine(path):
-            whose = user.in_words(os.lstat(path).st_uid)
-            raise UsageError(
-                f"{path} belongs to {whose}: only the user who submitted a sweep may change or continue it",
-                hint="`sweep status` and `sweep collect` show it",
-            )
-
-
-def client_of(sweep: Sweep) -> SlurmClient:
-    """Return a client of the cluster that a sweep is on."""
-    return SlurmClient(trusted_conf.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))
+    run_dir.path.mkdir(mode=folder_mode(run_dir.path.parent))
+    for folder in (run_dir.attempts, run_dir.checkpoints):
+        folder.mkdir(mode=folder_mode(run_dir.path))
+    if not info["workdir"].startswith("/"):
+        run_dir.code.symlink_to(Path("..") / "code")
+    run_dir.config_file.touch(mode=file_mode(run_dir.path))
+    run_dir.config_file.write_text(sweep_plan.frozen[point.identity])
+    varied = [f"{key}={value}" for key, value in point.varied.items()]
+    its = {
+        "varied": varied,
+        "steps": sweep_plan.steps[point.identity],
+        "made_at": made_at(run_dir.path, path),
+    }
+    write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)

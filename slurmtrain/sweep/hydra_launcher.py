@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -28,25 +27,22 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
-from slurmtrain.config.checks.job import NAME
 from slurmtrain.config.compose import compose
-from slurmtrain.config.hydra_state import apart
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import JOB_NAME, Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError
+from slurmtrain.launch.job import check_slurm_is_here
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
+from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import RESULT
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
-from slurmtrain.sweep.local import alone
-from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.sweep.points import values_of
+from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
+from slurmtrain.sweep.plan import SweepPlan, values_of
 from slurmtrain.system import logs
-from slurmtrain.system.files import write_json
+from slurmtrain.system.files import replace_file, write_json
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
@@ -101,6 +97,7 @@ class Tasks:
             SlurmtrainError: the launcher's own settings are wrong, or SLURM refuses.
         """
         import cloudpickle
+        from hydra.core.singleton import Singleton
 
         logs.set_up(leave_to_others=True)
         hydra = self._config.hydra
@@ -108,44 +105,44 @@ class Tasks:
         folder.mkdir(parents=True, exist_ok=True)
         if "mode" in hydra.sweep:
             folder.chmod(int(str(hydra.sweep.mode), 8))
-        pickled = cloudpickle.dumps(self._what_all_jobs_share())
+        shared = {"context": self._context, "function": self._function, "config": self._config}
+        pickled = cloudpickle.dumps({**shared, "singletons": Singleton.get_state()})
         values = secrets.read(self._run_config(Path("tasks")).secrets)
         secrets.refuse_pickled(values, pickled, "what the task function needs")
         secrets.refuse_pickled(values, json.dumps([list(each) for each in job_overrides]).encode(), "an override")
         opened = self._open = self._open or self._find_or_make(folder)
         tasks = opened.sweep.tasks
         tasks.mkdir(mode=0o700, exist_ok=True)
-        shared = tasks / f"{hashlib.sha256(pickled).hexdigest()[:16]}.pkl"
-        wanted = []
+        file = tasks / f"{hashlib.sha256(pickled).hexdigest()[:16]}.pkl"
+        wanted: list[tuple[dict[str, str], Config]] = []
         for number, overrides in enumerate(job_overrides, first):
             digest = hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:8]
             task = tasks / f"{number:04d}-{digest}.json"
             if not task.exists():  # otherwise it was asked for before the last shell died
-                if not shared.exists():
-                    temporary = shared.with_name(f".{shared.name}.{os.getpid()}")
-                    temporary.write_bytes(pickled)
-                    temporary.replace(shared)  # whole or not at all: jobs read it
-                facts = {"shared": str(shared), "number": number, "overrides": list(overrides)}
+                if not file.exists():
+                    replace_file(file, pickled)  # whole or not at all: jobs read it
+                facts = {"shared": str(file), "number": number, "overrides": list(overrides)}
                 write_json(task, {**facts, "path": [os.path.abspath(each) for each in sys.path]})
-            wanted.append(Wanted(values_of(overrides), self._run_config(task)))
+            wanted.append((values_of(overrides), self._run_config(task)))
         numbers = f"jobs {first} to {first + len(wanted) - 1}" if len(wanted) > 1 else f"job {first}"
         log.info("waiting for %s of %s; `sweep status %s` shows them", numbers, opened.sweep.path, opened.sweep.id)
         try:
-            with alone(opened.sweep):
-                ended = opened.run(wanted, lambda run_dir, now: None)
+            with opened.alone():
+                run_dirs = [opened.add(varied, config) for varied, config in wanted]
+                ended = opened.run(run_dirs)
         except BaseException:
             self._cut_short = True
             raise
         return [
-            _left_by(run_dir, now) or _failed(run_dir, now, job_config(self._context, self._config, overrides, number))
-            for number, overrides, (run_dir, now) in zip(itertools.count(first), job_overrides, ended, strict=False)
+            _left_by(run_dir, now) or _failed(run_dir, now, overrides)
+            for overrides, run_dir, now in zip(job_overrides, run_dirs, ended, strict=True)
         ]
 
     def _find_or_make(self, folder: Path) -> OpenSweep:
         from omegaconf import OmegaConf
 
         first = with_absolute_paths(self._run_config(Path("tasks")), current_folder())
-        asked = without_hydra(self._config)
+        asked = OmegaConf.masked_copy(self._config, [str(key) for key in self._config if key != "hydra"])
         function = f"{getattr(self._function, '__module__', '')}.{getattr(self._function, '__qualname__', '')}"
         search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])
         client = None
@@ -157,8 +154,7 @@ class Tasks:
             list(self._config.hydra.overrides.task),
             client,
             parallelism=self._parallelism,
-            again=self._again,
-            ended=lambda sweep: (sweep.path / OVER).exists(),
+            again=lambda sweep: self._again or (sweep.path / OVER).exists(),
         )
         atexit.register(self._end, opened.sweep)
         return opened
@@ -174,49 +170,17 @@ class Tasks:
     def _run_config(self, task: Path) -> Config:
         """Return the config of the run that calls the task function."""
         if self._base is None:
-            with apart():
-                self._base = compose(self._overrides, config_dir=self._config_dir)
+            self._base = compose(self._overrides, config_dir=self._config_dir)
             validate(self._base)
         python = self._base.cluster.python or sys.executable
         command = shlex.join([python, "-m", "slurmtrain.runtime.jobs.hydra_task", str(task)])
         return dataclasses.replace(self._base, job=dataclasses.replace(self._base.job, command=command))
 
-    def _what_all_jobs_share(self) -> dict[str, Any]:
-        from hydra.core.singleton import Singleton
-
-        return {
-            "context": self._context,
-            "function": self._function,
-            "config": self._config,
-            "singletons": Singleton.get_state(),
-        }
-
-
-def job_config(context: Any, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
-    """Return the config of one job of a multirun, as Hydra's own launcher makes it.
-
-    Hydra.job.id is its number until it runs.
-    """
-    from omegaconf import open_dict
-
-    composed: DictConfig = context.config_loader.load_sweep_config(config, list(overrides))
-    with open_dict(composed.hydra.job):
-        composed.hydra.job.num = number
-        composed.hydra.job.id = str(number)
-    return composed
-
-
-def without_hydra(config: DictConfig) -> DictConfig:
-    """Return the config that a task function is called with."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-
 
 def _name(task: str) -> str:
     """Return a valid job.name for a program's name."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "_", task).lstrip("._+-")[:64]
-    return name if NAME.fullmatch(name) else "multirun"
+    return name if re.fullmatch(JOB_NAME.regex, name) else "multirun"
 
 
 def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
@@ -230,16 +194,10 @@ def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
     return None
 
 
-def _failed(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
-    """Return what is known of the end of a job that has left no result.
-
-    Composing `config` takes a tenth of a second.
-    """
+def _failed(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> JobReturn:
+    """Return what is known of the end of a job that has left no result."""
     from hydra.core.utils import JobReturn, JobStatus
-    from omegaconf import OmegaConf
 
-    overrides, hydra_config = list(config.hydra.overrides.task), OmegaConf.masked_copy(config, ["hydra"])
-    returned = JobReturn(overrides, without_hydra(config), hydra_config, str(run_dir.path), config.hydra.job.name)
+    returned = JobReturn(overrides, working_dir=str(run_dir.path), status=JobStatus.FAILED)
     returned.return_value = ClusterError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"logs {run_dir.id}")
-    returned.status = JobStatus.FAILED
     return returned

@@ -1,200 +1,215 @@
-"""From the arrays of a sweep to jobs, each submitted once, despite kills, refusals and late answers; retry and cancel."""
+"""From the runs of a sweep to array jobs, each submitted once, despite kills, refusals and late answers; retry and cancel.
+
+    arrays/0000/     plan.json: its runs; job.sbatch; job.json: SLURM's answer
+
+One process at a time submits: it holds the claim of `arrays/`. A run that is in no array is still to be submitted. An array
+gets its folder just before sbatch is called, and loses it again if the job is certainly not in the queue. So only the last
+array can be without an answer: its submitter was cut short, and its job is looked for by its token.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
 from slurmtrain.launch import evaluations, node_exclusion
-from slurmtrain.launch.arrays import plan_arrays
-from slurmtrain.launch.changes import undo_unfinished
+from slurmtrain.launch.changes import finish_change
 from slurmtrain.launch.dependencies import waiting_for_runs, with_dependency
-from slurmtrain.launch.own_jobs import in_queue
+from slurmtrain.launch.job import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
-from slurmtrain.launch.submit_once import (
-    RefusedError,
-    SubmitLimitError,
-    check,
-    export_option,
-    submit_exactly_once,
-)
-from slurmtrain.report.status.look import is_over
+from slurmtrain.launch.submit_once import NotSubmittedError, SubmitLimitError, export_option, submit_exactly_once
+from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs import attempts, requests, staging_dir
+from slurmtrain.runs import attempts, requests
+from slurmtrain.runs.attempt_history import failed_quickly
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.reasons import ENDS_RUN
+from slurmtrain.runs.origin import copied_from
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.runs.sweep_dir import Sweep, tasks_of
+from slurmtrain.slurm import trusted_conf
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.create import append_arrays, finish_halving, halve_array
-from slurmtrain.sweep.folder import check_not_cancelled, note_jobs, states_of
-from slurmtrain.system import files
-from slurmtrain.system.file_claims import claimed, claims
+from slurmtrain.sweep.arrays import plan_arrays
+from slurmtrain.system import files, user
+from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.trust import is_mine
 
 log = logging.getLogger(__name__)
 
 RETRIED = (RunStatus.FAILED, RunStatus.LOST, RunStatus.STOPPED)
+REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", False, [], None)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """The result of submitting a sweep.
+    """The result of submitting runs of a sweep.
 
     Attributes:
-        submitted: job ids of arrays that were submitted now.
-        found: job ids of arrays that had been submitted before.
+        submitted: ids of the jobs that were submitted now.
+        runs: ids of the runs in them.
         waiting: number of runs that could not be submitted, because of `limit`.
     """
 
     submitted: list[str]
-    found: list[str]
+    runs: list[str]
     waiting: int = 0
     limit: SubmitLimitError | None = None
 
-
-def check_arrays(sweep: Sweep, client: SlurmClient, *, known: Collection[int] = ()) -> None:
-    """Ask SLURM whether it would accept every array that has not been submitted.
-
-    Args:
-        known: as for `submit_arrays`.
-
-    Raises:
-        RefusedError: it would not. A sweep that nobody has begun to submit is removed again.
-    """
-    numbers = sweep.array_numbers()
-    for number in [each for each in numbers if each not in known and sweep.job_id(each) is None]:
-        path = sweep.array(number) / f".test-{os.getpid()}.sbatch"
-        try:
-            path.write_text(_script(sweep, number))
-            check(path, client)
-        except RefusedError:
-            if not any(claims(sweep.array(each)) or sweep.job_id(each) for each in numbers):
-                remove(sweep)
-            raise
-        finally:
-            path.unlink(missing_ok=True)
+    def check(self) -> None:
+        """Raise ClusterError if a limit kept runs out of the queue."""
+        if self.limit is not None:
+            raise ClusterError(
+                f"{self.waiting} runs could not be submitted: {self.limit.message}", hint=self.limit.hint
+            )
 
 
-def remove(sweep: Sweep) -> None:
-    """Remove a sweep. It is renamed first, so that nobody finds half of it."""
-    gone = staging_dir.folder(sweep.path.parent, sweep.id)
-    sweep.path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def submit_arrays(
-    sweep: Sweep,
-    client: SlurmClient,
-    *,
-    known: Collection[int] = (),
-) -> Submission:
-    """Submit every array that has not been submitted. Several shells may do it at the same time.
-
-    One that is above a limit on jobs is halved until a part fits; the next command goes on from there. SLURM is asked
-    first whether it would accept all of them, so that no half of a sweep is submitted while the other needs a
-    correction.
-
-    Args:
-        known: arrays of which the caller knows that they are submitted; they are not looked at, nor in the result.
+def submit_arrays(sweep: Sweep, client: SlurmClient) -> Submission:
+    """Submit every run that has not been submitted. Several shells may do it at the same time.
 
     Raises:
         ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job exists. Arrays that
             were submitted stay.
     """
-    check_not_cancelled(sweep)
-    check_arrays(sweep, client, known=known)
-    submitted: list[str] = []
-    found: list[str] = []
-    done = set(known)
-    lineage = functools.cache(sweep.lineage)  # it is read from the plans of the arrays, which keep it
-    while left := [number for number in sweep.array_numbers() if number not in done]:
-        number = min(left, key=lineage)
-        try:
-            job_id, new = _submit_array(sweep, number, client)
-        except SubmitLimitError as limit:
-            waiting = sum(len(sweep.members(each)) for each in sweep.array_numbers() if each not in done)
-            return Submission(submitted, found, waiting, limit)
-        (submitted if new else found).append(job_id)
-        done.add(number)
-    return Submission(submitted, found)
+    return _submit(sweep, client, lambda: _in_no_array(sweep), behind=True)
 
 
-def _submit_array(sweep: Sweep, number: int, client: SlurmClient) -> tuple[str, bool]:
-    """Return the job id of an array, and whether it was submitted by this call."""
-    job_id = sweep.job_id(number)
-    if job_id is None:
-
-        def busy(owner: ProcessMark) -> None:
-            log.info("process %s on %s is submitting this array; waiting for it", owner.pid, owner.host)
-
-        with claimed(sweep.array(number), busy) as somebody_before:
-            job_id = sweep.job_id(number)  # the one who had the claim may have finished
-            if job_id is None and somebody_before:
-                job_id = _job_of_attempts(sweep, number)
-                if job_id is not None:
-                    _write_job(sweep, number, job_id)
-            finish_halving(sweep, number)
-            if job_id is None:
-                job_id = _hand_over_what_fits(sweep, number, client, somebody_before)
-                note_jobs(sweep, number)
-                if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
-                    cancel(sweep, client)
-                    check_not_cancelled(sweep)
-                return job_id, True
-    note_jobs(sweep, number)
-    return job_id, False
+def submit_runs(sweep: Sweep, client: SlurmClient, run_dirs: Sequence[RunDir]) -> Submission:
+    """Submit those of these runs that have no job. Raises as `submit_arrays`."""
+    return _submit(sweep, client, lambda: [each.id for each in run_dirs if not each.info()["job_ids"]])
 
 
-def _hand_over_what_fits(sweep: Sweep, number: int, client: SlurmClient, somebody_before: bool) -> str:
-    """Hand an array to sbatch, or the first half of it as often as that is above a limit; return the job id.
+def submit_again(sweep: Sweep, client: SlurmClient) -> Submission:
+    """Submit the runs that have ended without a result, and those that have not been submitted.
 
-    Raises:
-        SubmitLimitError: a single run is above the limit, too.
-        ClusterError: the sweep was cancelled meanwhile, or sbatch refused.
+    A sweep that was cancelled goes on. Raises as `submit_arrays`.
     """
-    while True:
+
+    def chosen() -> list[str]:
+        ended = [run_id for run_id, now in states_of(sweep).items() if now.status in RETRIED]
+        for run_dir in map(sweep.run_dir, ended):
+            finish_change(run_dir)
+            run_dir.request_file.unlink(missing_ok=True)
+            if sweep.pack > 1:  # again, where it has had a job of its own since
+                run_dir.update_info(packed=True)
+        return list(dict.fromkeys([*ended, *_in_no_array(sweep)]))
+
+    sweep.cancelled_file.unlink(missing_ok=True)
+    return _submit(sweep, client, chosen)
+
+
+def _in_no_array(sweep: Sweep) -> list[str]:
+    planned = {run_id for number in sweep.array_numbers() for run_id in sweep.members(number)}
+    return [run_id for run_id in sweep.run_dirs() if run_id not in planned]
+
+
+def _submit(sweep: Sweep, client: SlurmClient, choose: Callable[[], list[str]], *, behind: bool = False) -> Submission:
+    """Submit an array that was cut short, and then the chosen runs in further ones.
+
+    An array above a limit on jobs is halved until a part fits; the next command goes on from there.
+
+    Args:
+        behind: with a limit on the runs at the same time, they wait until the arrays before them have ended.
+    """
+    submitted: list[str] = []
+    runs: list[str] = []
+
+    def hand_over(number: int, *, looked_for: bool = False) -> None:
         check_not_cancelled(sweep)
-        try:
-            return _hand_over(sweep, number, client, somebody_before)
-        except SubmitLimitError as limit:
-            if not halve_array(sweep, number):
-                raise
-            somebody_before = False  # whatever it has submitted would have been found
-            log.info("%s; trying with %d of its runs", limit.message, len(sweep.members(number)))
+        submitted.append(_hand_over(sweep, number, client, looked_for_before=looked_for))
+        runs.extend(sweep.members(number))
+        note_jobs(sweep, number)
+        if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
+            cancel(sweep, client)
+            check_not_cancelled(sweep)
+
+    def busy(owner: ProcessMark) -> None:
+        log.info("process %s on %s is submitting this sweep; waiting for it", owner.pid, owner.host)
+
+    with claimed(sweep.arrays, busy):
+        check_not_cancelled(sweep)
+        before = sweep.array_numbers()
+        if before and sweep.job_id(before[-1]) is None:
+            with contextlib.suppress(SubmitLimitError):  # its runs are in no array now
+                hand_over(before[-1], looked_for=True)
+        run_ids = choose()
+        shapes = {point.run_id: point.shape for point in sweep.points()} if run_ids else {}
+        limit, pack = sweep.info()["parallelism"], sweep.pack
+        size = client.max_array_size() if run_ids else None
+        left = [
+            (
+                [run_ids[member] for member in each.members],
+                each.parallelism,
+                limit is not None and (each.after is not None or (behind and bool(before))),
+            )
+            for each in plan_arrays([shapes[each] for each in run_ids], max_size=size, parallelism=limit, pack=pack)
+        ]
+        number = len(sweep.array_numbers())
+        while left:
+            members, at_once, waits = left.pop(0)
+            _make_array(sweep.array(number), {"members": members, "parallelism": at_once, "waits": waits})
+            try:
+                hand_over(number)
+                number += 1
+            except SubmitLimitError as error:
+                tasks = tasks_of(len(members), pack)
+                if tasks < 2:
+                    waiting = len(members) + sum(len(others) for others, _, _ in left)
+                    return Submission(submitted, runs, waiting, error)
+                middle = (tasks + 1) // 2 * pack
+                log.info("%s; trying with %d of its runs", error.message, middle)
+                left[:0] = [(members[:middle], at_once, waits), (members[middle:], at_once, limit is not None)]
+    return Submission(submitted, runs)
 
 
-def _hand_over(sweep: Sweep, number: int, client: SlurmClient, somebody_before: bool) -> str:
+def _make_array(path: Path, plan: dict[str, object]) -> None:
+    """Make the folder of an array; it appears complete."""
+    temporary = path.with_name(f".{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=folder_mode(path.parent))
+    write_json(temporary / "plan.json", plan, durable=False)
+    temporary.rename(path)
+
+
+def _hand_over(sweep: Sweep, number: int, client: SlurmClient, *, looked_for_before: bool) -> str:
+    """Hand an array to sbatch and return its job id; remove it if it is certainly not in the queue."""
     path = sweep.array(number)
     script = _script(sweep, number)
     files.write_text(path / "job.sbatch", script)
-    for run_id in sweep.members(number):
-        _link_script(path / "job.sbatch", sweep.run_dir(run_id))
     members = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
+    for run_dir in members:
+        if run_dir.path.exists():  # not removed by `runs prune`
+            run_dir.script.unlink(missing_ok=True)
+            files.link_or_copy(path / "job.sbatch", run_dir.script)
     config = load_frozen(members[0].config_file, with_secrets=False)
     exclusion = node_exclusion.for_new_job(members, path / "job.sbatch", client, config)
     exclusion.tell()
-    job_id = submit_exactly_once(
-        script,
-        path / "submitit",
-        sweep.token(number),
-        client,
-        options=[*export_option(config), *exclusion.options],
-        looked_for_before=somebody_before,
-    )
+    try:
+        job_id = submit_exactly_once(
+            script,
+            path / "submitit",
+            sweep.token(number),
+            client,
+            options=[*export_option(config), *exclusion.options],
+            looked_for_before=looked_for_before,
+        )
+    except NotSubmittedError:
+        shutil.rmtree(path)
+        raise
     _write_job(sweep, number, job_id)
     for run_id, element in sweep.elements(number, job_id).items() if exclusion.blamed else ():
         if sweep.run_dir(run_id).path.exists():
@@ -206,127 +221,92 @@ def _write_job(sweep: Sweep, number: int, job_id: str) -> None:
     write_json(sweep.array(number) / "job.json", {"job_id": job_id, "time": time.time()})
 
 
-def _link_script(script: Path, run_dir: RunDir) -> None:
-    """Link the array's script into a run's directory, since thousands of runs may share a long one."""
-    if not run_dir.path.exists():  # removed by `runs prune`
-        return
-    link = files.temporary_beside(run_dir.script)
-    try:
-        os.link(script, link)
-    except OSError:  # not every file system can
-        files.write_text(link, script.read_text())
-    link.replace(run_dir.script)
-    link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
-
-
-def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
-    """Return the job of an array whose submitter was killed, from what its tasks have left.
-
-    SLURM soon forgets jobs that ended.
-    """
-    known = {sweep.job_id(each) for each in sweep.array_numbers()}
-    elements = sweep.elements(number, "")
-    for run_id, suffix in elements.items():
-        run_dir = sweep.run_dir(run_id)
-        if not suffix:  # one task is no array
-            folder = run_dir.path if len(elements) == 1 else sweep.path
-            logs = [path.stem.removeprefix("slurm-") for path in folder.glob("slurm-*.log")] if run_dir.exists() else []
-            jobs = [job_id for job_id in logs if job_id.isdigit() and job_id not in run_dir.info()["job_ids"]]
-        else:
-            ran = (attempt.job_id or "" for attempt in attempts.all_attempts(run_dir))
-            jobs = [job_id.removesuffix(suffix) for job_id in ran if job_id.endswith(suffix)]
-        for job_id in jobs:
-            if job_id not in known:
-                return job_id
-    return None
-
-
 def _script(sweep: Sweep, number: int) -> str:
-    """Return the script of an array; it waits for arrays before it that are submitted and have not finished."""
-    plan = read_json(sweep.array(number) / "plan.json") or {}
+    """Return the script of an array, which may wait for arrays before it that have not ended."""
+    plan, info = read_json(sweep.array(number) / "plan.json") or {}, sweep.info()
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, with_secrets=False)
-    info = sweep.info()
-    runs = [RunDir(Path(path)) for path in info["after"]]
-    config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
-    after = plan["after"]
-    others = [each for each in sweep.array_numbers() if each != number] if after is not None else []
-    parts = [each for each in others if after in sweep.lineage(each)]
-    before = [job for each in parts if (job := sweep.job_id(each)) is not None and not _is_over(sweep, each)]
-    if before:
-        config = with_dependency(config, [f"afterany:{':'.join(before)}"])
-    paths = dataclasses.replace(
-        job_paths([run_dir.path for run_dir in run_dirs], info), parallelism=plan["parallelism"], pack=info["pack"]
-    )
-    return render_script(config, paths)
+    awaited = [RunDir(Path(path)) for path in info["after"]]
+    config = waiting_for_runs(config, [run for run in awaited if run.info_file.exists()], info["slurm_conf"])
+    if plan["waits"]:
+        # SLURM may have forgotten a job that has ended, and then refuse to wait for it.
+        others = [each for each in sweep.array_numbers() if each < number and not _is_over(sweep, each)]
+        if others:
+            config = with_dependency(config, [f"afterany:{':'.join(str(sweep.job_id(each)) for each in others)}"])
+    paths = job_paths([run_dir.path for run_dir in run_dirs], info)
+    return render_script(config, dataclasses.replace(paths, parallelism=plan["parallelism"], pack=info["pack"]))
 
 
 def _is_over(sweep: Sweep, number: int) -> bool:
-    """Return whether all runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
     run_dirs = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
     return all(is_over(run_dir) for run_dir in run_dirs if run_dir.info_file.exists())
 
 
-def add_retry(sweep: Sweep) -> list[str]:
-    """Plan an array of the runs that have ended without a result, and return their ids; `submit_arrays` submits it.
+def note_jobs(sweep: Sweep, number: int) -> None:
+    """Record the job of an array in each of its runs, if that has not been completed."""
+    path = sweep.array(number) / "job.json"
+    job = read_json(path)
+    if job is None or job.get("noted") or not is_mine(sweep.path):
+        return
+    conf, submitted = sweep.info()["slurm_conf"], float(job.get("time", time.time()))
+    for run_id, element in sweep.elements(number, str(job["job_id"])).items():
+        run_dir = sweep.run_dir(run_id)
+        if not run_dir.info_file.exists():  # removed by `runs prune`
+            continue
+        if run_dir.make_up_job(element, submitted, slurm_conf=conf):
+            run_dir.event(Event.SUBMITTED, job_id=element, submitted=submitted)
+    write_json(path, {**job, "noted": True})
 
-    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them
-    planned.
+
+def states_of(sweep: Sweep) -> dict[str, RunState]:
+    """Return the state of every run of the sweep, by run id; one squeue call."""
+    ((_, now),) = states_of_all([sweep])
+    return now
+
+
+def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
+    """Return the state of every run of each sweep; one squeue call for all."""
+    for sweep in found:
+        with contextlib.suppress(PermissionError, UnreadableRecordError):  # it belongs to somebody else
+            for number in sweep.array_numbers():
+                note_jobs(sweep, number)
+    runs = [(sweep, sweep.run_dirs()) for sweep in found]
+    there = [run_dir for _, members in runs for run_dir in members.values() if run_dir.info_file.exists()]
+    now = states(there)
+    return [(sweep, {run_id: now.get(run_id, REMOVED) for run_id in members}) for sweep, members in runs]
+
+
+def will_fail_again(sweep: Sweep, run_ids: Collection[str]) -> dict[str, list[int]]:
+    """Return the points of these runs that will fail for the same reason again, by that reason in words.
+
+    Their config was refused, or their program has ended twice within seconds with the same words.
     """
-    with claimed(sweep.arrays, busy=lambda owner: None):  # no other process resumes one of them meanwhile
-        return _plan_retry(sweep)
-
-
-def _plan_retry(sweep: Sweep) -> list[str]:
-    shapes = {point.run_id: point.shape for point in sweep.points()}
-    sweep.cancelled_file.unlink(missing_ok=True)
-    while True:
-        numbers = sweep.array_numbers()
-        planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.planned(number)}
-        now = states_of(sweep)
-        chosen = [run_id for run_id, state in now.items() if state.status in RETRIED and run_id not in planned]
-        if not chosen:
-            return []
-        for run_id in chosen:
-            undo_unfinished(sweep.run_dir(run_id))
-            sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
-        arrays = plan_arrays(
-            [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack
-        )
-        if sweep.pack > 1:  # again, where they have had a job of their own since
-            for run_id in chosen:
-                sweep.run_dir(run_id).update_info(packed=True)
-        if append_arrays(sweep, len(numbers), chosen, arrays):
-            return chosen
-
-
-def still_ending(sweep: Sweep, now: Mapping[str, RunState]) -> list[str]:
-    """Return the ids of runs that were told to end and have not ended yet, which `retry` cannot start again so far.
-
-    Args:
-        now: the state of each run, by its id.
-    """
-    alive = [run_id for run_id, state in now.items() if state.alive]
-    found = {run_id: requests.read_request(sweep.run_dir(run_id).request_file) for run_id in alive}
-    return [run_id for run_id, request in found.items() if request is not None and request.action in ENDS_RUN]
+    found: dict[str, list[int]] = {}
+    for point in sweep.points():
+        ended = attempts.all_attempts(sweep.run_dir(point.run_id)) if point.run_id in run_ids else []
+        if not ended or ended[-1].reason is None:
+            continue
+        last = ended[-1]
+        alike = len(ended) > 1 and all(failed_quickly(each, last.failed_with) for each in ended[-2:])
+        if last.reason == Reason.CONFIG or alike:
+            found.setdefault(str(last.why or last.reason), []).append(point.number)
+    return found
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
     """End all runs of the sweep that have not ended, with one scancel, and return how many there were.
 
-    Arrays that are not submitted will not be, neither by a shell that is submitting nor by the same command, until
-    `retry`.
+    Runs that are not submitted will not be, neither by a shell that is submitting nor by the same command, until `retry`.
     """
     try:
         sweep.cancelled_file.touch()
     except OSError as error:
         # What waits for the limit on jobs is still submitted then, and what SLURM has is cancelled.
         log.warning("%s cannot be made: %s", sweep.cancelled_file, error.strerror or error)
-    for number in sweep.array_numbers():
-        if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed
-            found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
-            if found:
-                _write_job(sweep, number, found[0])
+    numbers = sweep.array_numbers()
+    if numbers and sweep.job_id(numbers[-1]) is None:  # its submitter may have been killed
+        for job_id in client.find_by_comment(TOKEN_PREFIX + sweep.token(numbers[-1]))[:1]:
+            _write_job(sweep, numbers[-1], job_id)
     now = states_of(sweep)
     # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
@@ -343,9 +323,48 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     return len(alive)
 
 
-def check_submitted(submission: Submission) -> None:
-    """Raise ClusterError if a limit kept runs out of the queue."""
-    if submission.limit is not None:
+def check_not_cancelled(sweep: Sweep) -> None:
+    """Raise ClusterError if the sweep was cancelled, and nobody has asked for it to go on."""
+    if sweep.cancelled_file.exists():
         raise ClusterError(
-            f"{submission.waiting} runs could not be submitted: {submission.limit.message}", hint=submission.limit.hint
+            f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
+            hint=f"sweep retry {sweep.id} continues all unfinished points; --again submits another sweep of the same points",
         )
+
+
+def check_not_planned(run_dir: RunDir) -> None:
+    """Raise ClusterError if this run is still to be submitted with its sweep: submitted alone it would exist twice."""
+    sweep = Sweep(run_dir.path.parent)
+    if sweep.info()["backend"] == Backend.LOCAL:
+        return
+    numbers = [number for number in sweep.array_numbers() if run_dir.id in sweep.members(number)]
+    if not run_dir.info()["job_ids"] or (numbers and sweep.job_id(numbers[-1]) is None):
+        raise ClusterError(
+            f"run {run_dir.id} has to be submitted together with its sweep", hint=f"sweep retry {sweep.id} does it"
+        )
+
+
+def require_own(sweep: Sweep) -> None:
+    """Check that a sweep belongs to this user, before its points are submitted or cancelled: their scripts would be run.
+
+    Raises:
+        UsageError: it belongs to somebody else, or is a copy, whose original has the jobs.
+    """
+    original = copied_from(sweep.path, sweep.info())
+    if original is not None:
+        raise UsageError(
+            f"sweep {sweep.path} is a copy of {original}, and has no jobs of its own",
+            hint=f"name {original}; `resume RUN` continues a single run of the copy",
+        )
+    for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
+        if os.path.lexists(path) and not is_mine(path):
+            whose = user.in_words(os.lstat(path).st_uid)
+            raise UsageError(
+                f"{path} belongs to {whose}: only the user who submitted a sweep may change or continue it",
+                hint="`sweep status` and `sweep collect` show it",
+            )
+
+
+def trusted_client(sweep: Sweep) -> SlurmClient:
+    """Return a client of the cluster that a sweep is on."""
+    return SlurmClient(trusted_conf.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

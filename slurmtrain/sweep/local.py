@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.report.status.look import is_over, states
-from slurmtrain.report.status.state import RunStatus
+from slurmtrain.report.status.look import states
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Point, Sweep
+from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.parent_death import end_with_parent
 from slurmtrain.system.process_mark import ProcessMark
 
 log = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 0.5  # at runs that still have processes of another shell
-
-# A signal's number, or the id of a run whose process has left. SimpleQueue.put may be called from a signal handler.
-Events = queue.SimpleQueue[int | str]
 
 
 @contextlib.contextmanager
@@ -52,7 +44,7 @@ def alone(sweep: Sweep) -> Iterator[None]:
         yield
 
 
-def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool, retry: bool = True) -> bool:
+def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool) -> bool:
     """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process.
 
     Called within `alone`.
@@ -60,14 +52,12 @@ def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool, 
     Args:
         at_once: number of runs at the same time.
         show: print the output of the ranks to the terminal.
-        retry: as in `LocalRuns`.
     """
-    waiting = list(run_ids)
-    with LocalRuns(sweep, show=show, retry=retry) as runs:
+    with LocalRuns(sweep, show=show, at_once=at_once) as runs:
         try:
-            while runs.count or waiting:
-                while waiting and runs.count < at_once:
-                    runs.start(sweep.run_dir(waiting.pop(0)))
+            for run_id in run_ids:
+                runs.start(sweep.run_dir(run_id))
+            for _ in run_ids:
                 runs.ended()
         except KeyboardInterrupt:
             return False
@@ -75,158 +65,95 @@ def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool, 
 
 
 class LocalRuns:
-    """Runs of a sweep as processes of this machine, within `with`. Called within `alone`.
+    """Runs of a sweep as processes of this machine, within `with` and `alone`.
 
     Args:
         show: print the output of the ranks to the terminal.
-        retry: also start runs that have failed; else only those that `is_to_go_on`.
+        at_once: number of runs at the same time.
     """
 
-    def __init__(self, sweep: Sweep, *, show: bool, retry: bool):
-        self._sweep, self._show, self._retry = sweep, show, retry
+    def __init__(self, sweep: Sweep, *, show: bool, at_once: int):
+        self._show, self._at_once = show, at_once
+        self._waiting: list[RunDir] = []
         self._running: dict[RunDir, subprocess.Popen[bytes]] = {}
-        self._leaving: list[RunDir] = []
-        self._over: list[RunDir] = []
-        self._names: dict[str, str] = {}
-        self._stack = contextlib.ExitStack()
+        # A signal's number, or the run whose process has left. SimpleQueue.put may be called from a signal handler.
+        self._events = queue.SimpleQueue[int | RunDir]()
+        self._sweep, self._names = sweep, dict[str, str]()
 
     def __enter__(self) -> LocalRuns:
-        self._events = self._stack.enter_context(_signals())
+        self._handlers = {
+            number: signal.signal(number, lambda number, frame: self._events.put(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop what still runs, and wait for it: the process would be stopped with this one anyway."""
-        with self._stack:
-            for process in self._running.values():
-                process.send_signal(signal.SIGTERM)
-            self._wait_for_all()
-
-    @property
-    def count(self) -> int:
-        """The number of runs that were started, and that `ended` has not returned."""
-        return len(self._running) + len(self._leaving) + len(self._over)
+        try:
+            self._stop(signal.SIGTERM)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def start(self, run_dir: RunDir) -> None:
-        """Start or continue a run.
+        """Start or continue a run, as soon as there is room for it."""
+        self._waiting.append(run_dir)
+        self._fill()
 
-        When the shell before this one was killed, its processes were told to leave, and may still be saving. The run is
-        continued when they have left.
-
-        Raises:
-            ClusterError: nobody knows whether it has processes on another host.
-        """
-        now = states([run_dir])[run_dir.id]
-        if now.status == RunStatus.UNKNOWN:
-            raise ClusterError(
-                f"run {run_dir.id} cannot be continued here: {now.explanation}",
-                hint="give the command there; if that host is gone for good, remove "
-                f"{run_dir.attempt(now.attempts[-1].number).record_file} a minute before",
-            )
-        if now.alive:
-            log.info("%s: run %s begins when the processes that it still has are gone", self._name(run_dir), run_dir.id)
-            self._leaving.append(run_dir)
-        elif self._retry or is_to_go_on(run_dir):
-            log.info("%s: run %s begins", self._name(run_dir), run_dir.id)
-            self._running[run_dir] = _start(run_dir, self._events, show=self._show)
-        else:
-            self._over.append(run_dir)
-
-    def ended(self, timeout_s: float | None = None) -> list[RunDir]:
-        """Return the runs whose processes have left; wait until there is one, or for so many seconds.
+    def ended(self, timeout_s: float | None = None) -> RunDir | None:
+        """Wait until a process has left and return its run; None if there is none within so many seconds.
 
         Raises:
             KeyboardInterrupt: a person has stopped this process, and all runs have been stopped, too.
         """
-        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._over and time.monotonic() < until:
-            pause_s = min(LOOK_EVERY_S if self._leaving else math.inf, until - time.monotonic())
-            try:
-                event = self._events.get(timeout=max(0.0, pause_s) if pause_s < math.inf else None)
-            except queue.Empty:
-                self._start_again()
-                continue
-            if isinstance(event, int):
-                self._pass_on(event)
-                self._wait_for_all()
-                raise KeyboardInterrupt
-            self._over.append(self._take(event))
-        over, self._over = self._over, []
-        return over
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(event, int):
+            self._stop(event)
+            raise KeyboardInterrupt
+        self._take(event)
+        self._fill()
+        return event
 
-    def _start_again(self) -> None:
-        """Continue the runs whose former processes have left."""
-        leaving, self._leaving = self._leaving, []
-        now = states(leaving)
-        for run_dir in leaving:
-            if now[run_dir.id].alive:
-                self._leaving.append(run_dir)
-            else:
-                self.start(run_dir)
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._at_once:
+            run_dir = self._waiting.pop(0)
+            log.info("%s: run %s begins", self._name(run_dir), run_dir.id)
+            self._running[run_dir] = process = subprocess.Popen(
+                [sys.executable, "-m", "slurmtrain", "resume", str(run_dir.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=None if self._show else subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+                preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+            )
+            threading.Thread(target=self._wait, args=(run_dir, process), daemon=True).start()
 
-    def _wait_for_all(self) -> None:
+    def _wait(self, run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._events.put(run_dir)
+
+    def _stop(self, number: int) -> None:
+        """Send a signal to all processes, and wait until they have left."""
+        for process in self._running.values():
+            process.send_signal(number)
         while self._running:
             event = self._events.get()
             if isinstance(event, int):
-                self._pass_on(event)
+                for process in self._running.values():
+                    process.send_signal(event)
             else:
                 self._take(event)
 
-    def _pass_on(self, number: int) -> None:
-        for process in self._running.values():
-            process.send_signal(number)
-
-    def _take(self, run_id: str) -> RunDir:
-        run_dir = self._sweep.run_dir(run_id)
+    def _take(self, run_dir: RunDir) -> None:
         del self._running[run_dir]
-        log.info("%s: %s", self._name(run_dir), states([run_dir])[run_dir.id].explanation)
-        return run_dir
+        if run_dir.info_file.exists():
+            log.info("%s: %s", self._name(run_dir), states([run_dir])[run_dir.id].explanation)
 
     def _name(self, run_dir: RunDir) -> str:
-        if run_dir.id not in self._names:  # the first of those with the same config
-            self._names = {point.run_id: _name(point) for point in reversed(self._sweep.points())}
+        if run_dir.id not in self._names:
+            for point in reversed(self._sweep.points()):  # the name is that of the first one with the same config
+                values = " ".join(f"{key}={value}" for key, value in point.varied.items())
+                self._names[point.run_id] = f"point {point.number} ({values})"
         return self._names[run_dir.id]
-
-
-def is_to_go_on(run_dir: RunDir) -> bool:
-    """Return whether a search goes on with a run that has no processes: it has not ended, or was stopped with Ctrl-C."""
-    now = states([run_dir])[run_dir.id]
-    return now.status == RunStatus.STOPPED or (now.status != RunStatus.UNREADABLE and not is_over(run_dir))
-
-
-def _name(point: Point) -> str:
-    return f"point {point.number} ({' '.join(f'{key}={value}' for key, value in point.varied.items())})"
-
-
-def _start(run_dir: RunDir, events: Events, *, show: bool) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slurmtrain", "resume", str(run_dir.path)],
-        stdin=subprocess.DEVNULL,
-        stdout=None if show else subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-        preexec_fn=_leave_with_us,
-    )
-
-    def wait() -> None:
-        process.wait()
-        events.put(run_dir.id)
-
-    threading.Thread(target=wait, daemon=True).start()
-    return process
-
-
-def _leave_with_us() -> None:
-    end_with_parent(signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[Events]:
-    events: Events = queue.SimpleQueue()
-    handlers = {
-        number: signal.signal(number, lambda number, frame: events.put(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield events
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

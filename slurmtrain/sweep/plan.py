@@ -1,28 +1,185 @@
-"""A sweep before it is created: all its points composed and validated, the resources of each, and which are the same."""
+"""From one command line with choices to the plan of a sweep: its points, their configs, the resources of each, the same ones.
+
+The grammar and the order of points are Hydra's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.config.compose import composed_by_hydra, initialized
+from slurmtrain.config.folders import Primary
 from slurmtrain.config.frozen import freeze, to_values
+from slurmtrain.config.overrides import parse
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError
-from slurmtrain.launch.arrays import Array, plan_arrays
-from slurmtrain.launch.dependencies import waiting_for_runs
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.launch.directives import JobPaths
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of
+from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.sweep.arrays import plan_arrays
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points that a command line with choices stands for.
+
+    Attributes:
+        points: the overrides of every point, in the order and form in which Hydra's own sweeper numbers them.
+        keys: the keys that vary, in the order of the command line.
+    """
+
+    points: Sequence[tuple[str, ...]]
+    keys: tuple[str, ...]
+
+    def varied(self, number: int) -> dict[str, str]:
+        """Return what distinguishes a point from others: key -> value, as text."""
+        return {
+            key.removeprefix("job.args."): value for key, value in values_of(self.points[number], self.keys).items()
+        }
+
+
+def values_of(overrides: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, str]:
+    """Return key -> value, as text and without Hydra's plus, of all overrides, or of those whose key is in `keys`."""
+    values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    return values if keys is None else {key: values[key] for key in (key.lstrip("+") for key in keys) if key in values}
+
+
+class Composer:
+    """A composer of points. Hydra is set up while it is open.
+
+    Args:
+        primary: the primary config of all points.
+    """
+
+    def __init__(self, primary: Primary, loader: Any):
+        from slurmtrain.config import composition
+
+        self.primary = primary
+        self._configs = composition.Composer(primary)
+        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=loader))
+        self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
+
+    def expand(self, overrides: Sequence[str]) -> Grid:
+        """Return the points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, including those of hydra.sweeper.params.
+
+        Raises:
+            UsageError: an override cannot be read, or only a sweeper that chooses values understands it.
+        """
+        choices: dict[str, list[str]] = {}
+        by_key = self._by_key(overrides)
+        for key, override in by_key.items():
+            if not override.is_sweep_override():
+                hydra = override.is_hydra_override()
+                choices[key] = [override.input_line if hydra else f"{key}={override.get_value_element_as_str()}"]
+            elif override.is_discrete_sweep():
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+                if not choices[key]:
+                    raise UsageError(f"{key} has no choices", hint="write them with commas: key=1,2,3")
+            else:
+                raise UsageError(
+                    f"{override.input_line!r} gives a range, not choices",
+                    hint="a sweeper that chooses values is needed: hydra/sweeper=optuna",
+                )
+        keys = tuple(key for key, override in by_key.items() if override.is_sweep_override())
+        return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
+
+    def space(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the overrides that vary, as Hydra has parsed them, by key."""
+        return {key: override for key, override in self._by_key(overrides).items() if override.is_sweep_override()}
+
+    def _by_key(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the parsed overrides by key, of which the last one counts, after the choices of hydra.sweeper.params.
+
+        Raises:
+            UsageError: an override cannot be read, or Hydra's own settings vary.
+        """
+        params: Mapping[str, Any] = self.sweeper(overrides).get("params") or {}
+        found = {}
+        for word in (*(f"{key}={value}" for key, value in params.items()), *overrides):
+            override = self._parsed(word)
+            if override.is_hydra_override() and override.is_sweep_override():
+                raise UsageError(f"{word!r}: Hydra's own settings cannot vary", hint="submit two sweeps")
+            found[override.get_key_element()] = override
+        return found
+
+    def sweeper(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return hydra.sweeper as plain values: the sweeper that expands or chooses the points."""
+        from omegaconf import OmegaConf
+
+        values = OmegaConf.to_container(self._with_hydra(tuple(self.fixed(overrides))).hydra.sweeper, enum_to_str=True)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+    def fixed(self, overrides: Sequence[str]) -> list[str]:
+        """Return the overrides that give no choice."""
+        return [word for word in overrides if not self._parsed(word).is_sweep_override()]
+
+    def compose(self, overrides: Sequence[str]) -> Config:
+        """Return the same `Config` as `compose` does.
+
+        Raises:
+            UsageError, ConfigError: as `compose`.
+        """
+        return self._configs.compose(overrides)
+
+    def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
+        self._configs.values(overrides)  # which says better than Hydra what is wrong with them
+        return composed_by_hydra(self.primary, [self._for_hydra(word) for word in overrides])
+
+    def _for_hydra(self, word: str) -> str:
+        """Return an override with which Hydra also sets what its own composition does not have."""
+        override = self._parsed(word)
+        plain = override.is_delete() or override.is_hydra_override() or self._configs.chooses_group(override)
+        return word if plain else f"++{word.lstrip('+')}"
+
+
+@contextmanager
+def composing(primary: Primary) -> Iterator[Composer]:
+    """Set Hydra up and give a composer of points."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialized(primary):
+        yield Composer(primary, GlobalHydra.instance().config_loader())
+
+
+def validated(composer: Composer, grid: Grid) -> Iterator[tuple[Config, ParallelDims]]:
+    """Compose and validate every point, in order, and yield it with its parallel dims.
+
+    Raises:
+        ConfigError: a point is wrong; the message says which.
+    """
+    for number, point in enumerate(grid.points):
+        with naming_point(grid, number):
+            config = composer.compose(point)
+            dims = validate(config)
+        yield config, dims
+
+
+@contextmanager
+def naming_point(grid: Grid, number: int) -> Iterator[None]:
+    """Add the number and values of a point to an error about it."""
+    try:
+        yield
+    except SlurmtrainError as error:
+        what = " ".join(f"{key}={value}" for key, value in grid.varied(number).items())
+        raise ConfigError(f"point {number} ({what}): {error.message}", hint=error.hint) from None
 
 
 def identity_of(config: Config) -> str:
@@ -30,12 +187,15 @@ def identity_of(config: Config) -> str:
 
     The places of runs and code, hooks, loggers, what a search does with its trials, and the sources of secrets are left out.
     """
-    values = to_values(config)
-    for key in ("hooks", "secrets", "watchdog", "observe", "search"):
-        del values[key]
-    for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
-        del values["job"][key]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return _identity(to_values(config))
+
+
+def _identity(values: Mapping[str, Any]) -> str:
+    left_out = ("hooks", "secrets", "watchdog", "observe", "search")
+    decisive = {key: part for key, part in values.items() if key not in left_out}
+    places = ("runs_dir", "snapshot", "snapshot_max_mb")
+    decisive["job"] = {key: value for key, value in values["job"].items() if key not in places}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -51,7 +211,6 @@ class SweepPlan:
         steps: number of training steps, by identity.
         identities: identity of every point, in order.
         asking: a config for every shape.
-        programs: a config for every program.
         search: for a sweep whose points are chosen by earlier results: what they are chosen by, as text.
     """
 
@@ -61,7 +220,6 @@ class SweepPlan:
     steps: dict[str, int | None] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
     asking: dict[str, Config] = dataclasses.field(default_factory=dict)
-    programs: dict[str | None, Config] = dataclasses.field(default_factory=dict)
     search: str | None = None
 
     @property
@@ -92,13 +250,13 @@ class SweepPlan:
             ConfigError: it cannot be in one sweep with the others.
         """
         self.check(config)
-        identity = identity_of(config)
+        values = to_values(config)
+        identity = _identity(values)
         self.identities.append(identity)
         if identity not in self.frozen:
-            self.frozen[identity] = freeze(config)
-            self.shapes[identity] = _shape(config)
+            self.frozen[identity] = freeze(values)
+            self.shapes[identity] = _shape(values)
             self.asking.setdefault(self.shapes[identity], config)
-            self.programs.setdefault(config.job.command, config)
             self.steps[identity] = steps_of(config)
         return identity
 
@@ -109,8 +267,9 @@ class SweepPlan:
             ConfigError: it cannot be a point of this sweep.
         """
         check_belongs(config, self.first)
-        same, frozen, shape = identity_of(config), freeze(config), _shape(config)
-        self.asking[shape] = self.programs[config.job.command] = config
+        values = to_values(config)
+        same, frozen, shape = _identity(values), freeze(values), _shape(values)
+        self.asking[shape] = config
         for number in range(len(self.identities), len(self.identities) + count):
             identity = f"{same}-{number}"
             self.identities.append(identity)
@@ -126,13 +285,6 @@ class SweepPlan:
         for number, identity in enumerate(self.identities):
             found.setdefault(identity, f"{stamp}-{number:04d}")
         return found
-
-    def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
-        """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
-        if self.first.cluster.backend == Backend.LOCAL:
-            return []
-        shapes = [self.shapes[identity] for identity in self.run_ids("")]
-        return plan_arrays(shapes, max_size=max_array_size, parallelism=parallelism, pack=self.first.sweep.pack)
 
 
 def plan_sweep(configs: Iterable[Config], cwd: Path) -> SweepPlan:
@@ -167,7 +319,10 @@ def check_belongs(config: Config, first: Config) -> None:
     if config.cluster.backend == Backend.LOCAL:
         return
     if config.requeue.mode == RequeueMode.CHAIN:
-        raise no_chain("in a sweep")
+        raise ConfigError(
+            "requeue.mode=chain in a sweep: the tasks of an array cannot wait for different jobs",
+            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+        )
     if config.sweep.pack > 1 and config.requeue.mode == RequeueMode.RESUBMIT:
         raise ConfigError(
             f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot be resubmitted separately",
@@ -179,13 +334,11 @@ def _cluster_of(config: Config) -> tuple[str | None, ...]:
     return (config.cluster.backend, config.cluster.slurm_conf, config.cluster.sandbox)
 
 
-def _shape(config: Config) -> str:
+def _shape(values: Mapping[str, Any]) -> str:
     """Return a digest of everything in a config that the script shows. The program is read from the run's own config."""
-    values = to_values(config)
-    del values["job"]["command"]
-    parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    job = {key: value for key, value in values["job"].items() if key not in ("command", "args")}
+    parts = [*(values[key] for key in ("cluster", "requeue", "hooks", "secrets")), job]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def preview(
@@ -196,10 +349,14 @@ def preview(
     runs = [Path(job.runs_dir) / sweep_plan.id / run_id for run_id in sweep_plan.run_ids(PLACEHOLDER_ID).values()]
     source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
     shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
+    if sweep_plan.first.cluster.backend == Backend.LOCAL:
+        return []
     scripts = []
-    for array in sweep_plan.arrays(None, parallelism):
+    for array in plan_arrays(shapes, parallelism=parallelism, pack=sweep_plan.first.sweep.pack):
         config = sweep_plan.asking[shapes[array.members[0]]]
         if after:
+            from slurmtrain.launch.dependencies import waiting_for_runs
+
             config = waiting_for_runs(config, after, slurm_conf_of(config))
         members = [runs[member] for member in array.members]
         paths = JobPaths(

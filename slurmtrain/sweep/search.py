@@ -1,146 +1,268 @@
-"""`-m hydra/sweeper=... submit`: Hydra's sweepers that choose values by results, such as Optuna's, over runs of ours.
+"""`-m hydra/sweeper=optuna ... submit`: as soon as a trial ends the next one begins, and a bad one is stopped early.
 
-The sweeper asks a launcher for the results of some points; `Search` is the part of that launcher that knows runs. The
-result of a point is the number that `sweep collect` shows as its best: the best value of checkpoint.best_metric. A run
-that fails is a job that failed, with the run's own words.
+All that is done may be done again: points and runs by their identity, jobs by the token of their array, a stop by its
+request. So when this process is killed at any moment, the next one goes on with the trials that the study has recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import logging
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import signal
+import time
+from collections.abc import Iterable, Sequence
 
 from slurmtrain.choices import Pruner
-from slurmtrain.config.folders import search_path
-from slurmtrain.config.validate import validate
-from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import RunFailedError, SlurmtrainError, UsageError
-from slurmtrain.launch.memory_check import check_memory
-from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.planner.fit import check_fits
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
+from slurmtrain.observe import read_metrics
 from slurmtrain.report import collect
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.look import state, states
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus
+from slurmtrain.runs import requests
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.sweep.adaptive import OpenSweep, Wanted
-from slurmtrain.sweep.hydra_launcher import without_hydra
-from slurmtrain.sweep.local import alone
-from slurmtrain.sweep.plan import identity_of
-from slurmtrain.sweep.points import Composer, values_of
-from slurmtrain.system.paths import current_folder
-
-if TYPE_CHECKING:
-    from hydra.core.utils import JobReturn
-
-    from slurmtrain.config.schema import Config
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.sweep.adaptive import OpenSweep, Runs
+from slurmtrain.sweep.plan import Composer
+from slurmtrain.sweep.study import Study, Trial, TrialState
+from slurmtrain.system import records
+from slurmtrain.system.files import write_text
 
 log = logging.getLogger(__name__)
 
-OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna's: with more trials, a search continues
-LAUNCHER = "hydra/launcher=slurmtrain_search"
+ASK_AGAIN_S = 10.0  # a run that is to be stopped, and has not ended
+EVERY_STEP_UP_TO = 100  # from then on reported values are at least 1 % of the steps apart, so that long logs stay cheap
+STEPS_APART = 1.01
+RESULTS = "optimization_results.yaml"  # in the sweep's folder
 
 
 class Search:
-    """The task function that is passed to Hydra.
+    """A search from its first trial, or from where another process has left it, to its last.
 
     Args:
-        open_sweep: the sweep that gets the points.
-        searched: the keys whose values the sweeper chooses.
+        base: the config without the choices.
+        fixed: the overrides of the command line that choose nothing.
+        show: print what the ranks print, if one trial at a time runs on this machine.
     """
 
-    def __init__(self, composer: Composer, open_sweep: OpenSweep, searched: Sequence[str]):
-        self._composer, self._open_sweep = composer, open_sweep
-        self._searched = searched
-        self._best: tuple[float, str] | None = None
+    def __init__(
+        self, composer: Composer, opened: OpenSweep, study: Study, base: Config, fixed: Sequence[str], *, show: bool
+    ):
+        self._composer, self._opened, self._study, self._fixed = composer, opened, study, fixed
+        self._metric, self._prunes = base.checkpoint.best_metric, base.search.pruner != Pruner.NONE
+        self._most_failures = base.search.max_failures_in_a_row
+        local = opened.client is None
+        self._slots = min(study.n_jobs, opened.parallelism or (opened.sweep.pack if local else study.n_jobs))
+        self._runs = Runs(opened, show=show and self._slots == 1, at_once=self._slots)
+        self._running: dict[int, RunDir] = {}  # of the trials that have not ended; two with the same config share a run
+        self._read: dict[RunDir, int] = {}  # size of the log when it was read last
+        self._asked: dict[RunDir, float] = {}  # when a run was asked to end
+        self._failed_in_a_row = 0
+        self._full = False  # a limit has kept jobs out of the queue, until others have ended
 
-    def __call__(self, config: object) -> None:
-        raise NotImplementedError("Hydra hands this to the launcher, which hands it points")
-
-    def sweep(self, overrides: Sequence[str]) -> None:
-        """Let the sweeper choose until it is done.
+    def run(self) -> None:
+        """Go on until all trials have ended.
 
         Raises:
-            RunFailedError: more points failed than the sweeper accepts.
-            ClusterError: a job cannot be submitted.
-            UsageError: the sweeper itself refuses its settings.
+            RunFailedError: too many trials in a row have failed, or none has a result.
+            ClusterError: a job cannot be submitted, or another process is at this search.
         """
-        from hydra.core.global_hydra import GlobalHydra
+        with self._opened.alone():
+            self._study.open(self._opened.sweep)
+            with self._runs:
+                self._take_up()
+                while self._refill() or self._running:
+                    for run_dir, now in self._runs.ended(soon=self._prunes) if self._running else ():
+                        self._end(run_dir, now)
+                    if self._prunes:
+                        self._prune()
+            self._write_results()
 
-        hydra, primary = GlobalHydra.instance().hydra, self._composer.primary
-        assert hydra is not None
-        folder = str(self._open_sweep.sweep.path).replace("'", "\\'")
-        words = [*overrides, LAUNCHER, f"hydra.sweep.dir='{folder}'", search_path(primary.folders[1:])]
-        with alone(self._open_sweep.sweep), explaining_sweeper():
-            hydra.multirun(primary.name, self, words)
+    def _take_up(self) -> None:
+        """Go on with the trials that another process has left, and with failed ones whose run was tried again.
 
-    def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:
-        """Return the results of some points, in their order, when all have ended.
-
-        Args:
-            jobs: overrides of each point, and its config as Hydra composes it for a job of a multirun.
+        Those that were started keep their run, whatever has become of their config's checks: its job may be running.
         """
-        wanted: list[Wanted] = []
-        refused: dict[int, SlurmtrainError] = {}
-        for position, (overrides, _) in enumerate(jobs):
+        sweep, trials = self._opened.sweep, self._study.trials
+        failed = [(each, sweep.run_dir(each.run)) for each in trials if each.state == TrialState.FAIL and each.run]
+        now = states(list({run_dir for _, run_dir in failed if run_dir.info_file.exists()}))
+        for trial, run_dir in failed:
+            its = now.get(run_dir.id)
+            if its is not None and (its.status == RunStatus.FINISHED or (its.alive and self._opened.client)):
+                log.info("trial %d failed, and run %s was tried again: its result counts", trial.number, run_dir.id)
+                self._study.repeat(trial)
+        left = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        self._running = {trial.number: sweep.run_dir(trial.run) for trial in left if trial.run}
+        self._begin([trial for trial in left if not trial.run])
+
+    def _refill(self) -> bool:
+        """Ask for so many trials that all slots are taken, and start them; return whether there were any."""
+        pack = self._opened.sweep.pack
+        count = to_ask(left=self._study.left, running=len(self._running), slots=self._slots, pack=pack)
+        if self._full or not count:
+            return False
+        # Those whose config is refused have failed, and others take their place at the next call.
+        self._begin([self._study.ask() for _ in range(count)])
+        return True
+
+    def _begin(self, trials: Iterable[Trial]) -> None:
+        """Start the runs of trials that have none, and what else waits for its start."""
+        refused = []
+        for trial in trials:
+            varied = {key.lstrip("+"): value for key, value in trial.chosen.items()}
             try:
-                config = checked(self._composer, overrides)
-                self._open_sweep.check(config)
+                run_dir = self._opened.add(varied, self._composer.compose([*self._fixed, *_chosen(trial)]))
             except SlurmtrainError as error:  # other combinations of values may be valid
-                refused[position] = error
+                refused.append((trial, error.message))
             else:
-                wanted.append(Wanted(values_of(overrides, self._searched), config))
-        ended = iter(self._open_sweep.run(wanted, self._tell))
-        return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
+                self._study.note(trial.number, run=run_dir.id)
+                self._running[trial.number] = run_dir
+        if self._running:
+            submission = self._runs.start(self._running.values())
+            self._full = submission.limit is not None
+            if submission.limit is not None:
+                if not self._runs.in_queue:
+                    submission.check()
+                log.info("%s; trials go on as others end", submission.limit.message)
+        for trial, why in refused:
+            self._failed(trial, why)
 
-    def _tell(self, run_dir: RunDir, now: RunState) -> None:
-        varied = " ".join(run_dir.info()["varied"])
+    def _prune(self) -> None:
+        """Report to the pruner what the trials have logged, and have those stopped that it gives up."""
+        for number, run_dir in self._running.items():
+            trial = self._study.trial(number)
+            if trial.pruned_at is None and self._report(trial, run_dir):
+                at = self._study.trial(number).last_step
+                self._study.note(number, pruned_at=at)
+                words = " ".join(_chosen(trial))
+                log.info("%s %s: pruned at step %d by its %s", run_dir.id, words, at, self._metric)
+            if self._study.trial(number).pruned_at is not None:
+                self._stop(run_dir)
+
+    def _report(self, trial: Trial, run_dir: RunDir, *, at_its_end: bool = False) -> bool:
+        """Report what was added to a run's log, if that is worth reading it; return whether its trial is given up."""
+        with contextlib.suppress(FileNotFoundError):
+            size, read = run_dir.metrics_file.stat().st_size, self._read.get(run_dir, 0)
+            if read <= size < read * STEPS_APART and not at_its_end:
+                return False
+            self._read[run_dir] = size
+        try:
+            logged = read_metrics(run_dir.metrics_file)
+        except UnreadableRecordError as error:
+            log.warning("%s; so run %s is not pruned now", error.message, run_dir.id)
+            return False
+        values = [(each["step"], each[self._metric]) for each in logged if records.is_scalar(each.get(self._metric))]
+        return any(self._study.report(trial.number, *each) for each in to_report(values, trial.last_step))
+
+    def _stop(self, run_dir: RunDir) -> None:
+        """Have a run stopped; once more if it is still there after a while, since it may just have started again."""
+        if time.monotonic() - self._asked.get(run_dir, -ASK_AGAIN_S) < ASK_AGAIN_S:
+            return
+        self._asked[run_dir] = time.monotonic()
+        try:
+            ask_to_end(run_dir, self._opened.client)
+        except (ClusterError, UnreadableRecordError, OSError) as error:
+            log.warning("%s cannot be stopped now: %s", run_dir.id, getattr(error, "message", error))
+
+    def _end(self, run_dir: RunDir, now: RunState) -> None:
+        """Tell the study how the trials of a run have ended.
+
+        Raises:
+            UnreadableRecordError: the files of the run do not tell how it has ended.
+        """
+        if now.status == RunStatus.UNREADABLE:  # its job may be running
+            raise UnreadableRecordError(
+                now.explanation,
+                hint="without the folder of the run, its trial counts as failed, and the search goes on",
+            )
+        value, why = None, ""
         try:
             goal, value = result_of(run_dir, now)
         except RunFailedError as failure:
-            log.info("%s %s: %s", run_dir.id, varied, failure.message)
-            return
-        better = self._best is None or goal.best([value, self._best[0]]) == value
-        if better:
-            self._best = (value, varied)
-        best = ", the best so far" if better else ""
-        log.info("%s %s: %s %.6g%s", run_dir.id, varied, goal.metric, value, best)
+            why = failure.message
+        for number in [number for number, its in self._running.items() if its == run_dir]:
+            trial = self._study.trial(number)
+            if self._prunes and trial.pruned_at is None:  # others are compared with what it has logged at the end
+                self._report(trial, run_dir, at_its_end=True)
+            self._study.note(number, steps=now.step)
+            # A run that had finished before it could be stopped counts with its result.
+            if value is not None:
+                best = self._study.best()
+                better = best is None or best.value is None or (value > best.value) == self._study.maximize
+                more = ", the best so far" if better else ""
+                log.info("%s %s: %s %.6g%s", run_dir.id, " ".join(_chosen(trial)), goal.metric, value, more)
+                self._study.tell(number, TrialState.COMPLETE, value)
+                self._failed_in_a_row = 0
+            elif now.status != RunStatus.FINISHED and (trial.pruned_at is not None or now.status == RunStatus.PRUNED):
+                self._study.tell(number, TrialState.PRUNED)
+                self._failed_in_a_row = 0
+            else:
+                self._failed(trial, why)
+            del self._running[number]
+        if self._full:
+            self._begin([])
+
+    def _failed(self, trial: Trial, why: str) -> None:
+        self._study.note(trial.number, why=why)
+        self._study.tell(trial.number, TrialState.FAIL)
+        self._failed_in_a_row += 1
+        log.warning("trial %d (%s) has failed: %s", trial.number, " ".join(_chosen(trial)), why)
+        if self._failed_in_a_row >= self._most_failures:
+            raise RunFailedError(
+                f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row), the last one: {why}"
+            )
+
+    def _write_results(self) -> None:
+        """Write the best trial into the folder of the sweep.
+
+        Raises:
+            RunFailedError: no trial has a result.
+        """
+        import yaml
+
+        best, count = self._study.best(), len(self._study.trials)
+        if best is None:
+            raise RunFailedError(f"none of {count} trials has a result")
+        params = {key: collect.value_of(value) for key, value in best.chosen.items()}
+        facts = {"name": "optuna", "best_params": params, "best_value": best.value}
+        write_text(self._opened.sweep.path / RESULTS, yaml.safe_dump(facts, sort_keys=False))
+        log.info("the best of %d trials: %s: %.6g", count, " ".join(_chosen(best)), best.value)
 
 
-def checked(composer: Composer, overrides: Sequence[str]) -> Config:
-    """Return a point's config after all checks that find what would make its job fail."""
-    config = composer.compose(overrides)
-    dims = validate(config)
-    check_fits(config, dims)
-    check_prepared(config)
-    for warning in check_named_paths(config, current_folder()):
-        log.warning(warning)
-    for warning in check_memory(config, dims):
-        log.warning(warning)
-    return config
+def _chosen(trial: Trial) -> list[str]:
+    return [f"{key}={value}" for key, value in trial.chosen.items()]
 
 
-@contextlib.contextmanager
-def explaining_sweeper() -> Iterator[None]:
-    """Raise errors of a sweeper itself as one sentence; errors of our part of the launcher pass unchanged."""
-    try:
-        yield
-    except Exception as error:
-        ours = any(frame.f_code is Search.launch.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
-        if isinstance(error, SlurmtrainError) or ours:
-            raise
-        raise UsageError(
-            f"the sweeper gave up: {type(error).__name__}: {error}",
-            hint="python -m slurmtrain --cfg hydra shows its settings, hydra.sweeper",
-        ) from None
+def to_ask(*, left: int, running: int, slots: int, pack: int = 1) -> int:
+    """Return how many trials are to be asked for now, so that `slots` always run or wait.
+
+    Args:
+        left: number of trials that are still to be asked for.
+        running: number of those that have not ended.
+        pack: runs that share a job; they start together, so as many slots have to be free.
+    """
+    free = max(0, slots - running)
+    return left if free >= left else free - free % min(pack, slots)
+
+
+def to_report(values: Iterable[tuple[int, float]], last: int) -> list[tuple[int, float]]:
+    """Return the logged (step, value) pairs that a pruner is told, given the last step that it was told.
+
+    Steps go up: what a resumed run repeats is told once. All trials log the same steps, so all are judged at the same
+    ones.
+    """
+    found = []
+    for step, value in values:
+        if step > last and (step <= EVERY_STEP_UP_TO or step >= last * STEPS_APART):
+            found.append((step, value))
+            last = step
+    return found
 
 
 def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
-    """Return goal and best value of a run.
+    """Return goal and best value of a run, as `sweep collect` shows them.
 
     Raises:
         RunFailedError: it has not finished, or has logged no metric.
@@ -156,46 +278,29 @@ def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     return table.goal, float(value)
 
 
-def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple[RunDir, RunState]) -> JobReturn:
-    """Return what Hydra returns for a job that has run."""
-    from hydra.core.utils import JobReturn, JobStatus
-    from omegaconf import OmegaConf
+def ask_to_end(run_dir: RunDir, client: SlurmClient | None) -> None:
+    """Have a run of a search stopped for good, if it can be asked now.
 
-    overrides, config = job
-    hydra_config = OmegaConf.masked_copy(config, ["hydra"])
-    returned = JobReturn(list(overrides), without_hydra(config), hydra_config, task_name=config.hydra.job.name)
+    Its ranks are warned as before a requeue: they agree on a step, save and leave, and then the job does not come back. A
+    job that waits to start again is taken out of the queue. One that is just starting cannot be asked yet.
+
+    Raises:
+        ClusterError: SLURM refuses or does not answer.
+        OSError: the request could not be written.
+    """
+    now = state(run_dir)
+    last = now.attempts[-1] if now.attempts else None
+    if now.status not in (*WAITING, RunStatus.RUNNING) or now.slurm_error is not None or last is None:
+        return
+    requests.write_request(run_dir, RunAction.PRUNE)
     try:
-        if isinstance(outcome, SlurmtrainError):
-            raise outcome
-        returned.working_dir = str(outcome[0].path)
-        returned.return_value = result_of(*outcome)[1]
-        returned.status = JobStatus.COMPLETED
-    except SlurmtrainError as error:
-        returned.return_value = error
-        returned.status = JobStatus.FAILED
-    return returned
-
-
-def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """Return the identity of a search: fixed values, sweeper, choices and pruner, but not how long it searches."""
-    chooses = {key: value for key, value in sweeper.items() if key not in OF_ITS_LENGTH}
-    facts: list[Any] = [identity_of(base), chooses, choices]
-    if base.search.pruner != Pruner.NONE:
-        pruner = {**dataclasses.asdict(base.search)}
-        del pruner["max_failures_in_a_row"]
-        facts.append(pruner)
-    return json.dumps(facts, sort_keys=True)
-
-
-def seeds(sweeper: Mapping[str, Any], identity: str) -> Iterator[str]:
-    """Yield overrides that seed every part of a sweeper without a seed: only a reproducible search can be continued."""
-    seed = int(hashlib.sha256(identity.encode()).hexdigest()[:8], 16) >> 1
-
-    def unseeded(part: Mapping[str, Any], path: str) -> Iterator[str]:
-        for key, value in part.items():
-            if key == "seed" and value is None:
-                yield f"{path}.{key}={seed}"
-            elif isinstance(value, Mapping):
-                yield from unseeded(value, f"{path}.{key}")
-
-    return unseeded(sweeper, "hydra.sweeper")
+        if client is None:
+            requests.signal_rank_0(run_dir, last, signal.SIGTERM)
+        elif now.status == RunStatus.RUNNING:
+            client.signal((last.step_id if now.packed else now.job_id) or "", "USR2")
+        elif not now.packed:  # of a pack, those that were asked to end are left out when the job starts
+            client.cancel(now.job_id or "")
+    except BaseException:
+        run_dir.request_file.unlink(missing_ok=True)
+        raise
+    run_dir.event(Event.PRUNE_ASKED)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+STAGED = "SLURMTRAIN_STAGE"  # the folder of this job on each node
 COPIES = "SLURMTRAIN_COPIES"  # JSON: the originals of what is in $SLURMTRAIN_DATA; set on nodes that have copies
 STAGED_PYTHON, SHARED_PYTHON = "SLURMTRAIN_PYTHON", "SLURMTRAIN_SHARED_PYTHON"
 SHARED = "SLURMTRAIN_SHARED_"  # begins the variable that keeps what one of these was before
@@ -35,7 +36,7 @@ def without_copies(variables: Mapping[str, str]) -> dict[str, str]:
             found[name] = before
         elif before is not None:
             found.pop(name, None)
-    for name in (COPIES, STAGED_PYTHON, SHARED_PYTHON, "SLURMTRAIN_STAGE"):
+    for name in (COPIES, STAGED_PYTHON, SHARED_PYTHON, STAGED):
         found.pop(name, None)
     return found
 

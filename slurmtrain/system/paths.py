@@ -37,3 +37,11 @@ def located(path: Path) -> Path:
     """Return the absolute path of a run's or sweep's folder; if that is a link itself, what it points to."""
     found = absolute(path)
     return found.resolve() if found.is_symlink() or found.parent.is_symlink() else found
+
+
+def runs_root() -> Path:
+    """Return where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look.
+
+    It is SLURMTRAIN_RUNS, else ./runs.
+    """
+    return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()

@@ -39,7 +39,7 @@ class ProcessMark:
 
     @classmethod
     def from_json(cls, values: object) -> ProcessMark | None:
-        """Return the mark in a record, also of an earlier version; None if it names no process, as a torn one."""
+        """Return the mark in a record; None if it names no process, as a torn one."""
         if not isinstance(values, Mapping):
             return None
         host, pid = values.get("host"), values.get("pid")

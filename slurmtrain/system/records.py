@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -167,6 +168,39 @@ def parse(data: bytes) -> Any:
         return None
 
 
+# A number such as 1e-3, which YAML 1.1 takes for text.
+_FLOAT = re.compile(
+    r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)"
+)
+
+
+@functools.cache
+def config_loader() -> Any:
+    """Return the loader of YAML for configs: 1e-3 is a number, dates are text, and a key that stands there twice is an error.
+
+    libyaml's parser, where PyYAML was built with it, takes a tenth of the time.
+    """
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        """A loader with these rules."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise yaml.YAMLError(f"the key {twice!r} is there twice, {str(node.start_mark).strip()}")
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
+        for letter, rules in Loader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+0123456789."))
+    return Loader
+
+
 def parse_yaml(data: bytes) -> Any:
     """Parse YAML without aliases, which `submit` does not write: a few lines of them expand to more than fits anywhere.
 
@@ -175,16 +209,12 @@ def parse_yaml(data: bytes) -> Any:
     """
     import yaml
 
-    class Plain(yaml.SafeLoader):
-        """A loader that refuses aliases."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("an alias")
-            return super().compose_node(parent, index)
-
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # by libyaml, in a tenth of the time
     try:
-        return yaml.load(data.decode(), Plain)
+        text = data.decode()
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader)):
+            raise yaml.YAMLError("an alias")
+        return yaml.load(text, loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(str(error).partition("\n")[0]) from None
     except RecursionError:

@@ -78,14 +78,6 @@ def sight_of_gap(place: Path, *, empty: bool) -> Sight:
     return Sight.UNKNOWN if empty and place.parent == Path("/") else Sight.MISSING
 
 
-def unwritable(folder: Path) -> str | None:
-    """Say why a folder cannot be written in, or made with those above it; None if nothing speaks against it here."""
-    place = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-    if not place.is_dir():
-        return f"{place} is no folder"
-    return None if os.access(place, os.W_OK | os.X_OK) else f"you may not write in {place}"
-
-
 def _fixed_part(path: Path) -> Path:
     """Return the folder of a pattern up to its first wildcard; a path without one as it is."""
     if not glob.has_magic(str(path)) or os.path.lexists(path):

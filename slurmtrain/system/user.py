@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import grp
 import os
 import pwd
 
@@ -25,14 +24,3 @@ def in_words(uid: int) -> str:
 def own_user() -> str:
     """Return the name of this process's user, or its number where it has no name: SLURM's commands take both."""
     return name_of(os.getuid()) or str(os.getuid())
-
-
-def own_groups() -> frozenset[str]:
-    """Return the names of the groups that this process belongs to."""
-    names = set()
-    for number in {os.getegid(), *os.getgroups()}:
-        try:
-            names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return frozenset(names)

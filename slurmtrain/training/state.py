@@ -55,9 +55,9 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
-        self.data_hash = state.get("data_hash")  # earlier versions did not have it, and half of a digest proves nothing
-        self.health = Health.from_json(state.get("health", {}))
-        self.unread = [StepNumbers.from_json(values) for values in state.get("unread", ())]
+        self.data_hash = state["data_hash"]
+        self.health = Health.from_json(state["health"])
+        self.unread = [StepNumbers.from_json(values) for values in state["unread"]]
 
 
 class StepResult(NamedTuple):

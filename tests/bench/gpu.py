@@ -119,9 +119,8 @@ def measure(case: Case, *more: str) -> dict[str, Any]:
     tokens_per_s = (STEPS - WARM_UP) * case.micro_batch_size * case.seq_len / found["seconds"]
     model = compose(words_of(case)).model
     with torch.device("meta"):
-        flops = Decoder(**{name: value for name, value in model.items() if name != "_target_"}).flops_per_token(
-            case.seq_len
-        )
+        decoder = Decoder(**{name: value for name, value in model.items() if name != "_target_"})
+    flops = decoder.flops_per_token(case.seq_len)
     peak = peak_of(found["gpu"], BF16).tflops
     return {
         "gpu": found["gpu"] or platform.processor() or platform.machine(),
@@ -149,13 +148,10 @@ def main(words: list[str] | None = None) -> None:
             case = dataclasses.replace(case, micro_batch_size=options.micro_batch_size)
         if options.rounds:
             variants = {"as it is": partial(measure, case), "unwatched": partial(measure, case, *UNWATCHED)}
-            rates = {
-                which: [found["tokens_per_s"] for found in each]
-                for which, each in in_turn(variants, options.rounds, warm_up=0).items()
-            }
-            show(
-                name, [ratio("time of a step, as it is / unwatched", rates["unwatched"], rates["as it is"], "<= 1.015")]
-            )
+            each = in_turn(variants, options.rounds, warm_up=0)
+            rates = {which: [found["tokens_per_s"] for found in all_rounds] for which, all_rounds in each.items()}
+            said = "time of a step, as it is / unwatched"
+            show(name, [ratio(said, rates["unwatched"], rates["as it is"], "<= 1.015")])
             continue
         versions = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "cuda": torch.version.cuda}
         found = {"case": name, **versions, **measure(case)}

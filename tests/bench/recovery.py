@@ -32,6 +32,7 @@ from slurmtrain import sandbox
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
 from tests.bench.side_by_side import REPOSITORY, Row, in_turn, options, ratio, run, show, wait_until
+from tests.support.children import children
 from tests.support.ranks import rank_pids
 
 TRAINING = (
@@ -68,15 +69,15 @@ def main(words: list[str]) -> None:
         cluster.down()
     limits = {"standby ranks": "<= 2", "preemption": "<= 1"}
     what = {"preemption": "TERM to all ranks out, beyond a step and a save"}
-    rows = [
-        Row(what.get(name, f"kill to the next step: {name}"), found[name], wanted=limits.get(name, ""))
-        for name in found
-    ]
-    for one, other, wanted in (
-        ("in place", "requeued", "<= 0.5"),
-        ("standby ranks", "in place", "<= 0.7"),
-        ("in place", "torchrun", "<= 1"),
-    ):
+    rows = []
+    for name, values in found.items():
+        rows.append(Row(what.get(name, f"kill to the next step: {name}"), values, wanted=limits.get(name, "")))
+    pairs = {
+        ("in place", "requeued"): "<= 0.5",
+        ("standby ranks", "in place"): "<= 0.7",
+        ("in place", "torchrun"): "<= 1",
+    }
+    for (one, other), wanted in pairs.items():
         if one in found and other in found:
             rows.append(ratio(f"{one} / {other}", found[one], found[other], wanted))
     show(f"{chosen.ranks} ranks", rows)
@@ -136,10 +137,6 @@ def torchrun(folder: Path, environment: dict[str, str], ranks: int) -> float:
                 os.kill(pid, signal.SIGKILL)
             launcher.wait()
             wait_until(lambda: not any(map(process.lives, pids)))
-
-
-def children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def log_length(log: Path) -> int:

@@ -106,7 +106,6 @@ def write_run(run: Path, job_id: str) -> None:
     facts = run_info(id=run.name, name=run.parent.name, created=END - 8000, job_ids=[job_id], steps=STEPS)
     (run / "run.json").write_text(json.dumps(facts, indent=1))
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, **VALUES}) + "\n" for step in range(1, STEPS + 1))
-    )
+    logged = [json.dumps({"step": step, **VALUES}) + "\n" for step in range(1, STEPS + 1)]
+    (run / "metrics.jsonl").write_text("".join(logged))
     (run / f"slurm-{job_id}.log").touch()

@@ -85,10 +85,8 @@ def measure(folder: Path, environment: dict[str, str], slurm_conf: str, points: 
     rows.append(Row(f"status of {points} points, beyond squeue", asking, wanted="<= 0.5"))
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"):
         theirs = submit_theirs(folder, environment, points)
-        rows += [
-            Row("hydra-submitit-launcher", [theirs]),
-            ratio("hydra-submitit-launcher / ours", [theirs], [ours], ">= 5"),
-        ]
+        rows.append(Row("hydra-submitit-launcher", [theirs]))
+        rows.append(ratio("hydra-submitit-launcher / ours", [theirs], [ours], ">= 5"))
     else:
         print("hydra-submitit-launcher is not installed, so there is nothing to compare with")
     rows.append(Row(f"{large} points", [submit(points, large)]))

@@ -45,14 +45,8 @@ from tests.bench.side_by_side import Row, in_turn, options, ratio, run, show
 
 RANKS, BATCH, SEQUENCE, TEXT_BYTES = 2, 16, 256, 4_000_000
 WARM_UP_STEPS = 5  # steps of a run that do not count
-MODEL: dict[str, Any] = {
-    "vocab_size": 256,
-    "dim": 96,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "max_seq_len": SEQUENCE,
-}
+MODEL: dict[str, Any] = {"vocab_size": 256, "dim": 96, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2}
+MODEL["max_seq_len"] = SEQUENCE
 UNWATCHED = "observe.phases=false observe.straggler_every=0 watchdog.enabled=false train.tensorboard=false"
 LAYOUTS = {
     "DDP": "parallel=ddp",
@@ -91,9 +85,8 @@ def main(words: list[str]) -> None:
     rows = []
     for name, rounds in found.items():
         pairs = [list(zip(bare, ours, strict=True))[WARM_UP_STEPS:] for bare, ours in rounds]
-        rows.append(
-            Row(name, [BATCH * SEQUENCE / statistics.median(ours.wall for _, ours in r) for r in pairs], "tokens/s")
-        )
+        medians = [statistics.median(ours.wall for _, ours in each) for each in pairs]
+        rows.append(Row(name, [BATCH * SEQUENCE / median for median in medians], "tokens/s"))
         by_clock = [statistics.median(bare.wall / ours.wall for bare, ours in each) for each in pairs]
         rows.append(Row(f"{name}: speed / bare loop", by_clock, "x", "" if name == "unwatched" else ">= 0.98"))
         bare_s, ours_s = ([sum(pair[who].cpu for pair in each) for each in pairs] for who in (0, 1))

@@ -41,19 +41,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(folder: Path) -> None:
-    code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", "order")
-    assert (code, found["result"]) == (1, "failed"), found
-    assert found["parting"]["step"] == found["stopped_at"] + 1
-    assert f"diverges at step {found['stopped_at'] + 1}: loss" in found["sentence"]
-    assert "the order of the data is not restored" in found["causes"][0]
+    code, found, said = drill(folder, *ONE, "--", "python", "loop.py", "order")
+    (way,) = found["ways"]
+    assert (code, way["way"], way["result"]) == (1, "early_signal", "failed"), found
+    assert way["divergence"]["step"] == way["stopped_at"] + 1
+    assert f"diverges at step {way['stopped_at'] + 1}: loss" in way["sentence"]
+    assert "the order of the data is not restored" in way["hints"][0]
+    assert "are those of two undisturbed runs the same?" in said
     assert Path(found["kept"]).is_dir() and not all_runs(folder / "runs")
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_another_one_each_time_is_not_judged(folder: Path) -> None:
+    code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", "seed")
+    (way,) = found["ways"]
+    assert (code, way["result"], way["same_bits"]) == (75, "not judged", False), found
+    assert "two undisturbed runs differ, too" in way["sentence"] and "seed everything" in way["hints"][0]
 
 
 @pytest.mark.slow
 def test_a_loop_that_forgets_nothing_passes_and_leaves_nothing(folder: Path) -> None:
     code, found, _ = drill(folder, *ONE, "--", "python", "loop.py")
-    assert (code, found["result"], found["kept"]) == (0, "passed", None), found
-    assert "the same bits" in found["sentence"]
+    assert (code, found["ways"][0]["result"], found["kept"]) == (0, "passed", None), found
+    assert "the same bits" in found["ways"][0]["sentence"]
     assert not (folder / "runs" / "drills").exists()
 
 
@@ -65,10 +75,13 @@ def test_a_run_of_the_trainer_resumes_with_the_same_bits_and_stays_as_it_is(fold
     subprocess.run(submit, cwd=folder, env=clean_environment(), check=True, capture_output=True, timeout=120)
     (run_dir,) = all_runs(folder / "runs")
     before = {path: path.stat().st_mtime_ns for path in sorted(run_dir.path.rglob("*"))}
-    code, found, said = drill(folder, "drill", run_dir.id, "--steps", "12", "--stop-at", "5")
-    assert (code, found["result"], found["same_bits"]) == (0, "passed", True), (found, said)
-    assert (found["stopped_at"], found["resumed_at"], found["checkpoint"]) == (5, 5, 12)
-    assert len(found["steps"]) == 12
+    ways = ("--ways", "early_signal,in_place", "--steps", "12", "--stop-at", "5")
+    code, found, said = drill(folder, "drill", run_dir.id, *ways)
+    told, killed = found["ways"]
+    assert (code, told["result"], told["same_bits"]) == (0, "passed", True), (found, said)
+    assert (told["stopped_at"], told["resumed_at"], told["checkpoint"]) == (5, 5, 12)
+    assert (killed["result"], killed["saved_step"], killed["checkpoint"]) == ("passed", 4, 12), (found, said)
+    assert len(told["steps"]) == 12
     assert {path: path.stat().st_mtime_ns for path in sorted(run_dir.path.rglob("*"))} == before
 
 

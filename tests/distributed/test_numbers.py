@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurmtrain.config.profile_steps import ProfileRequest
 from slurmtrain.models import Decoder
 from slurmtrain.observe import read_metrics
 from slurmtrain.observe.phases import HostTimer, Window
+from slurmtrain.observe.profile_request import ProfileRequest
 from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext

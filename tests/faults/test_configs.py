@@ -72,7 +72,7 @@ def what_is_wrong(words: Sequence[str]) -> str | None:
     said = err.getvalue()
     if code not in (0, EXIT_USAGE, EXIT_CONFIG):
         return f"exit code {code}: {said[-2000:]}"
-    if code and not said.startswith("slurmtrain: error: "):
+    if code and "slurmtrain: error: " not in said:
         return f"exit code {code} without a sentence: {said[-2000:]}"
     long = [line for line in said.splitlines() if len(line) > LONGEST_LINE]
     return f"a line of {len(long[0])} characters: {long[0][:200]}" if long else None
@@ -82,7 +82,7 @@ def test_hostile_overrides_are_answered_by_a_sentence_and_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong = {str(words)[:300]: found for words in command_lines(40, seed=3) if (found := what_is_wrong(words))}
+    wrong = {str(words)[:300]: found for words in command_lines(100, seed=3) if (found := what_is_wrong(words))}
     assert wrong == {} and list(tmp_path.iterdir()) == []
 
 

@@ -65,7 +65,7 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
         ("early_signal", "requeue", "crash", "in_place", "preemption"), "passed"
     ), found
     assert code == 0 and all(each["same_bits"] for each in ways.values())
-    assert [each["saved_step"] == each["resumed_step"] for each in ways.values()] == [True] * 5
+    assert [each["saved_step"] == each["resumed_at"] for each in ways.values()] == [True] * 5
     assert {ways[way]["saved_step"] for way in ("early_signal", "requeue", "preemption")} == {8}
     assert ways["in_place"]["back_by"] == "in place, in the same job"
     assert ways["requeue"]["back_by"] == "by SLURM's own requeue"
@@ -80,7 +80,9 @@ def test_without_a_requeue_a_run_does_not_come_back_and_a_chain_does(sandbox: Cl
     code, ways, found = drill(sandbox, tmp_path, "requeue=off", "--ways", "early_signal,requeue")
     assert code == 1, found
     assert ways["early_signal"]["result"] == "failed"
-    assert "requeue.mode=off" in ways["early_signal"]["sentence"] and "requeue=chain" in ways["early_signal"]["advice"]
+    assert (
+        "requeue.mode=off" in ways["early_signal"]["sentence"] and "requeue=chain" in ways["early_signal"]["hints"][0]
+    )
     assert ways["requeue"]["result"] == "not tried" and "requeue.mode=off" in ways["requeue"]["sentence"]
     assert Path(found["kept"]).is_dir()
     code, ways, found = drill(sandbox, tmp_path, "requeue=chain", "--ways", "early_signal")
@@ -113,7 +115,7 @@ def test_a_loop_of_ones_own_is_stopped_and_resumed_as_a_job(sandbox: Cluster, tm
     line = [*words_of(sandbox), "cluster.nodes=1", "cluster.tasks_per_node=1", "drill", "--json"]
     done = sandbox.run([*line, "--", "python", "loop.py"], cwd=tmp_path, check=False)
     found = json.loads(done.stdout)
-    assert found["result"] == "passed", (found, done.stderr)
+    assert found["ways"][0]["result"] == "passed", (found, done.stderr)
     assert jobs_of_drills(sandbox) == []
 
 
@@ -130,8 +132,8 @@ def test_a_grace_that_is_too_short_for_a_save_is_told_with_its_seconds(short_gra
     way = ways["preemption"]
     assert (code, way["result"], way["time_s"]) == (1, "failed", 13), found
     assert "killed before it had saved, and partition low gives 13 s" in way["sentence"]
-    assert "GraceTime" in way["advice"] and "save more often" in way["advice"]
-    assert way["resumed_step"] == way["saved_step"] == 4  # of the last save before
+    assert "GraceTime" in way["hints"][0] and "save more often" in way["hints"][0]
+    assert way["resumed_at"] == way["saved_step"] == 4  # of the last save before
 
 
 def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from slurmtrain.config.compose import compose
-from slurmtrain.launch.submit import preparing, submit
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.lookup import all_runs
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.slurm.read_facts import read_preemption
@@ -47,9 +46,11 @@ def preempted(project: Project) -> Preempted:
     chained = project.submit(*SLOW, "requeue=chain", small=False, nodes="n1")
     for run in (resubmitted, chained):
         run.wait_for_step(3)
+        (run.run_dir.path / "hold").touch()
     assert "running" in chained.status()
     for run in (resubmitted, chained):
-        run.cluster.submit_high(nodes=run.attempts()[-1].nodes, seconds=0.1)
+        run.preempt_by_high()
+        (run.run_dir.path / "hold").unlink()
     return Preempted(resubmitted, chained, seen)
 
 
@@ -130,16 +131,13 @@ def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) 
     assert "the chain has no jobs left" in run.status()
 
 
-def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project.path)
-    words = ["cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
-    config = compose([*words, *counting(STEPS, pause_s=0.15), "requeue=resubmit"])
-    run_dirs: list[RunDir] = []
-    for _ in range(2):
-        with preparing(config, [], project.path) as run_dir:
-            run_dirs.append(run_dir)
-    array = submit(run_dirs, config)
-    one, other = (Run(run_dir, project.cluster, project.path) for run_dir in run_dirs)
+def test_a_task_of_an_array_is_submitted_again_alone(project: Project) -> None:
+    cluster = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
+    words = ["-m", *cluster, *counting(STEPS, pause_s=0.15), "requeue=resubmit", "train.seed=1,2", "submit"]
+    project.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=project.path)
+    runs = [run_dir for run_dir in all_runs(project.path / "runs") if ".sweep-" in run_dir.path.parent.name]
+    one, other = (Run(run_dir, project.cluster, project.path) for run_dir in runs)
+    array = jobs(one)[0].partition("_")[0]
     other.wait_for_step(3)
     other.cli("preempt", other.run_dir.id)
     one.finish()

@@ -14,7 +14,7 @@ from hydra.version import VersionBase
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.folder import states_of
+from slurmtrain.sweep.jobs import states_of
 from tests.support.slurm_cluster import Cluster
 
 LOCAL = "hydra.launcher.cluster=local"

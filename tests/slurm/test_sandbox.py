@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import is_over
 from slurmtrain.runs import lookup
@@ -183,13 +182,13 @@ def test_up_twice_with_one_name_is_an_error_that_says_what_to_do(sandbox: Cluste
     assert sandbox.sandbox.node_states().keys() == set(sandbox.nodes), "and the first one has not noticed"
 
 
-def test_without_slurm_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ClusterError) as caught:
-        cli.main("sandbox", ["up", "--name", "nothing"])
-    assert caught.value.exit_code == 1
-    assert caught.value.hint == "apt-get install slurm-wlm munge"
-    assert "\n" not in caught.value.message
+    assert main(["sandbox", "up", "--name", "nothing"]) == 1
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("slurmtrain: error: ") and hint == "  hint: apt-get install slurm-wlm munge"
     assert not default_directory("nothing").exists()
 
 
@@ -227,7 +226,7 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
     name = f"prefix-{os.getpid()}"
     words = ["--name", name, "--nodes", "1", "--cpus", "2"]
     try:
-        assert cli.main("sandbox", ["up", *words, "--slurm-prefix", str(prefix)]) == 0
+        assert main(["sandbox", "up", *words, "--slurm-prefix", str(prefix)]) == 0
         assert {"slurmctld", "slurmd", "sinfo"} <= set(called.read_text().split())
         called.write_text("")
         job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command='true'", "requeue=off"]
@@ -237,10 +236,10 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
         assert main(["status", run.id]) == 0
         assert "finished" in capsys.readouterr().out
         assert {"sbatch", "squeue", "srun"} <= set(called.read_text().split())  # srun: in the job
-        assert cli.main("sandbox", ["env", "--name", name]) == 0
+        assert main(["sandbox", "env", "--name", name]) == 0
         assert f'export PATH={prefix}/bin:"$PATH"\n' in capsys.readouterr().out
     finally:
-        assert cli.main("sandbox", ["down", "--name", name]) == 0
+        assert main(["sandbox", "down", "--name", name]) == 0
 
 
 def test_a_slurm_that_plays_one_node_a_machine_is_refused_with_a_sentence(
@@ -308,18 +307,18 @@ def test_a_size_that_cannot_be_is_refused_by_name(sizes: dict[str, Any]) -> None
 def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"cli-{os.getpid()}"
     try:
-        assert cli.main("sandbox", ["up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
+        assert main(["sandbox", "up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
         assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
-        assert cli.main("sandbox", ["env", "--name", name]) == 0
+        assert main(["sandbox", "env", "--name", name]) == 0
         exports = capsys.readouterr().out.splitlines()
         assert exports.pop() == f"export SLURM_CONF={default_directory(name)}/slurm.conf"
         prefix = Path(shutil.which("srun") or "").parent  # of a SLURM that is in no standard directory, too
         assert exports == (
             [] if str(prefix) in ("/usr/bin", "/bin", "/usr/local/bin") else [f'export PATH={prefix}:"$PATH"']
         )
-        assert cli.main("sandbox", ["status", "--name", name]) == 0
+        assert main(["sandbox", "status", "--name", name]) == 0
         assert "n0 idle" in capsys.readouterr().out
     finally:
-        assert cli.main("sandbox", ["down", "--name", name]) == 0
-    with pytest.raises(ClusterError, match="no sandbox runs"):
-        cli.main("sandbox", ["status", "--name", name])
+        assert main(["sandbox", "down", "--name", name]) == 0
+    assert main(["sandbox", "status", "--name", name]) == 1
+    assert "no sandbox runs" in capsys.readouterr().err

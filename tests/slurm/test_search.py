@@ -133,7 +133,7 @@ def test_a_slow_trial_holds_no_other_up_and_a_bad_one_is_stopped(sandbox: Cluste
     assert all(sum(begun[each] < moment < ended[each] for each in ran) <= 2 for moment in begun.values())
     bad = next(run_id for run_id, trial in trials.items() if trial["state"] == "pruned")
     assert ran[bad][0].reason == Reason.PRUNED and trials[bad]["pruned_at"] == 2
-    assert trials[bad]["saved_hours"] is not None and "pruned at step 2" in done.stderr
+    assert "pruned at step 2" in done.stderr
 
     again = sandbox.run(command, cwd=project)  # nothing is left to do, and the table is there once more
     assert "6 complete, 1 pruned" in again.stdout and len(sweep.points()) == 7

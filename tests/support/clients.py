@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from slurmtrain.resources import PACKAGE
+from slurmtrain.config.folders import PACKAGE
 from tests.slurm.project import Project, Run
 
 ROOT = PACKAGE.parent

@@ -20,6 +20,7 @@ from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.parent_death import be_killed_with
+from slurmtrain.system.process import stat
 
 Result = TypeVar("Result")
 
@@ -71,7 +72,9 @@ class Ranks:
         while len(found) < len(self._readers):
             waiting = [reader for reader, rank in by_reader.items() if rank not in found]
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-            assert ready, f"ranks {sorted(self._readers.keys() - found.keys())} are not done after {timeout_s} s"
+            late = sorted(self._readers.keys() - found.keys())
+            states = {rank: stat(self.pid(rank)) for rank in late} if not ready else {}
+            assert ready, f"ranks {late} are not done after {timeout_s} s: {states}"
             for reader in ready:
                 rank = by_reader[reader]  # type: ignore[index]
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# It learns one number by samples in a shuffled order, with momentum. FORGETS: nothing, or "order".
+# It learns one number by samples in a shuffled order, with momentum. FORGETS: nothing, "order", or "seed" from the start.
 LOOP = """
 import json, os, pathlib, random, signal, sys, time
 
@@ -17,7 +17,7 @@ def tell(number, frame):
 
 signal.signal(signal.SIGTERM, tell)
 order = list(range(200))
-random.Random(0).shuffle(order)
+random.Random(None if forgets == "seed" else 0).shuffle(order)
 state = {"step": 0, "seen": 0, "weight": 0.0, "momentum": 0.0}
 if saved.exists():
     state = json.loads(saved.read_text())

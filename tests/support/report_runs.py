@@ -75,18 +75,14 @@ def write_metrics(
         for step in range(every, steps + 1, every):
             file.write(json.dumps(step_record(step, random, lr=lr)) + "\n")
             if step % eval_every == 0:
-                loss = (
-                    1.32
-                    + 4 * math.exp(-step / 350)
-                    + 0.01 * random.random()
-                    - 150 * (lr - 6e-4) * math.exp(-step / 900)
-                )
+                learnt = 4 * math.exp(-step / 350) - 150 * (lr - 6e-4) * math.exp(-step / 900)
+                loss = 1.32 + learnt + 0.01 * random.random()
                 file.write(json.dumps({"step": step, "valid_loss": loss, "perplexity": math.exp(loss)}) + "\n")
 
 
 def write_attempt(run: RunDir, number: int, **fields: Any) -> None:
     folder = run.attempt(number).path
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     job = {"job_id": "4711", "nodes": ["gpu07", "gpu12"], "world_size": 8, "kind": "train", "pid": 1, "host": "gpu07"}
     files.write_json(folder / "attempt.json", {"number": number, **job, **fields})
 
@@ -97,26 +93,24 @@ def add_events(run: RunDir, *events: Mapping[str, Any]) -> None:
             file.write(json.dumps(event) + "\n")
 
 
+PREEMPTED = {"reason": "preempted", "verdict": "requeue", "exit_code": 75, "said": "stopped"}
+FINISHED = {"reason": "finished", "verdict": "done", "exit_code": 0, "said": "finished", "sentence": "finished"}
+NOT_COME = "rank 5 did not come to the all_reduce of step 1571"
+FAULT = {"node": "gpu12", "event": "hang", "attempt": 2, "lasted_s": 1300.0, "said": NOT_COME, "proven": True}
+HUNG = {"reason": "hang", "verdict": "in-place", "exit_code": 70, "failed_on": "gpu12", "fault": FAULT}
+HUNG["sentence"] = f"hung: {NOT_COME.replace(' did', ' (gpu12) did')}; its ranks start again in the same job"
+
+
 def interrupted_run(runs: Path, run_id: str = "20260921-141320-512a0") -> RunDir:
     """A finished run of 3,000 steps that was preempted twice and restarted in place once, after a hang."""
     run = RunDir(runs / "lm" / run_id)
     run.checkpoints.mkdir(parents=True)
     run.attempts.mkdir()
-    info = run_info(
-        name="lm",
-        id=run.id,
-        user="ada",
-        host="login1",
-        created=BEGAN,
-        steps=3000,
-        job_ids=["4711"],
-        config_hash="3f2a90c1d7e4",
-        code={"revision": "9c1f0e77a1d2b3c4d5e6f708192a3b4c5d6e7f80", "dirty": True},
-        overrides=["+cluster=a100x4", "cluster.nodes=2", "optim.lr=6e-4", "train.steps=3000"],
-        submit_dir="/home/ada/lm",
-        workdir="code",
-    )
-    files.write_json(run.info_file, info)
+    code = {"revision": "9c1f0e77a1d2b3c4d5e6f708192a3b4c5d6e7f80", "dirty": True}
+    overrides = ["+cluster=a100x4", "cluster.nodes=2", "optim.lr=6e-4", "train.steps=3000"]
+    submitted: dict[str, Any] = {"user": "ada", "host": "login1", "created": BEGAN, "steps": 3000, "job_ids": ["4711"]}
+    made = {"config_hash": "3f2a90c1d7e4", "code": code, "submit_dir": "/home/ada/lm", "workdir": "code"}
+    files.write_json(run.info_file, run_info(name="lm", id=run.id, overrides=overrides, **submitted, **made))
     write_config(run)
     write_metrics(run, 3000)
     # Of each attempt: seconds until it starts, seconds of its start-up, first step, last step, step it was committed to.
@@ -126,157 +120,55 @@ def interrupted_run(runs: Path, run_id: str = "20260921-141320-512a0") -> RunDir
         (14.0, 19.0, 1500, 2210, 2210),
         (610.0, 40.0, 2210, 3000, 3000),
     ]
-    endings: list[dict[str, Any]] = [
-        {
-            "reason": "preempted",
-            "verdict": "requeue",
-            "exit_code": 75,
-            "said": "stopped",
-            "sentence": "preempted; it is requeued",
-        },
-        {
-            "reason": "hang",
-            "verdict": "in-place",
-            "exit_code": 70,
-            "failed_on": "gpu12",
-            "sentence": "hung: rank 5 (gpu12) did not come to the all_reduce of step 1571; "
-            "its ranks start again in the same job",
-            "fault": {
-                "node": "gpu12",
-                "event": "hang",
-                "run": run.id,
-                "attempt": 2,
-                "lasted_s": 1300.0,
-                "said": "rank 5 did not come to the all_reduce of step 1571",
-                "proven": True,
-            },
-        },
-        {
-            "reason": "preempted",
-            "verdict": "requeue",
-            "exit_code": 75,
-            "said": "stopped",
-            "sentence": "preempted; it is requeued",
-        },
-        {"reason": "finished", "verdict": "done", "exit_code": 0, "said": "finished", "sentence": "finished"},
-    ]
-    restarts = (0, 1, 1, 2)
-    hung_at = 0.0
+    preempted = {**PREEMPTED, "sentence": "preempted; it is requeued"}
+    endings: list[dict[str, Any]] = [preempted, HUNG, preempted, FINISHED]
     clock, events = BEGAN, [{"time": BEGAN, "event": Event.SUBMITTED, "job_id": "4711"}]
-    for number, ((wait, start_up, first, last, committed), ending) in enumerate(zip(spans, endings, strict=True), 1):
+    for number, ((wait, start_up, first, last, committed), end) in enumerate(zip(spans, endings, strict=True), 1):
+        ending, restarts = dict(end), (0, 1, 1, 2)[number - 1]
         started = clock + wait
         stepping = started + start_up
         trained = stepping + STEP_S * (last - first)
-        hung = 600.0 if ending["reason"] == "hang" else 0.0
-        ended = trained + hung + 6.0
-        hung_at = trained if hung else hung_at
-        told = (
-            {"cause": "SIGTERM", "cause_time": trained - 2.0, "seconds_left": 38.0}
-            if ending["reason"] == "preempted"
-            else {}
-        )
-        time_of = {"time": ended, "node": "gpu12"} if "fault" in ending else {}
-        if "fault" in ending:
-            ending["fault"] |= time_of
+        hangs = ending["reason"] == "hang"
+        ended = clock = trained + (600.0 if hangs else 0.0) + 6.0
+
+        def at(
+            step: int, after_s: float, name: str, stepping: float = stepping, first: int = first, **facts: Any
+        ) -> None:
+            events.append({"time": stepping + STEP_S * (step - first) + after_s, "event": name, "step": step, **facts})
+
+        if ending["reason"] == "preempted":
+            ending |= {"cause": "SIGTERM", "cause_time": trained - 2.0, "seconds_left": 38.0}
+        if hangs:
+            ending["fault"] = {**FAULT, "run": run.id, "time": ended}
+            run.attempt(number).path.mkdir()
+            run.attempt(number).hang_page.write_text("# rank 5 did not come\n")
+            facts = {"sentence": "rank 5 did not come", "nodes": ["gpu12"], "ranks": [5]}
+            files.write_json(run.attempt(number).hang_file, {**facts, "time": trained + 600, "since": trained})
         stages = {"interpreter": 0.4, "torch": 4.1, "rendezvous": 3.0, "model": 6.5, "restore": start_up - 14.0}
-        write_attempt(
-            run,
-            number,
-            started=started,
-            stepping=stepping,
-            ended=ended,
-            first_step=first,
-            last_step=last,
-            start_up_s=stages,
-            committed_before=first or None,
-            committed_step=committed,
-            gpus=8.0,
-            restart_count=restarts[number - 1],
-            **told,
-            **ending,
-        )
-        events += [
-            {
-                "time": started,
-                "event": Event.ATTEMPT_STARTED,
-                "attempt": number,
-                "job_id": "4711",
-                "nodes": ["gpu07", "gpu12"],
-                "world_size": 8,
-            },
-            {
-                "time": stepping - 1,
-                "event": Event.RESTORED if first else Event.FRESH_START,
-                "attempt": number,
-                "step": first,
-            },
-            {"time": stepping, "event": Event.TRAINING_STARTED, "attempt": number, "step": first, "start_up_s": stages},
-        ]
-        (run.attempt(number).claim_file).write_text(f"4711 {restarts[number - 1]} {started - 4}\n")
-        events += [
-            {
-                "time": stepping + STEP_S * (step - first),
-                "event": Event.EVALUATED,
-                "attempt": number,
-                "step": step,
-                "seconds": 4.1,
-            }
-            for step in range(first - first % 250 + 250, last + 1, 250)
-        ]
-        events.append({"time": stepping + 9.0, "event": Event.FIRST_STEP, "attempt": number, "step": first + 1})
+        times = {"started": started, "stepping": stepping, "ended": ended, "start_up_s": stages}
+        steps = {"first_step": first, "last_step": last, "committed_before": first or None, "committed_step": committed}
+        write_attempt(run, number, **times, **steps, gpus=8.0, restart_count=restarts, **ending)
+        (run.attempt(number).claim_file).write_text(f"4711 {restarts} {started - 4}\n")
+        own, on = {"attempt": number}, {"job_id": "4711", "nodes": ["gpu07", "gpu12"], "world_size": 8}
+        events.append({"time": started, "event": Event.ATTEMPT_STARTED, **own, **on})
+        at(first, -1.0, Event.RESTORED if first else Event.FRESH_START, **own)
+        at(first, 0.0, Event.TRAINING_STARTED, **own, start_up_s=stages)
+        for step in range(first - first % 250 + 250, last + 1, 250):
+            at(step, 0.0, Event.EVALUATED, **own, seconds=4.1)
+        events.append({"time": stepping + 9.0, "event": Event.FIRST_STEP, **own, "step": first + 1})
+        if not hangs:
+            at(last, 0.0, Event.TRAINING_FINISHED if number == 4 else Event.TRAINING_STOPPED, **own)
+        for step in sorted({*range(first - first % 500 + 500, committed + 1, 500), *([] if hangs else [committed])}):
+            at(step, 2.5, Event.CHECKPOINT, **own, seconds=2.4, stall_s=0.8, size=412_000_000)
         if number == 3:
-            events.append({"time": stepping + 70 * STEP_S, "event": Event.CAUGHT_UP, "attempt": 3, "step": 1570})
-        if not hung:
-            name = Event.TRAINING_FINISHED if number == 4 else Event.TRAINING_STOPPED
-            events.append({"time": trained, "event": name, "attempt": number, "step": last})
-        saves = sorted({*range(first - first % 500 + 500, committed + 1, 500), *([committed] if hung == 0 else [])})
-        events += [
-            {
-                "time": stepping + STEP_S * (step - first) + 2.5,
-                "event": Event.CHECKPOINT,
-                "attempt": number,
-                "step": step,
-                "seconds": 2.4,
-                "stall_s": 0.8,
-                "size": 412_000_000,
-            }
-            for step in saves
-        ]
+            at(1570, 0.0, Event.CAUGHT_UP, **own)
+            at(1722, 0.0, Event.UPDATE_SKIPPED, **own, skipped=1, loss=math.nan)
         if number == 4:
-            slow = {"node": "gpu07", "ranks": [3], "phase": "data", "ratio": 1.62, "excess_s": 0.05, "step_s": 0.92}
-            facts = {"attempt": 4, "step": 2400, "sporadic": False, **slow}
-            events.append({"time": stepping + 190 * STEP_S, "event": Event.STRAGGLER, **facts})
-            events.append({"time": stepping + 430 * STEP_S, "event": Event.STRAGGLER_OVER, **facts, "step": 2640})
-        if number == 3:
-            events.append(
-                {
-                    "time": stepping + 200,
-                    "event": Event.UPDATE_SKIPPED,
-                    "attempt": 3,
-                    "step": 1722,
-                    "skipped": 1,
-                    "loss": math.nan,
-                }
-            )
-        events.append(
-            {
-                "time": ended,
-                "event": Event.ATTEMPT_ENDED,
-                "attempt": number,
-                **{k: ending[k] for k in ("reason", "verdict", "sentence")},
-            }
-        )
-        clock = ended
-    hang = run.attempt(2)
-    hang.hang_page.write_text("# rank 5 did not come\n")
-    facts = {
-        "sentence": "rank 5 did not come",
-        "nodes": ["gpu12"],
-        "ranks": [5],
-        "time": hung_at + 600,
-        "since": hung_at,
-    }
-    files.write_json(hang.hang_file, facts)
+            slow: dict[str, Any] = {"node": "gpu07", "ranks": [3], "phase": "data", "ratio": 1.62, "sporadic": False}
+            at(2400, 0.0, Event.STRAGGLER, **own, **slow, excess_s=0.05, step_s=0.92)
+            at(2640, 0.0, Event.STRAGGLER_OVER, **own, **slow, excess_s=0.05, step_s=0.92)
+        why = {name: ending[name] for name in ("reason", "verdict", "sentence")}
+        events.append({"time": ended, "event": Event.ATTEMPT_ENDED, **own, **why})
     add_events(run, *events)
     return run
 
@@ -294,19 +186,8 @@ def finished_run(
     write_metrics(run, steps, seed=seed, lr=lr, eval_every=100)
     started, stepping = BEGAN + 60.0, BEGAN + 90.0
     ended = stepping + STEP_S * steps
-    end = {"reason": "finished", "verdict": "done", "exit_code": 0, "said": "finished", "sentence": "finished"}
-    write_attempt(
-        run,
-        1,
-        started=started,
-        stepping=stepping,
-        ended=ended,
-        first_step=0,
-        last_step=steps,
-        committed_step=steps,
-        gpus=8.0,
-        **end,
-    )
+    times = {"started": started, "stepping": stepping, "ended": ended}
+    write_attempt(run, 1, **times, first_step=0, last_step=steps, committed_step=steps, gpus=8.0, **FINISHED)
     events = [
         ("submitted", BEGAN),
         ("attempt started", started),
@@ -321,15 +202,8 @@ def sweep_of_eight(runs: Path) -> Path:
     """A sweep over four learning rates and two widths; one point failed, and all others finished."""
     folder = runs / "lm.sweep-4f1c2a"
     (folder / "arrays").mkdir(parents=True)
-    info = {
-        "created": BEGAN,
-        "slurm_conf": None,
-        "pack": 1,
-        "backend": "slurm",
-        "overrides": ["optim.lr=..."],
-        "token": "t",
-    }
-    files.write_json(folder / "sweep.json", info)
+    info = {"created": BEGAN, "slurm_conf": None, "pack": 1, "backend": "slurm", "overrides": ["optim.lr=..."]}
+    files.write_json(folder / "sweep.json", {**info, "token": "t"})
     lines, number = [], 0
     for lr in (3e-4, 6e-4, 1.2e-3, 2.4e-3):
         for size in ("small", "medium"):

@@ -71,6 +71,13 @@ def printed(*words: str, code: int = 0) -> str:
     return out.getvalue()
 
 
+def refused(*words: str, code: int = 2) -> str:
+    """What a command line that ends with this code says on stderr, called in this process."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main([*words]) == code
+    return err.getvalue()
+
+
 def shown(*words: str) -> Any:
     """What a command line prints with --json."""
     return json.loads(printed(*words, "--json"))

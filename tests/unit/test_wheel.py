@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.resources import PACKAGE
+from slurmtrain.config.folders import PACKAGE
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 Slurmtrain = Callable[..., str]
@@ -91,7 +91,7 @@ def test_help_names_the_shipped_configs(slurmtrain: Slurmtrain, python: Path, tm
 
 def test_the_first_command_runs(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
     said = slurmtrain("+cluster=local", "+experiment=smoke", "submit")
-    assert said.rstrip().endswith("finished")
+    assert "\nslurmtrain: finished\n" in said
     run_dir = next(tmp_path.glob("runs/train/*"))
     assert (run_dir / "checkpoints").is_dir() and list(run_dir.glob("checkpoints/*/COMPLETE"))
     assert not (run_dir / "code" / "slurmtrain").exists()  # an installed package needs no copy
@@ -115,4 +115,4 @@ def test_own_configs_and_an_own_model_beside_them_run(slurmtrain: Slurmtrain, tm
     assert "#SBATCH --partition=gpus\n" in script and f"cd {tmp_path}" in script
     assert not (tmp_path / "runs").exists()
     said = slurmtrain("+cluster=mine", *own, "submit")
-    assert "this is my own model" in said and said.rstrip().endswith("finished")
+    assert "this is my own model" in said and "\nslurmtrain: finished\n" in said

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
-from slurmtrain.choices import Allow
+from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
-from slurmtrain.our_decoder import is_our_decoder
 
 KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
@@ -53,7 +52,9 @@ def check_config(
     """
     if not saved or not own:
         return
-    if is_our_decoder(own.get("model")) and "lora" not in own:  # adapters mean nothing beside other weights
+    if (own.get("model") or {}).get(
+        "_target_"
+    ) in DECODERS and "lora" not in own:  # adapters mean nothing beside other weights
         changed = {*changed, "model.path"}  # where its first weights came from, not what it computes
     before, now = dict(_leaves(saved)), dict(_leaves(own))
     differing = [

@@ -65,7 +65,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     with suppress(OSError):
         refresh(claims)
     while True:
-        claimed = incarnation or Incarnation(_newest_claim(claims) + 1, label)
+        claimed = incarnation or Incarnation(newest_claim(directory) + 1, label)
         path, holder = claim_file(directory, claimed), claimed.label
         try:
             write_new(path, claimed.label.encode())
@@ -101,7 +101,7 @@ def check_fence(directory: Path, incarnation: Incarnation) -> None:
 
 
 def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
-    newest = _newest_claim(directory / CLAIMS)
+    newest = newest_claim(directory)
     if newest > incarnation.order:
         raise SupersededError(
             f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
@@ -110,10 +110,11 @@ def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
         )
 
 
-def _newest_claim(claims: Path) -> int:
-    return max(
-        (int(path.name) for path in claims.iterdir() if path.name.isdecimal() and path.name.isascii()), default=0
-    )
+def newest_claim(directory: Path) -> int:
+    """Return the order of the newest incarnation that has claimed `directory`; 0: none has."""
+    claims = directory / CLAIMS
+    names = [path.name for path in claims.iterdir()] if claims.is_dir() else []
+    return max((int(name) for name in names if name.isdecimal() and name.isascii()), default=0)
 
 
 def wait_until_visible(path: Path) -> None:

@@ -303,15 +303,26 @@ def prune(
     Returns:
         Names of what was removed.
     """
-    found = committed(directory)
+    gone = unwanted(directory, committed(directory), keep, spare=spare, soundness=soundness)
+    for path in gone:
+        remove(path, order)
+    return [path.name for path in gone]
+
+
+def unwanted(
+    directory: Path,
+    found: Sequence[Path],
+    keep: Keep,
+    *,
+    spare: Collection[int] = (),
+    soundness: Soundness = UNKNOWN_SOUNDNESS,
+) -> list[Path]:
+    """Return those of the committed checkpoints `found` that `prune` removes. A link stays: its maker may remove it."""
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}
     steps = set(surplus(kept, keep, in_use=wanted, soundness=soundness))
-    gone = [path for path in found if step_of(path) in steps]
-    for path in gone:
-        remove(path, order)
-    return [path.name for path in gone]
+    return [path for path in found if step_of(path) in steps and not path.is_symlink()]
 
 
 def _metrics(path: Path) -> Mapping[str, float] | None:

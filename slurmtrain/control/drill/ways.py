@@ -1,26 +1,34 @@
-"""The ways in which `drill` interrupts a run, and the configs of the tiny runs that it does it to. Pure."""
+"""The ways in which `drill` interrupts a run, the configs of its scratch runs, and who can preempt them. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.choices import Backend, EvalMode, PreflightMode, RequeueMode
+from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.schema import Config, HooksConfig, ObserveConfig
-from slurmtrain.errors import UsageError, nearest
+from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
+from slurmtrain.slurm.facts import ClusterFacts, Partition
+from slurmtrain.slurm.job_limits import association_of, qos_of
+from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.preemption import NOT_AT_ALL, first_partition, preemption_of
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
-# What a drill of the site takes.
+# If a command line has only these words, the site is drilled.
 SITE_WORDS = ("cluster", "requeue", "job.runs_dir", "job.name", "job.singleton", "hydra")
-TINY = ("model=tiny", "model.dropout=0.1", "data=stdlib_tiny", "optim.warmup_steps=2")  # dropout draws random numbers
-STEPS, STOP_AT, SAVE_EVERY = 16, 8, 4
-TIME_LIMIT_MIN = 10  # of each job: what a killed shell leaves behind ends by itself
+# The tiny training that drills a site. Dropout draws random numbers.
+TINY = (
+    *("model=tiny", "model.dropout=0.1", "data=stdlib_tiny", "optim.warmup_steps=2"),
+    *("train.eval_every=0", "checkpoint.every_steps=4", "job.snapshot=none"),
+)
+TIME_LIMIT_MIN = 10  # of a tiny job: it ends by itself, should the shell be killed
 CHAIN_LENGTH = 3
-MOST_CPUS, RANK_GB = 4, 8  # of a rank, where the config asks for more
-HOLD_S = 300.0  # longest wait for a signal in the middle of training
+MOST_CPUS, RANK_GB = 4, 8  # of a rank of a tiny job, if the config asks for more
 
 
 class Way(StrEnum):
@@ -38,27 +46,45 @@ class Way(StrEnum):
         return self in (Way.CRASH, Way.IN_PLACE)
 
 
-def parse_ways(text: str | None) -> list[Way]:
-    """Return the ways that a person has typed, in their order; all without a text.
+@dataclass(frozen=True)
+class Plan:
+    """What a drill does.
+
+    Attributes:
+        steps: how far every run trains. A program that has reached this step is cancelled.
+        stop_at: the step after which a run is interrupted.
+        stop_after_s: seconds after its start at which a program that shows no steps is interrupted; None: the default.
+        leaving_s: seconds that a training takes to stop, besides its own.
+        tolerance: relative difference up to which numbers count as equal.
+        within_min: minutes after which the drill judges what it has.
+    """
+
+    ways: Sequence[Way] = tuple(Way)
+    steps: int = 16
+    stop_at: int = 8
+    stop_after_s: float | None = None
+    leaving_s: float = 0.0
+    tolerance: float = 1e-6
+    within_min: float = 30.0
+    keep: bool = False
+
+
+def parse_ways(text: str) -> list[Way]:
+    """Return the ways that a person has typed, in their order.
 
     Raises:
         UsageError: there is no such way.
     """
-    if text is None:
-        return list(Way)
-    found = []
-    for word in filter(None, (word.strip().replace("-", "_") for word in text.split(","))):
-        if word not in tuple(Way):
-            raise UsageError(f"--ways {word}: there is no such way", hint=nearest(word, list(Way)))
-        found.append(Way(word))
-    if not found:
-        raise UsageError(f"--ways {text!r} names no way", hint=f"--ways {','.join(Way)}")
-    return list(dict.fromkeys(found))
+    words = [word.strip().replace("-", "_") for word in text.split(",")]
+    unknown = next((word for word in words if word not in tuple(Way)), None)
+    if unknown is not None:
+        raise UsageError(f"--ways {text}: there is no way {unknown!r}", hint=nearest(unknown, list(Way)))
+    return [Way(word) for word in dict.fromkeys(words)]
 
 
 def is_for_site(overrides: Sequence[str]) -> bool:
     """Return whether these overrides are of the cluster alone, so that the site is drilled and not a config."""
-    keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    keys = [key.partition("@")[0] for key in keys_of(overrides)]
     return all(key in SITE_WORDS or key.startswith(("cluster.", "requeue.", "hydra.")) for key in keys)
 
 
@@ -67,110 +93,134 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
     return {override.lstrip("+~").partition("=")[0] for override in overrides}
 
 
-def site_config(
-    config: Config,
-    way: Way | None,
-    folder: Path,
-    *,
-    given: Collection[str],
-    leaving_s: float = 0.0,
-    node_mb: int | None = None,
-) -> Config:
-    """Return the config of the tiny run of one way; None: of the undisturbed one.
+def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
+    """Return the config of a training on one rank of one node, but for the keys that the person has set (`given`)."""
+    cluster = config.cluster
+    tasks = cluster.tasks_per_node if "cluster.tasks_per_node" in given else 1
+    memory_gb = cluster.mem_per_node_gb
+    wanted: dict[str, Any] = {
+        "nodes": 1,
+        "spare_nodes": 0,
+        "tasks_per_node": tasks,
+        "exclusive": False,
+        # The warning must not come by itself.
+        "time_limit_min": TIME_LIMIT_MIN + round(2 * (cluster.signal_lead_s + plan.leaving_s) / 60),
+        "cpus_per_task": min(cluster.cpus_per_task, MOST_CPUS),
+        "gpus_per_node": tasks if cluster.gpus_per_node else 0,
+        # What SLURM gives by itself, rather than 0, which is all of a node's.
+        "mem_per_node_gb": min(memory_gb, RANK_GB * tasks) if memory_gb else None,
+    }
+    kept = {key.removeprefix("cluster.") for key in given} | ({"spare_nodes"} if "cluster.nodes" in given else set())
+    cluster = dataclasses.replace(cluster, **{name: value for name, value in wanted.items() if name not in kept})
+    batch = 8 * cluster.node_range.most * cluster.tasks_per_node
+    return dataclasses.replace(
+        config, cluster=cluster, train=dataclasses.replace(config.train, global_batch_size=batch)
+    )
 
-    It asks for one rank on one node, unless the person has set (`given`) how many.
+
+def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) -> Config:
+    """Return the config of one run of a drill, in its own folder, with nothing that reaches out of it.
+
+    It has no loggers, hooks, mirror or export, and no evaluation jobs, and waits for no jobs of the same name.
 
     Args:
-        config: a composed one, with the site's cluster and a tiny model.
-        folder: that of the drill, for its runs.
-        leaving_s: seconds that the run takes to leave after it was told to, besides its own.
-        node_mb: most memory of a node there, as SLURM sees it: 1 where slurm.conf does not say; None: not known.
+        way: None: of the undisturbed run.
     """
-    cluster = config.cluster
-    if "cluster.nodes" not in given:
-        cluster = dataclasses.replace(cluster, nodes=1, spare_nodes=0)
-    if "cluster.tasks_per_node" not in given:
-        cluster = dataclasses.replace(cluster, tasks_per_node=1)
-    if cluster.gpus_per_node and "cluster.gpus_per_node" not in given:
-        cluster = dataclasses.replace(cluster, gpus_per_node=cluster.tasks_per_node)
-    if "cluster.cpus_per_task" not in given:
-        cluster = dataclasses.replace(cluster, cpus_per_task=min(cluster.cpus_per_task, MOST_CPUS))
-    most_gb = RANK_GB * cluster.tasks_per_node
-    has_less = cluster.mem_per_node_gb == 0 and node_mb is not None and node_mb < 1024 * most_gb
-    if cluster.mem_per_node_gb is not None and "cluster.mem_per_node_gb" not in given and not has_less:
-        asked_gb = cluster.mem_per_node_gb or most_gb  # 0: all of the node's
-        cluster = dataclasses.replace(cluster, mem_per_node_gb=min(asked_gb, most_gb))
-    if "cluster.exclusive" not in given:
-        cluster = dataclasses.replace(cluster, exclusive=False)
-    if "cluster.time_limit_min" not in given:
-        cluster = dataclasses.replace(cluster, time_limit_min=time_limit_min(cluster.signal_lead_s, leaving_s))
-    if way is Way.PREEMPTION:  # so that nobody else's job is preempted with ours
-        cluster = dataclasses.replace(cluster, exclusive=True)
-    ranks = cluster.node_range.most * cluster.tasks_per_node
-    train = dataclasses.replace(
-        config.train,
-        steps=STEPS,
-        global_batch_size=8 * ranks,
-        log_every=1,
-        eval_every=0,
-        hooks=[] if way is None else [interruption(STOP_AT, way.kills, leaving_s)],
-    )
-    checkpoint = dataclasses.replace(config.checkpoint, every_steps=SAVE_EVERY)
-    changed = dataclasses.replace(config, cluster=cluster, train=train, checkpoint=checkpoint)
-    return scratch_config(changed, way, folder)
-
-
-def time_limit_min(lead_s: float, leaving_s: float) -> int:
-    """Return the time limit of a tiny job: enough for its holds, and for the warning before the limit, which must not come."""
-    return TIME_LIMIT_MIN + round(2 * (lead_s + leaving_s) / 60)
-
-
-def interruption(stop_at: int, kill: bool, leaving_s: float = 0.0) -> dict[str, Any]:
-    """Return the config of the hook that interrupts training: told to stop, the run stops after step `stop_at`."""
-    after = stop_at if kill else stop_at - 1
-    return {"_target_": INTERRUPTION, "after_step": after, "kill": kill, "within_s": HOLD_S, "leaving_s": leaving_s}
-
-
-def scratch_config(config: Config, way: Way | None, folder: Path) -> Config:
-    """Return the config for a run of a drill: its own folder, and nothing that reaches out of it.
-
-    No loggers, hooks, mirror or export, no evaluation jobs, and no waiting for jobs of the same name.
-    """
-    requeue = config.requeue
+    requeue = dataclasses.replace(config.requeue, blame_threshold=0)  # its crashes are no fault of the nodes
     if way is Way.IN_PLACE and requeue.in_place is None:
         requeue = dataclasses.replace(requeue, in_place=True)
     elif way is not None and way is not Way.IN_PLACE:
         requeue = dataclasses.replace(requeue, in_place=False, standby_ranks=False)
     if requeue.mode == RequeueMode.CHAIN:
         requeue = dataclasses.replace(requeue, chain_length=CHAIN_LENGTH)
-    mode = config.preflight.mode
-    # A minute of measurements says nothing here.
-    preflight = PreflightMode.QUICK if mode == PreflightMode.FULL else mode
-    # Its crashes speak against no node, and a ledger full of them would leave good nodes out.
-    requeue = dataclasses.replace(requeue, blame_threshold=0)
+    cluster, train, checkpoint = config.cluster, config.train, config.checkpoint
+    limit_min = math.ceil(plan.within_min + 2 * (cluster.signal_lead_s + plan.leaving_s) / 60)
+    cluster = dataclasses.replace(cluster, time_limit_min=min(cluster.time_limit_min, limit_min))
+    if way is Way.PREEMPTION:  # so that nobody else's job is preempted with ours
+        cluster = dataclasses.replace(cluster, exclusive=True)
+    if config.job.kind == JobKind.TRAIN:
+        train = dataclasses.replace(train, steps=plan.steps, log_every=1, tensorboard=False)
+        if way is not None:  # one that is told to stop stops after another step
+            after, kill = (plan.stop_at, True) if way.kills else (plan.stop_at - 1, False)
+            hook = {"_target_": INTERRUPTION, "after_step": after, "kill": kill, "leaving_s": plan.leaving_s}
+            train = dataclasses.replace(train, hooks=[*train.hooks, hook])
+        if way is not None and way.kills:  # it needs a checkpoint before that
+            checkpoint = dataclasses.replace(checkpoint, every_steps=max(1, plan.stop_at // 2))
+    quick = PreflightMode.QUICK if config.preflight.mode == PreflightMode.FULL else config.preflight.mode
+    name = f"drill-{way or 'undisturbed'}"
     return dataclasses.replace(
         config,
+        cluster=cluster,
         requeue=requeue,
-        job=dataclasses.replace(
-            config.job, name=f"drill-{way or 'undisturbed'}", runs_dir=str(folder), singleton=False
-        ),
-        checkpoint=dataclasses.replace(config.checkpoint, mirror=None, export_every_steps=0),
+        train=train,
+        job=dataclasses.replace(config.job, name=name, runs_dir=str(folder), singleton=False),
+        optim=dataclasses.replace(config.optim, warmup_steps=min(config.optim.warmup_steps, plan.steps)),
+        checkpoint=dataclasses.replace(checkpoint, mirror=None, export_every_steps=0),
         eval=dataclasses.replace(config.eval, mode=EvalMode.INLINE),
         observe=ObserveConfig(phases=False, straggler_every=0),
         hooks=HooksConfig(),
-        preflight=dataclasses.replace(config.preflight, mode=preflight),
+        preflight=dataclasses.replace(config.preflight, mode=quick),
         sweep=dataclasses.replace(config.sweep, pack=1),
-        train=dataclasses.replace(config.train, tensorboard=False),
     )
 
 
 def why_not_here(way: Way, config: Config) -> str | None:
     """Return why a way cannot be tried with this config, without asking SLURM; None if it can."""
-    local = config.cluster.backend == Backend.LOCAL
-    if local and way in (Way.REQUEUE, Way.PREEMPTION):
-        return "cluster=local has no SLURM"
-    if local and way is Way.CRASH:
-        return "with cluster=local the ranks always start again in place, which in_place tries"
-    if way is Way.IN_PLACE and not local and config.requeue.in_place is False:
+    if way.kills and config.job.kind == JobKind.COMMAND:
+        return "drill kills ranks of the trainer only, not of a program of your own"
+    if config.cluster.backend == Backend.LOCAL:
+        if way in (Way.REQUEUE, Way.PREEMPTION):
+            return "cluster=local has no SLURM"
+        if way is Way.CRASH:
+            return "with cluster=local the ranks always start again in place, which in_place tries"
+    elif way is Way.IN_PLACE and config.requeue.in_place is False:
         return "requeue.in_place=false"
     return None
+
+
+def preemptors(
+    facts: ClusterFacts, *, partition: str | None, account: str | None = None, qos: str | None = None
+) -> list[tuple[str, ...]] | str:
+    """Return options of sbatch for jobs that may preempt ours, the gentlest first; or why nothing preempts it.
+
+    Whether this person may use them is for SLURM to say.
+
+    Args:
+        partition, account, qos: of our job; None: the default ones. Of several partitions the first counts.
+    """
+    by, own = facts.config.get("PreemptType", ""), facts.partition(first_partition(partition))
+    if not facts.config or not facts.partitions:
+        return "SLURM's controller did not say who preempts whom"
+    if by in NOT_AT_ALL:
+        return "SLURM preempts nothing here (PreemptType=preempt/none)"
+    if own is None:
+        return f"SLURM does not show partition {partition}" if partition else "there is no default partition"
+    found = preemption_of(facts, own, account=account, qos=qos)
+    if not found.ends_jobs:
+        return f"preempted jobs of {found.of} do not end (PreemptMode={found.mode})"
+    if by == "preempt/partition_prio":
+        above = [each for each in facts.partitions if each.state == "UP" and each.priority_tier > own.priority_tier]
+        names = [each.name for each in sorted(above, key=lambda each: each.priority_tier) if _share_nodes(own, each)]
+        return [(f"--partition={name}",) for name in names] or f"no partition on its nodes may preempt {found.of}"
+    its = qos_of(facts, association_of(facts, account, own.name), qos)
+    if its is None:
+        return f"SLURM's accounting does not show QOS {qos}" if qos else "cluster.qos is not set, and decides about it"
+    # In the default partition, it might not even be able to have the node of our job.
+    where = (f"--partition={partition}",) if partition else ()
+    names = [each.name for each in facts.qos or () if its.name in each.preempt]
+    return [(*where, f"--qos={name}") for name in names] or f"no QOS preempts QOS {its.name}"
+
+
+def _share_nodes(one: Partition, other: Partition) -> bool:
+    try:
+        nodes = [set(expand_nodelist(each.node_names)) for each in (one, other) if each.node_names not in ("", "ALL")]
+    except EnvironmentMismatchError:  # written in a way that is not known: they may share nodes
+        return True
+    return len(nodes) < 2 or bool(nodes[0] & nodes[1])
+
+
+def preemptor_script(account: str | None, options: Sequence[str]) -> str:
+    """Return the batch script of the job that preempts ours: it does nothing, and ends as soon as it starts."""
+    lines = ["--job-name=drill-preemptor", "--ntasks=1", "--time=1", "--output=/dev/null", "--no-requeue", *options]
+    lines += [f"--account={account}"] if account else []
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + "exit 0\n"

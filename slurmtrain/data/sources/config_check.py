@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.families import HUGGING_FACE
+from slurmtrain.config.known_models import HUGGING_FACE
 from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
 from slurmtrain.data.sources.shares import shares_of

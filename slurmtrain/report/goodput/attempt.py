@@ -166,7 +166,7 @@ def _redone(
 ) -> list[Stretch]:
     """Return where steps were done again: until the attempt was where an earlier one, or it itself, had been before.
 
-    Where no event says when that was, as in runs of earlier versions, it is estimated by the seconds per step.
+    Where no event says when that was, as of a program, it is estimated by the seconds per step.
     """
     found: list[Stretch] = []
     caught_up, backs = times_of(events, Event.CAUGHT_UP), times_of(events, Event.ROLLED_BACK)

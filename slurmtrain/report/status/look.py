@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status.queue import Queue, at_its_link, confirmed_queue
@@ -18,19 +19,27 @@ from slurmtrain.system.user import name_of
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
-    """Return the state of every run, by id, with one squeue call for each cluster and each user they belong to.
+    """Return the state of every run, by id, as `states_by_path`; of a run and copies of the same id that of the run."""
+    runs = list(run_dirs)
+    found = states_by_path(runs)
+    originals = [run_dir for run_dir in runs if found[run_dir.path].copied_from is None]
+    return {run_dir.id: found[run_dir.path] for run_dir in [*runs, *originals]}
+
+
+def states_by_path(run_dirs: Iterable[RunDir]) -> dict[Path, RunState]:
+    """Return the state of every run, with one squeue call for each cluster and each user they belong to.
 
     If a job is missing that should be there, SLURM is asked again: a controller that has just been restarted answers
     with nothing. A run whose files cannot be used is "unreadable", and its sentence says why.
     """
-    found: dict[str, RunState] = {}
+    found: dict[Path, RunState] = {}
     records, me = [], name_of(os.getuid())
     known: dict[str, str | None] = {}  # whom the folders belong to above many runs
     for run_dir in run_dirs:
         try:
             records.append(read_record(run_dir, me, known))
         except UnreadableRecordError as error:
-            found[run_dir.id] = unreadable(error)
+            found[run_dir.path] = unreadable(error)
     by_owner: dict[Owner, list[Record]] = {}
     for record in records:
         if not record.local and record.job_id and record.distrust is None:
@@ -38,11 +47,12 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     queues = {owner: confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
     for record in records:
         queue = Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, Queue())
+        path = record.run_dir.path
         try:
             own = queue.of(record)
-            found[record.id] = state_of(at_its_link(record, own), own)
+            found[path] = state_of(at_its_link(record, own), own)
         except UnreadableRecordError as error:
-            found[record.id] = unreadable(error)
+            found[path] = unreadable(error)
     return found
 
 

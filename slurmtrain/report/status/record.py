@@ -82,6 +82,12 @@ class Record:
         return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
 
     @property
+    def copied_from(self) -> str | None:
+        """The path of the original, if this is a copy that nobody has resumed: its jobs and processes are not its own."""
+        found: str | None = self.info.get("copied_from")
+        return found
+
+    @property
     def packed(self) -> bool:
         return bool(self.info.get("packed"))
 
@@ -147,7 +153,7 @@ def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -
     """
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
-    job_id = _latest_job_id(run_dir, info["job_ids"], tries)
+    job_id = None if info.get("copied_from") else _latest_job_id(run_dir, info["job_ids"], tries)
     chain = links(info)
     conf = distrust = None
     if info["slurm_conf"] is not None:

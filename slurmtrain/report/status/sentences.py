@@ -26,7 +26,9 @@ def state_of(record: Record, queue: Queue) -> RunState:
     """Return the state of a run whose job, if it has one, is known."""
     without_slurm = record.local or record.job_id is None
     job = queue.job(None if without_slurm else record.job_id)
-    if without_slurm:
+    if record.copied_from:
+        word, sentence, alive = _copy(record)
+    elif without_slurm:
         word, sentence, alive = _without_slurm(record)
     elif queue.doubt is not None:
         word, sentence, alive = _unasked(record)
@@ -53,7 +55,17 @@ def state_of(record: Record, queue: Queue) -> RunState:
         queued_again=not alive and job.state == JobState.PENDING and not (record.chain or record.packed),
         reason=job.reason if waits else None,
         expected_start=expected_start(job) if waits else None,
+        copied_from=record.copied_from,
     )
+
+
+def _copy(record: Record) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a copy of a run: whatever goes on belongs to the original."""
+    if record.over:
+        word, sentence = _ended(record)
+        return word, f"{sentence}; this is a copy of {record.copied_from}", False
+    goes_on = how_to_continue(record.run_dir, record.info)
+    return RunStatus.STOPPED, f"this is a copy of {record.copied_from}, and has no job of its own. {goes_on}", False
 
 
 def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
@@ -228,10 +240,15 @@ def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None
         words = ["evaluate", run_dir.evaluated_run.id, "--step", str(step), *info.get("overrides", ())]
         repeat = f"`{shlex.join([*words, '--submit'] if info.get('job_ids') else words)}` repeats it"
         return f"When that is put right, {repeat}" if reason == Reason.CONFIG else repeat
+    if reason == Reason.CONFIG and info.get("varied"):  # `resume` does not change what the sweep varies
+        sweep = run_dir.path.parent.name
+        return f"Other values need a sweep of their own; if its cause is not in the config, `sweep retry {sweep}`"
     if reason == Reason.CONFIG:
         return f"When that is put right: `resume {run_dir.id}` (KEY=VALUE after it changes its config), or submit again"
     if reason == Reason.DIVERGED:
         return (
             f"`resume {run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
         )
+    if reason == Reason.CRASH:
+        return f"When its cause is mended, `resume {run_dir.id}` continues it (--code: with the code as it is then)"
     return f"`resume {run_dir.id}` continues it"

@@ -49,6 +49,7 @@ class RunState:
         following: jobs of its chain that wait for this one.
         queued_again: it has ended, and SLURM has queued its job once more; when that starts, it exits at once.
         reason: SLURM's word for why its job waits or is held.
+        copied_from: path of the original, if it is a copy that nobody has resumed.
         expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
     """
 
@@ -65,11 +66,22 @@ class RunState:
     queued_again: bool = False
     reason: str | None = None
     expected_start: float | None = None
+    copied_from: str | None = None
 
     @property
     def step(self) -> int | None:
         """The number of steps done, as far as is known."""
         return self.progress.step
+
+    @property
+    def waits(self) -> bool:
+        """Whether its job is pending."""
+        return self.status in WAITING
+
+    @property
+    def readable(self) -> bool:
+        """Whether its files can be used."""
+        return self.status != RunStatus.UNREADABLE
 
 
 def unreadable(error: UnreadableRecordError) -> RunState:

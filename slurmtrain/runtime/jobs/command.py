@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmtrain.choices import Device
-from slurmtrain.config.launched_program import has_launcher, node_shape, program_of
-from slurmtrain.config.program_words import script_of
+from slurmtrain.config.launched_program import has_launcher, node_shape, program_of, script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.attempt_dir import AttemptDir
@@ -133,7 +132,7 @@ def _check_node(config: Config, environment: Environment) -> None:
     """
     if config.train.device != Device.CPU:
         check_gpu_files(environment, config.cluster.gpus_per_node)
-    script = script_of(program_of(config))
+    script, _ = script_and_module(program_of(config))
     if script is not None and not Path(script).exists():
         raise ConfigError(
             f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from slurmtrain.config.targets import why_not_built
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.system.node_copies import with_copies
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Launcher, StopSignal
-from slurmtrain.config.launched_program import LaunchedProgram, has_launcher, launched_program, node_shape
-from slurmtrain.config.program_words import SHELLS
+from slurmtrain.config.launched_program import SHELLS, LaunchedProgram, has_launcher, launched_program, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import RendezvousError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE

@@ -18,7 +18,7 @@ from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.profile_steps import first_and_last
+from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.sources.config_check import check_vocabulary
@@ -290,7 +290,7 @@ def _text_file(config: Config, context: AttemptContext, environment: Environment
 def _step_profiles(config: Config, context: AttemptContext, switch: ProfileSwitch | None) -> TrainingHook:
     """Return the hook that profiles steps, when the config or somebody asks for it."""
     planned = config.observe.profile_steps
-    steps = first_and_last(planned) if planned is not None else None
+    steps = profiled_steps(planned) if planned is not None else None
     return StepProfiles(context.run_dir, switch, steps, default_request(config))
 
 

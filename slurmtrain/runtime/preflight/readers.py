@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from slurmtrain import __version__
 from slurmtrain.choices import Device
+from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.schema import Config
-from slurmtrain.resources import PACKAGE
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import addresses
 from slurmtrain.runtime.preflight import shared_folder

@@ -29,6 +29,7 @@ RANKS_OF_FIRST_TURN = 16
 TURN_S = 30.0
 STORE_TIMEOUT_S = 5.0
 STORE_SILENT_S = 10.0
+SILENT_S = 60.0  # without a beat: a call may hold the interpreter for so long
 PREFIX = "watchdog"
 
 
@@ -270,8 +271,9 @@ def still_allowed(beats: Mapping[int, Beat], silent: set[int], own: Beat) -> lis
     """Return the ranks that may be at work for longer: no rank hangs as long as there is one.
 
     A rank that waits for others is not at work. One that is silent, as it is in a long call that holds the interpreter, has
-    been idle for as long as it said, and since; by this rank's clock, which may differ, at most for as long as this one. What
-    it said before this rank's newest step says nothing of this one.
+    been idle for as long as it said, and since; by this rank's clock, which may differ, at most for as long as this one. It
+    may be silent for `SILENT_S`, whatever it was doing at its last beat: it may have left that right after it. What it said
+    before this rank's newest step says nothing of this one.
 
     Args:
         beats: the newest of each rank.
@@ -283,7 +285,8 @@ def still_allowed(beats: Mapping[int, Beat], silent: set[int], own: Beat) -> lis
         if rank == own.rank or (rank in silent and is_older(beat, own)):
             continue
         since_s = min(max(0.0, own.time - beat.time), own.idle_s) if rank in silent else 0.0
-        if beat.idle_s + since_s < beat.limit_s and (rank in silent or not beat.waits):
+        at_most_s = min(beat.limit_s, beat.idle_s + SILENT_S) if rank in silent else beat.limit_s
+        if beat.idle_s + since_s < at_most_s and (rank in silent or not beat.waits):
             found.append(beat)
     return found
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog.heartbeats import Beat
+from slurmtrain.runtime.watchdog.heartbeats import SILENT_S, Beat
 from slurmtrain.runtime.watchdog.progress import ActiveClock
 from slurmtrain.system import process
 
@@ -30,7 +29,6 @@ IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)  # they
 LOOK_EVERY_S = 1.0
 MARGIN_S = 5.0  # after the rank's own time-out: its thread comes first
 STOPPED_S = 3.0  # without a beat, of a process that is stopped
-SILENT_S = 60.0  # of any other one: the rank's thread may wait nearly so long for a store that does not answer
 PAGE_S = 60.0  # for the page that they write
 LINE_BYTES = 4096  # what a pipe takes as a whole or not at all (PIPE_BUF)
 
@@ -45,25 +43,29 @@ class Monitor:
     def __init__(self, attempt_dir: AttemptDir | None, world_size: int):
         folder = str(attempt_dir.path) if attempt_dir is not None else ""
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # until it ignores them itself
+        reads, self._pipe = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            # subprocess would wait for the end of a pipe of its own, which a data worker that the main thread forks at this
+            # moment holds open for as long as it lives: then nothing would watch this rank any more.
+            self.pid = os.posix_spawn(
+                sys.executable,
                 [sys.executable, "-P", "-m", __name__, folder, str(world_size), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, reads, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsigmask={*IGNORED, *signal.pthread_sigmask(signal.SIG_BLOCK, ())},  # until it ignores them itself
+                setsigdef=(signal.SIGPIPE,),
             )
+        except OSError:
+            os.close(self._pipe)
+            raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin.fileno()
+            os.close(reads)
         os.set_blocking(self._pipe, False)
         self._told: set[int] = set()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def tell(self, beat: Beat, local_beats: Mapping[int, Beat]) -> None:
         """Send this rank's beat, and once the newest known ones of the other ranks of its node."""
@@ -80,11 +82,11 @@ class Monitor:
                 os.write(self._pipe, line)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        with contextlib.suppress(OSError):  # a program may have waited for all of its children
+            if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        os.close(self._pipe)
 
 
 class _Heard:
@@ -140,6 +142,10 @@ def main(words: list[str]) -> None:
     Args:
         words: folder of the attempt, or nothing; number of ranks; pid of the rank.
     """
+    for descriptor in os.listdir("/proc/self/fd"):  # what libraries of the rank have let its children inherit
+        if int(descriptor) > 2:
+            with contextlib.suppress(OSError):
+                os.close(int(descriptor))
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)

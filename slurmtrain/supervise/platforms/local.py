@@ -23,7 +23,7 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.launch.next_change import apply_next_change
+from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
@@ -141,16 +141,13 @@ class ThisMachine:
 
     def _start(self, number: int, rank: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
         shape = node_shape(self.config)
-        size = str(shape.tasks)
         variables = {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
         environment = {
             **rank_environment(self._run_dir, number, {**WAITS_OF_THREADS, **variables}, shape.threads),
             **self.config.cluster.env,
             LAUNCHER_VARIABLE: "local",
-            "RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": size,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(shape.tasks)),
         }
         return subprocess.Popen(
             [self.config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],

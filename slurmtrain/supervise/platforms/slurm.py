@@ -23,8 +23,6 @@ from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
-from slurmtrain.launch.dependencies import free_dependents
-from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import Attempt, read_attempt
@@ -34,8 +32,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name, own_restart_count
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.supervise import anything_left, in_place, requeue, staging
 from slurmtrain.supervise.platforms import rank_environment
+from slurmtrain.system.node_copies import STAGED
 
 STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
 GLANCE_S = 10  # how long SLURM may take to say how many nodes are left
@@ -73,8 +71,11 @@ class SlurmJob:
 
     def begin(self) -> int | None:
         """Return the exit code where nothing is left to do for the run, else None."""
-        if self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1:
+        first = not (self._run_dir.attempt_numbers() or own_restart_count() or self._run_dir.request_file.exists())
+        if first or (self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1):
             return None
+        from slurmtrain.supervise import anything_left
+
         over = anything_left.look(self._run_dir, self.config, self.job_id, self.client)
         if over is Verdict.RESUBMIT and self._sharing == 1:
             self.let_go_on([(self._run_dir, self._run_dir.attempt_numbers()[-1])])
@@ -128,7 +129,9 @@ class SlurmJob:
         if step is not None:  # srun itself was killed, so nobody else would tell its ranks to save and leave
             with contextlib.suppress(ClusterError):  # they have left by themselves
                 self.client.signal(step, "TERM")
-            in_place.is_gone(step, self.client)
+            from slurmtrain.supervise.in_place import is_gone
+
+            is_gone(step, self.client)
         # From here on nothing may interrupt this process or what it starts: a requeue sends TERM to all of it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return code if code >= 0 else 128 - code
@@ -165,6 +168,8 @@ class SlurmJob:
 
     def let_go_on(self, runs: Sequence[tuple[RunDir, int]]) -> None:
         """Let runs that share this job go on; a job that is submitted for them inherits the environment of the submission."""
+        from slurmtrain.supervise import requeue
+
         own = dict(os.environ)
         if self._submitted is not None:
             os.environ.clear()
@@ -177,6 +182,9 @@ class SlurmJob:
 
     def _tell_other_jobs(self, number: int, outcome: AttemptOutcome) -> None:
         """Tell the jobs that wait for this one, or for its run, what has become of it."""
+        from slurmtrain.launch.dependencies import free_dependents
+        from slurmtrain.launch.node_exclusion import leave_out
+
         if outcome.verdict is Verdict.DONE:
             free_dependents(self._run_dir, read_attempt(self._run_dir, number), self.client)
         if outcome.verdict is Verdict.NEXT:
@@ -215,6 +223,8 @@ class SlurmJob:
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""
         if self._cluster.stage.wanted:
+            from slurmtrain.supervise import staging
+
             options = ["--no-kill"] if self._keeps_nodes else []
             options += ["--kill-on-bad-exit=0", "--wait=0", *_on_nodes(self._allocated)]
             self._staged = staging.stage(self._run_dir, self.config, number, lambda words: self._beside(options, words))
@@ -256,7 +266,7 @@ class SlurmJob:
         if local is not None and self._starts and not removed:
             script = 'rm -rf -- "$1/slurmtrain-$(id -u)/$2"-*'
             _wait_or_kill(self._remove(["bash", "-c", script, "remove", str(local), self._run_dir.path.name]))
-        return [self._remove(["rm", "-rf", "--", self._staged[staging.FOLDER]])] if self._staged else []
+        return [self._remove(["rm", "-rf", "--", self._staged[STAGED]])] if self._staged else []
 
     def _start_standby(self, attempt_dir: Path, nodes: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start ranks for the next attempt in this job: they load PyTorch and wait for its number."""

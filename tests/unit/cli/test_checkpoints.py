@@ -7,23 +7,19 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, set_aside
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.records import printable
 from tests.support.commands import refusal
 from tests.support.runs import printed
 
@@ -90,19 +86,14 @@ def rows(text: str) -> list[list[str]]:
 # list and verify
 
 
-def test_the_list_has_a_row_for_each_with_what_is_known_of_it(run: RunDir) -> None:
+def test_the_list_has_a_row_for_each_and_says_what_is_not_sound(run: RunDir) -> None:
     checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10))
     checkpointer.save(40, model=torch.nn.Linear(2, 2))
     checkpointer.close()
-    found = rows(last())
-    assert [row[0] for row in found] == ["10", "20", "30", "40", "40"]
-    text = "   ".join(found[1])
+    row = rows(last())[1]
+    assert (row[0], row[-1]) == ("checkpoint_0000020", "complete")
     for part in ("1 rank, 2 tensors", "valid_loss 1", torch.__version__, "attempt 3, job 7"):
-        assert part in text
-    assert [row[-1] for row in found][-3:] == ["complete", "complete", "complete (checkpoint_0000040.2)"]
-
-
-def test_what_is_not_sound_has_a_row_too(run: RunDir) -> None:
+        assert part in row
     found = committed(run.checkpoints)
     (found[0] / SHARD).unlink()
     set_aside(found[1])
@@ -110,13 +101,14 @@ def test_what_is_not_sound_has_a_row_too(run: RunDir) -> None:
     (found[3] / "manifest.json").write_text("{}")
     leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0)
     leave_behind(run, "checkpoint_0000005.removed-3", hours_old=2)
-    assert [row[-1][:57] for row in rows(last("list"))] == [
-        "checkpoint_0000005.removed-3: being removed, or left by a",
-        f"{SHARD} cannot be read: No such file or dir",
-        "checkpoint_0000020.damaged-1: set aside as damaged",
-        "checkpoint_0000030 was not committed: it has no COMPLETE",
-        "manifest.json is damaged: its digest is not the one in CO",
-        "checkpoint_0000050.tmp-3: being written, or left by a pro",
+    assert [(row[0].removeprefix("checkpoint_00000"), row[-1][:42]) for row in rows(last("list"))] == [
+        ("05.removed-3", "being removed, or left by a process that w"),
+        ("10", f"{SHARD} cannot be read: No s"),
+        ("20.damaged-1", "set aside as damaged"),
+        ("30", "was not committed: it has no COMPLETE"),
+        ("40", "manifest.json is damaged: its digest is no"),
+        ("40.2", "complete"),
+        ("50.tmp-3", "being written, or left by a process that w"),
     ]
 
 
@@ -134,10 +126,6 @@ def test_a_program_reads_the_same(run: RunDir) -> None:
     assert [each["sound"] for each in json.loads(last("verify", "--json", code=1))] == [True, False, True, True]
 
 
-def test_what_a_checkpoint_says_does_not_steer_the_terminal() -> None:
-    assert printable("a\x1b[31mb\x07\ud800c") == "a?[31mb??c"
-
-
 def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: RunDir) -> None:
     assert last("verify").count("sound") == 4
     flip(committed(run.checkpoints)[-1])
@@ -150,19 +138,6 @@ def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: 
     assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in refused("verify", "50")
 
 
-def test_verify_counts_as_a_reader(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[set[str]] = []
-
-    def find_damage(*rest: Any, **options: Any) -> list[str]:
-        seen.append(retention.in_use(run.checkpoints, time.time()))
-        return []
-
-    monkeypatch.setattr(blocks, "find_damage", find_damage)
-    last("verify", "10")
-    assert seen == [{"checkpoint_0000010"}]
-    assert os.listdir(run.checkpoints / ".readers") == []
-
-
 def test_a_terminal_sees_how_far_it_is(run: RunDir) -> None:
     controller, terminal = pty.openpty()
     words = [sys.executable, "-m", "slurmtrain", "checkpoints", str(run.path), "verify"]
@@ -170,8 +145,6 @@ def test_a_terminal_sees_how_far_it_is(run: RunDir) -> None:
     os.close(terminal)
     assert b"checkpoint_0000010" in os.read(controller, 100_000)
     assert done.stdout.count("sound") == 4 and "\x1b" not in done.stdout
-    silent = subprocess.run(words, check=True, capture_output=True, text=True)
-    assert silent.stderr == ""
 
 
 # prune
@@ -187,14 +160,19 @@ def test_prune_keeps_the_newest_from_before_numbers_broke(run: RunDir) -> None:
     assert steps(run) == [30, 50, 60]
 
 
-def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir) -> None:
+def test_prune_keeps_what_the_config_of_the_run_says_and_a_dry_run_says_the_same(run: RunDir) -> None:
     configure(run, keep_best=1)
-    size = sum(file.stat().st_size for file in committed(run.checkpoints)[0].iterdir())
+    young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)
+    leave_behind(run, "checkpoint_0000050.tmp-2", hours_old=1.5)
+    before, size = contents(run), sum(file.stat().st_size for file in committed(run.checkpoints)[0].iterdir())
+    dry = last("prune", "--dry-run")
+    assert contents(run) == before
     said = last("prune")
+    assert dry.replace("would remove", "removed").replace("would be", "were") == said
     assert steps(run) == [20, 30, 40]
-    assert "removed checkpoint_0000010 (not kept, " in said and f"({size} bytes)" in said
+    assert "removed checkpoint_0000010 (not kept, " in said and f"({size + 5000} bytes)" in said
     left = [f"checkpoint_00000{step}" for step in (20, 30, 40)]
-    assert sorted(os.listdir(run.checkpoints)) == [".incarnations", ".readers", *left]
+    assert sorted(os.listdir(run.checkpoints)) == [".incarnations", ".readers", *left, young.name]
     assert "nothing to remove" in last("prune")
 
 
@@ -207,21 +185,13 @@ def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir) -> None:
         (["--best", "1", "--mode", "max"], [10, 30, 40]),
         (["--best", "2", "--metric", "valid_loss", "--mode", "min"], [20, 30, 40]),
         (["--damaged"], [10, 20, 30, 40]),
-        (["--leftovers"], [10, 20, 30, 40]),
     ],
 )
 def test_prune_keeps_what_it_is_told_to(words: list[str], left: list[int], run: RunDir) -> None:
+    set_aside(leave_behind(run, "checkpoint_0000005", hours_old=0))
     last("prune", *words)
     assert steps(run) == left
-
-
-def test_a_dry_run_says_the_same_and_removes_nothing(run: RunDir) -> None:
-    leave_behind(run, "checkpoint_0000005.tmp-2", hours_old=2)
-    before = contents(run)
-    dry = last("prune", "--dry-run")
-    assert contents(run) == before
-    assert dry.replace("would remove", "removed").replace("would be", "were") == last("prune")
-    assert steps(run) == [30, 40]
+    assert bool(list(run.checkpoints.glob("*damaged*"))) == ("--damaged" not in words)  # these go on request alone
 
 
 @pytest.mark.parametrize("words", [[], ["--keep-last", "2"], ["--damaged"]])
@@ -240,32 +210,16 @@ def test_nothing_goes_when_the_newest_is_damaged_or_none_is_valid(words: list[st
     assert contents(run) == before
 
 
-def test_what_is_visibly_damaged_counts_for_nothing_and_what_somebody_reads_stays(run: RunDir) -> None:
+def test_what_is_damaged_counts_for_nothing_and_what_is_read_or_yet_to_be_evaluated_stays(run: RunDir) -> None:
     (committed(run.checkpoints)[2] / SHARD).unlink()
+    retention.hold(run.checkpoints, 20, "evaluation")
     with retention.reading(run.checkpoints / "checkpoint_0000010"):
         said = last("prune")
-    assert steps(run) == [10, 20, 30, 40]  # 30 is not one of the two that are kept
-    assert "checkpoint_0000010 is being read and is kept" in said
+    assert steps(run) == [10, 20, 30, 40]
     assert "checkpoint_0000030 is damaged and is left alone" in said
-
-
-def test_what_another_job_has_yet_to_evaluate_stays(run: RunDir) -> None:
-    retention.hold(run.checkpoints, 10, "evaluation")
-    said = last("prune")
-    assert steps(run) == [10, 30, 40]
-    assert "checkpoint_0000010 has yet to be evaluated and is kept" in said
-
-
-def test_damaged_ones_and_old_leftovers_go_on_request_alone(run: RunDir) -> None:
-    set_aside(committed(run.checkpoints)[0])
-    young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)
-    old = leave_behind(run, "checkpoint_0000050.tmp-2", hours_old=1.5)
-    last("prune", "--keep-last", "4")
-    assert old.is_dir() and (run.checkpoints / "checkpoint_0000010.damaged-1").is_dir()
-    last("prune", "--damaged")
-    assert not list(run.checkpoints.glob("*damaged*"))
-    last("prune", "--leftovers")
-    assert young.is_dir() and not old.exists()
+    retention.release(run.checkpoints, 20, "evaluation")
+    last("prune")
+    assert steps(run) == [20, 30, 40]  # 30 is not one of the two that are kept
 
 
 def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
@@ -283,12 +237,11 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
     ("words", "said"),
     [
         (["--keep-last", "1"], "keeping the last 1 checkpoints is not enough"),
-        (["--keep-last", "0"], "keeping the last 0 checkpoints is not enough"),
         (["--keep-every", "-5"], "keeping a checkpoint every -5 steps is not possible"),
         (["--metric", "loss"], "define which checkpoints are best"),
         (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
         (["--best", "x"], "invalid int value"),
-        (["--mode", "least"], "invalid choice"),
+        (["--mode", "least"], "'least' is not a value of --mode"),
         (["--all"], "there is no option '--all'"),
     ],
 )
@@ -363,7 +316,7 @@ def test_a_directory_of_own_checkpoints_or_one_checkpoint_will_do(run: RunDir, m
     directory = run.checkpoints.rename(run.path.parent.parent.parent / "own")
     assert len(rows(printed("checkpoints", str(directory)))) == 4
     path = directory / "checkpoint_0000020"
-    assert [row[0] for row in rows(printed("checkpoints", str(path)))] == ["20"]
+    assert [row[0] for row in rows(printed("checkpoints", str(path)))] == [path.name]
     assert printed("checkpoints", str(path), "verify").startswith("checkpoint_0000020: sound")
     assert "from checkpoint_0000020, " in printed("checkpoints", str(path), "export", "out.pt")
     refusal("checkpoints", str(path), "prune")
@@ -384,12 +337,3 @@ def test_a_run_without_any_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reference", ["{}/nowhere", "{}", "{}/a\0b", "{}/" + "x" * 5000])
 def test_what_is_no_run_is_one_sentence(reference: str, run: RunDir, tmp_path: Path) -> None:
     assert "slurmtrain: error: " in refusal("checkpoints", reference.format(tmp_path))
-
-
-@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]])
-def test_it_loads_no_torch(words: list[str], run: RunDir) -> None:
-    code = (
-        "import sys; from slurmtrain.cli import main; main(['checkpoints', *sys.argv[1:]]);"
-        "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(run.path), *words], check=False).returncode == 0

@@ -15,18 +15,24 @@ import pytest
 import yaml
 
 from slurmtrain import __version__
-from slurmtrain.cli import arguments, main
-from slurmtrain.cli.arguments import parse
-from slurmtrain.cli.manual import topics
+from slurmtrain.cli import main
+from slurmtrain.cli.arguments import parse, visible_verbs
+from slurmtrain.cli.help import topics
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.folders import config_groups
+from slurmtrain.config.folders import PACKAGE, config_groups, shipped
 from slurmtrain.config.overrides import normalise
-from slurmtrain.resources import PACKAGE, shipped
+from slurmtrain.sandbox import SandboxSpec
 from tests.support.commands import Cli, refusal
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import printed
+from tests.support.runs import printed, shown
 
-VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
+VISIBLE_VERBS = visible_verbs()
+# Every verb, and every action of one, as the words after which its options are typed.
+TREE = [
+    (name, *(["last"] if name == "checkpoints" and action else []), *([action] if action else []))
+    for name in VISIBLE_VERBS
+    for action in (None, *VERBS[name].actions)
+]
 
 
 # What may be typed.
@@ -158,25 +164,19 @@ def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.startswith("usage: python -m slurmtrain") and verb in shown.out.partition("\n\n")[0]
-    assert all(flag.help.split()[0] in shown.out for flag in VERBS[verb].options)
     assert (VERBS[verb].examples and not VERBS[verb].topic) or VERBS[verb].topic in topics()
     for example in VERBS[verb].examples:
         line, _, what = example.partition("  # ")
         assert re.search(rf"\n  python -m slurmtrain {re.escape(line)}( +# {re.escape(what)})?\n", shown.out + "\n")
-        assert arguments.find_verb(shlex.split(line)) in (verb, "submit")
-        assert not VERBS[verb].composes or parse(shlex.split(line)).verb == verb
+        assert parse(shlex.split(line.partition(" | ")[0])).verb in (verb, "submit")
     assert max(map(len, shown.out.splitlines())) <= 140
 
 
-def test_help_lists_the_topics_of_the_manual_with_a_line_each(cli: Cli) -> None:
+def test_help_lists_the_topics_with_a_line_each_and_a_page_that_is_piped_is_the_markdown_itself(cli: Cli) -> None:
     answer = cli("help").stdout
-    pages = {page.stem for page in (PACKAGE / "docs").glob("*.md")}
-    assert set(topics()) == pages
+    assert set(topics()) == {page.stem for page in (PACKAGE / "docs").glob("*.md")}
     for name, subject in topics().items():
         assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", answer)
-
-
-def test_a_page_that_is_piped_is_the_markdown_itself(cli: Cli) -> None:
     assert cli("help", "requeue").stdout == (PACKAGE / "docs" / "requeue.md").read_text()
 
 
@@ -194,11 +194,8 @@ def test_a_page_on_a_terminal_is_rendered_through_the_pager(project: Path) -> No
     assert "](" not in paged  # links are the commands that show a page
 
 
-def test_version(cli: Cli) -> None:
-    assert cli("--version").stdout == f"slurmtrain {__version__}\n"
-
-
 def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
+    assert cli("--version").stdout == f"slurmtrain {__version__}\n"
     script = Path(sys.executable).parent / "slurmtrain"
     for words in (["--help"], ["submt"], ["submit", "--dry-run", "cluster=a100x4"]):
         ours = cli(*words)
@@ -229,7 +226,7 @@ runpy.run_module("slurmtrain", run_name="__main__", alter_sys=True)
     ("words", "at"),
     [
         (["--help"], "slurmtrain.cli"),
-        (["--help"], "slurmtrain.config.schema"),
+        (["submit", "--help"], "argparse"),
         (["--help"], "slurmtrain.cli.help"),
         (["--help"], "exit"),
         (["status"], "slurmtrain.report.status.look"),
@@ -267,6 +264,35 @@ def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[s
     # As the shell function that `-sc install=bash` prints calls it.
     answer = cli("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert offered <= set(answer.stdout.split()), answer
+
+
+@pytest.mark.parametrize("words", TREE, ids=" ".join)
+def test_tab_offers_every_option_that_the_help_shows_and_argparse_takes(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*words, "--help"])
+    section = capsys.readouterr().out.partition("\noptions:\n")[2].partition("\nexamples:")[0]
+    explained = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", section, re.MULTILINE))
+    monkeypatch.setenv("COMP_LINE", f"slurmtrain {' '.join(words)} -")
+    main(["-sc", "query=bash"])
+    offered = set(capsys.readouterr().out.split())
+    assert explained - {"-h"} <= offered
+    assert offered - {"--json"} <= explained | {"--json"}
+
+
+def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
+    for line, offered in (
+        ("slurmtrain usage --by ", ["run", "user", "node"]),
+        ("slurmtrain checkpoints last export out --dtype b", ["bfloat16"]),
+        ("slurmtrain +cluster=a100x4 submit --after ", ["last"]),
+        ("slurmtrain probe --out ", []),
+    ):
+        assert cli("-sc", "query=bash", COMP_LINE=line).stdout.split() == offered, line
+
+
+def test_the_sizes_of_a_sandbox_that_the_help_names_are_its_own() -> None:
+    asked = parse(["sandbox", "up"])
+    assert {name: getattr(asked, name) for name in vars(SandboxSpec())} == vars(SandboxSpec())
 
 
 def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
@@ -335,9 +361,9 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["status", "--jsn"], "there is no option '--jsn'", "--json"),
         (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
         (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
-        (["sandbox", "upp"], "invalid choice: 'upp'", "sandbox"),
-        (["runs"], "list|compare|bundle|prune", "runs"),
-        (["runs", "lst"], "invalid choice: 'lst'", "runs"),
+        (["sandbox", "upp"], "'upp' is not one of up|down|status|env", "did you mean up"),
+        (["runs"], "compare|bundle|prune", "runs"),
+        (["runs", "compre"], "'compre' is not one of compare|bundle|prune", "did you mean compare"),
         (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
         (["logs"], "required: RUN", "logs"),
         (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
@@ -360,7 +386,7 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
         (["--experimental-rerun", "x", "submit"], "--experimental-rerun is not supported", "resume RUN"),
         (["submit", "-cn", "nothing"], "nothing", ""),
-        (["--cfg", "jb"], "--cfg jb: there is no such config", "one of: job, hydra, all"),
+        (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
         (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
         (["submit", "cluster=3"], "there is no cluster called '3'", ""),
@@ -410,9 +436,10 @@ print("\\nHEAVY", code, ",".join(heavy))
         (["status"], "torch,numpy,submitit,hydra,omegaconf"),
         (["status", "last"], "torch,numpy,submitit,hydra,omegaconf"),
         (["status", "--json"], "torch,numpy,submitit,hydra,omegaconf,rich"),
-        (["runs", "list"], "torch,numpy,submitit,hydra,omegaconf"),
         (["runs", "compare", "last", "last"], "torch,numpy,submitit,hydra,omegaconf,pyarrow,matplotlib"),
         (["runs", "prune", "--dry-run"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["checkpoints", "last", "prune"], "torch,submitit,hydra,omegaconf"),
+        (["plan", "cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "--search"], "torch,numpy,submitit"),
         (["supervise", "RUN", "--set-up-failed", "no module"], "torch,numpy,submitit,hydra"),
     ],
     ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",
@@ -450,22 +477,15 @@ def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path) -> None:
         assert f"run {run_id} (train): prepared" in printed("status", reference)
 
 
-def test_runs_elsewhere_are_found_through_slurmtrain_runs(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_verbs_look_where_slurmtrain_runs_says_and_submit_puts_runs_there(
+    project: Path, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed("render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere")
     refusal("status", "last")
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
     assert "prepared" in printed("status", "last")
-
-
-def test_submit_puts_runs_where_the_verbs_look(
-    project: Path, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
     printed("+cluster=a100x4", "submit")
-    assert len(list(tmp_path.glob("elsewhere/train/*/run.json"))) == 1
-    assert list(project.iterdir()) == []
+    assert len(shown("status")) == 2 and [path.name for path in project.iterdir()] == ["job.sbatch"]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

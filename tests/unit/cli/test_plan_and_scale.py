@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze
+from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep import folder
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown
@@ -25,11 +23,6 @@ from tests.support.runs import add_attempt, printed, shown
 EIGHT_B = [
     *("+cluster=h100x8", "cluster.nodes=16", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"),
     *("data.seq_len=8192", "train.global_batch_size=1024", "train.micro_batch_size=1"),
-]
-
-HYBRID = [
-    *("+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "train.global_batch_size=512", "data.seq_len=4096"),
-    *("parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
 ]
 
 
@@ -56,7 +49,6 @@ def test_a_plan_says_what_a_person_asks_before_submitting() -> None:
         "The weights alone in 16 bit: 16.1 GB",
         "is best (Daly 2006), for a failure every 9 d 15 h",
         "15 trillion tokens take ",
-        "(arXiv:2205.10782)",
         "More than 128 nodes cannot share this step",
         "note: 40% of the peak assumed for computation",
         "note: cluster.network_gb_per_s=400 assumed",
@@ -64,48 +56,24 @@ def test_a_plan_says_what_a_person_asks_before_submitting() -> None:
         assert words in text, words
 
 
-def test_a_plan_fits_into_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = said(HYBRID)
-    monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
-    narrow = said(HYBRID)
-    assert max(map(len, whole.splitlines())) > 120
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert sorted(narrow.replace("-", "").split()) == sorted(whole.replace("-", "").split())
-
-
-def test_a_small_plan_on_cpus_is_told_in_small_units() -> None:
+def test_without_gpus_units_are_small_and_without_a_peak_memory_and_saves_are_planned_all_the_same() -> None:
     text = said(["+experiment=smoke", "cluster.tasks_per_node=2", "cluster.peak_tflops=0.1"])
-    for words in (
-        "1 node x 2 CPU ranks: 2 ranks",
-        "\ncheckpoint     395 kB (12 bytes",
-        " rank hours, ",
-        "   132 kB   ",
-    ):
+    for words in ("1 node x 2 CPU ranks: 2 ranks", "\ncheckpoint    395 kB (12 bytes", " rank hours, ", "   132 kB   "):
         assert words in text, words
-    assert "GPU hours" not in text
+    text = said(["+experiment=smoke"])
+    assert "note: no peak is known for CPUs" in text
+    assert "memory" in text and "goodput" in text and "step " not in text
+    assert answer(["+experiment=smoke"])["step"] is None
 
 
-def test_plan_and_layout_say_the_memory_of_8b_on_one_node_as_one_counts_it_by_hand() -> None:
-    """8 ranks with a shard each, one sequence of 8,192 tokens on a rank. GB of 2^30 bytes."""
+def test_plan_and_layout_say_the_same_memory() -> None:
     words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
     words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
-    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096
-    ends = 2 * 128256 * 4096 + 4096
-    shard = (32 * layer + ends) // 8 * 4  # in float32; Adam keeps two of them
-    gathered = (ends + 2 * layer) * 2 + layer * 2  # in bfloat16: two layers, and the gradients of one
-    # Elements that a layer keeps: stream, norms, heads, FFN.
-    of_a_token = 2 * 4096 + 2 * 4096 + 2 * (4096 + 1024) + 4 * 14336
-    activations = 8192 * (32 * of_a_token * 2 + (2 * 4096) * 2 + 128256 * (4 + 4 + 2))
-    parts = [shard, shard, 2 * shard, gathered, activations]
-    names = ("parameters", "gradients", "optimiser", "gathered", "activations")
-    by_part = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in zip(names, parts, strict=True))
-    assert by_part == "parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9"
-    total = f"{sum(parts) / 2**30:.1f}"
-    assert f"memory         {total} GB of 79.0 on a rank ({by_part})\n" in said(words)
-    assert f"a rank needs about {total} GB ({by_part})\n" in printed(*words, "layout")
+    parts = "69.0 GB{} (parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9)\n"
+    assert f"memory        {parts.format(' of 79.0 on a rank')}" in said(words)
+    assert f"a rank needs about {parts.format('')}" in printed(*words, "layout")
     (stage,) = answer(words)["memory"]["stages"]
-    sizes = [stage[name] for name in ("parameters", "gradients", "optimizer", "gathered", "activations")]
-    assert (sizes, stage["total"]) == (parts, sum(parts))
+    assert stage["total"] / 2**30 == pytest.approx(69.0, abs=0.05)
 
 
 def test_a_program_gets_the_same_numbers() -> None:
@@ -116,13 +84,11 @@ def test_a_program_gets_the_same_numbers() -> None:
     assert math.isclose(sum(step["seconds"].values()), step["expected_s"])
     assert step["at_best_s"] < step["expected_s"]
     assert step["mfu_attended"] < step["mfu_attended_at_most"] <= 1
-    assert found["communication"]["dp_shard"]["nodes"] == 16
-    assert found["cost"]["tokens"] == 15 * 10**12
-    assert math.isclose(found["cost"]["gpu_hours"], found["cost"]["days"] * 24 * 128)
-    assert found["goodput"]["configured"] <= found["goodput"]["best"] <= 1
+    assert [(each["axis"], each["ranks"]) for each in step["traffic"]] == [("dp_shard", 128)]
+    assert found["cost"]["tokens"] == 15 * 10**12 and found["cost"]["gpu_hours"] > 0
+    assert 0.9 < found["saving"]["goodput"] <= 1
     assert [each["nodes"] for each in found["more_nodes"]] == [32, 64, 128]
     assert found["sentence"].startswith("More than 128 nodes cannot")
-    assert found["run"] is None
 
 
 def test_a_search_lists_what_fits_as_overrides_to_type() -> None:
@@ -135,11 +101,18 @@ def test_a_search_lists_what_fits_as_overrides_to_type() -> None:
     assert said([*words[:-1], *best["overrides"]])
 
 
-def test_a_model_that_fits_nowhere_is_said_to() -> None:
+def test_of_a_layout_that_does_not_fit_nothing_but_its_sizes_is_told() -> None:
     words = ["+cluster=h100x8", "model=llama3_405b", "train.global_batch_size=64"]
-    assert "it does not fit: plan --search shows what does" in said(words)
-    assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search"], 78)
-    assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search", "--json"], 78)
+    text = said(words)
+    assert "it does not fit: plan --search shows what does" in text
+    assert not [name for name in ("\nstep ", "\nspeed", "\ncost", "nodes  ") if name in text]
+    found = answer(words)
+    assert (found["memory"]["fits"], found["step"], found["cost"]["gpu_hours"], found["more_nodes"]) == (
+        *(False, None, None),
+        [],
+    )
+    for more in ([], ["--json"]):
+        assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search", *more], 78)
 
 
 def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
@@ -148,25 +121,16 @@ def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
     assert "below 80%, since adding up gradients takes longer than the backward pass that hides it" in text
 
 
-def test_without_a_peak_memory_and_saves_are_planned_all_the_same() -> None:
-    text = said(["+experiment=smoke"])
-    assert "note: no peak is known for CPUs" in text
-    assert "memory" in text and "goodput" in text and "step " not in text
-    assert answer(["+experiment=smoke"])["step"] is None
-
-
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--tokens", "many"], 2, "--tokens many: expected a number of tokens"),
-        (["--tokens", "0"], 2, "--tokens 0: expected a number of tokens"),
-        (["--tokens", "1e30"], 2, "--tokens 1e30: expected a number of tokens, at least 1 and below 1e18"),
-        (["--tokens", "1e99"], 2, "--tokens 1e99"),
+        (["--tokens", "many"], 2, "--tokens: 'many' is not a number of tokens"),
+        (["--tokens", "1e30"], 2, "--tokens: '1e30' is not a number of tokens such as 15T, 300B or 1.5e12, below 1e18"),
         (["--from", "nothing"], 2, "there are no runs under"),
         (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),
         (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
-        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0 is not a valid rate"),
-        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1 is not a valid rate"),
+        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0.0 must be above 0"),
+        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1.0 must be above 0"),
         (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
     ],
 )
@@ -192,10 +156,6 @@ def a_run(project: Path, records: list[dict[str, Any]], words: list[str] | None 
     return run_dir
 
 
-def found_length(run_dir: RunDir) -> int:
-    return int(run_dir.config_values()["data"]["seq_len"])
-
-
 def logged(step: int, **parts: float) -> dict[str, Any]:
     return {"step": step, "loss": 1.0, "step_time_s": 9.0, **{f"time_{name}_s": each for name, each in parts.items()}}
 
@@ -207,30 +167,15 @@ def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path) -> None
     run_dir.event(Event.CHECKPOINT, step=5, seconds=4.0, stall_s=0.5, size=395_136)
     found = answer(["+experiment=smoke", "--from", "last"])
     assert found["step"]["expected_s"] == pytest.approx(2.0)
-    assert found["checkpoint"]["write_s"] == pytest.approx(4.0, rel=0.01)
-    assert found["checkpoint"]["stall_s"] == pytest.approx(0.5, rel=0.01)
-    assert found["run"] == run_dir.id
+    assert found["saving"]["write_s"] == pytest.approx(4.0, rel=0.01)
+    assert found["saving"]["stall_s"] == pytest.approx(0.5, rel=0.01)
+    assert f"rates of run {run_dir.id}" in found["notes"][0]
+    assert "it has not measured communication, which count as computation" in found["notes"][1]
     twice = answer(["+experiment=smoke", "train.global_batch_size=16", "--from", "last"])
     assert twice["step"]["seconds"]["computation"] == pytest.approx(3.0)
-    text = said(["+experiment=smoke", "train.global_batch_size=32", "--from", "last"])
-    tokens = 8 * found_length(run_dir)
-    assert f"0.003 with batches of {tokens:,} tokens in {run_dir.id} is about 0.006 with {4 * tokens:,}" in text
-    longer = ["train.global_batch_size=4", f"data.seq_len={2 * tokens // 8}", f"model.max_seq_len={2 * tokens // 8}"]
-    text = said(["+experiment=smoke", *longer, "--from", "last"])  # other sequences, the same tokens
-    assert f"0.003 with batches of {tokens:,} tokens is about" in text
-    assert f"rates of run {run_dir.id}" in text
-    assert "it has not measured communication, which count as computation" in text
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        [],
-        [{"step": 3, "loss": 1.0}],
-        [{"step": 3, "step_time_s": "9"}, {"step": 4, "step_time_s": -1.0}, {"step": 5, "step_time_s": math.nan}],
-        [{"step": 3, "step_time_s": math.inf}, {"step": 4, "step_time_s": [1]}],
-    ],
-)
+@pytest.mark.parametrize("records", [[], [{"step": 3, "loss": 1.0}], [{"step": 3, "step_time_s": "9"}]])
 def test_a_run_that_has_measured_nothing_is_no_help(records: list[dict[str, Any]], project: Path) -> None:
     a_run(project, records)
     assert "has logged no steps" in refused(["+experiment=smoke", "--from", "last"], 2)
@@ -241,23 +186,10 @@ def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(proje
     assert "plan works with the built-in trainer" in refused(["+experiment=smoke", "--from", "last"], 78)
     run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
     assert "Traceback" not in refused(["+experiment=smoke", "--from", "last"], 2)
-    run_dir.config_file.write_text("# Frozen by slurmtrain, schema version 4.\nmodel: 3\n")
-    found = refused(["+experiment=smoke", "--from", "last"], 2)
-    assert "is not a config of this version" in found
     run_dir.metrics_file.unlink()
     run_dir.metrics_file.symlink_to("/etc/passwd")
     run_dir.config_file.write_text(freeze(compose(["experiment=smoke"])))
     assert "links in a run are not followed" in refused(["+experiment=smoke", "--from", "last"], 2)
-
-
-def test_a_plan_loads_no_torch() -> None:
-    code = (
-        "import sys; from slurmtrain.cli import main; "
-        "main(['+cluster=h100x8', 'model=llama3_8b', 'parallel=fsdp', 'plan', '--search']); "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:
@@ -291,7 +223,7 @@ def finish(run_dir: RunDir, *, communication: float) -> None:
 
 
 def the_sweep(project: Path) -> Sweep:
-    (found,) = folder.all_sweeps(project / "runs")
+    (found,) = lookup.all_sweeps(project / "runs")
     return found
 
 
@@ -310,13 +242,12 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path,
 
     for point, communication in zip(sweep.points(), (0.0, 0.05, 0.9), strict=True):
         finish(sweep.run_dir(point.run_id), communication=communication)
-    text = scale("--plot", "-")
+    text = scale()
     assert len(slurm.submitted) == 3  # nothing again
     assert "using more than 2 nodes is not worth it: 4 reach 56% of what they could" in text
     assert (
         "The first bottleneck: communication of dp_shard (parallel.dp_shard=32) that nothing hides takes longer" in text
     )
-    assert "efficiency at each size against the one before; | is 80%" in text
 
     found: dict[str, Any] = json.loads(scale("--json", "--plot", "scaling.png"))
     assert (project / "scaling.png").exists()
@@ -345,12 +276,12 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, slu
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--steps", "3"], 2, "--steps 3: expected at least 10"),
+        (["--steps", "3"], 2, "--steps: '3' is not a whole number of at least 10"),
         (["--nodes", "1"], 2, "expected at least two sizes"),
         (["train.global_batch_size=7", "--nodes", "1,x"], 2, "--nodes 1,x: expected numbers of nodes"),
         (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
-        (["--strong", "--weak"], 2, "exclude each other"),
-        (["--at-once", "0"], 2, "--at-once 0: expected a number of sizes"),
+        (["--plot", "scaling.doc"], 2, "cannot draw into"),
+        (["--at-once", "0"], 2, "--at-once: '0' is not a whole number of at least 1"),
         (["cluster=local", "cluster.nodes=1", "--nodes", "1,2"], 78, "cluster.backend=local has"),
         (["model=llama3_405b"], 78, "needs"),
     ],

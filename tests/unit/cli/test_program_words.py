@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose, literal_override
+from slurmtrain.config.compose import compose
+from slurmtrain.config.overrides import literal_override
 from slurmtrain.runtime.jobs.program_start import with_variables
 from tests.support.commands import Cli
+from tests.support.fake_slurm import FakeSlurm
 
 WORDS = [
     "--layers",
@@ -26,7 +30,7 @@ WORDS = [
     "[1]",
     "{k: v}",
     "$HOME",
-    "${x}",
+    "${X}",
     "",
     "--",
     "-m",
@@ -55,6 +59,63 @@ def test_the_points_of_a_sweep_share_the_program(cli: Cli, project: Path) -> Non
         "-m", "+cluster=local", "optim.lr=1e-3,1e-4", "submit", "--dry-run", "--", "python", "x.py", "--lr", "1,2"
     )
     assert done.returncode == 0 and "2 points" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "program", "command"),
+    [
+        (["+lr=1e-3"], ["x.py", "--lr", "${lr}"], "x.py --lr 1e-3"),
+        (["optim.lr=0.5"], ["x.py", "--lr=${optim.lr}", "${RANK}"], "x.py --lr=0.5 ${RANK}"),
+        (["+words=two words"], ["x.py", "${words}"], "x.py two words"),
+        (['+name="it\'s"'], ["x.py", "a-${name}", "${job.args.name}"], "x.py a-it's it's"),
+        (["+a=1"], ["bash", "-ec", "for a in *; do echo ${a}; done", "${a}"], "for a in *; do echo ${a}; done"),
+        (["+lr=1"], ["bash", "run.sh", "${lr}"], "bash run.sh 1"),
+    ],
+)
+def test_the_words_of_a_program_follow_the_config(
+    overrides: list[str], program: list[str], command: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "x.py").touch(0o700)
+    assert main([*overrides, "--cfg", "job", "--resolve", "submit", "--", *program]) == 0
+    words = shlex.split(yaml.safe_load(capsys.readouterr().out)["job"]["command"])
+    assert command in " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (
+            ["+lr=1", "submit", "--", "x.py", "${lrr}"],
+            "the program has ${lrr}, and the config no lrr",
+            "did you mean lr",
+        ),
+        (["submit", "--", "x.py", "${optim.lrr}"], "optim has no field 'lrr' (in ${optim.lrr} of the program)", "lr?"),
+        (
+            ["+lr=1", "submit", "--", "x.py", "$LR"],
+            "no word of the program refers to +lr=1",
+            "write '${lr}', in quotes",
+        ),
+        (["submit", "python", "x.py", "--lr", "1"], "there is no option '--lr'", "-- python x.py --lr 1"),
+        (["resume", "last", "--", "x.py", "a b"], "not with resume", "resume RUN 'job.command="),
+    ],
+)
+def test_a_program_that_refers_to_nothing_or_is_given_to_another_verb_is_refused_with_what_works(
+    words: list[str], said: str, hint: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words if "resume" in words else ["cluster=local", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and hint in error, error
+
+
+def test_each_point_of_a_sweep_has_its_own_arguments_in_one_array(project: Path, slurm: FakeSlurm) -> None:
+    (project / "x.py").touch()
+    words = ["-m", "+cluster=a100x4", "+lr=1e-3,3e-3", "submit", "--", "python", "x.py", "--lr", "${lr}"]
+    assert main(words) == 0
+    runs = sorted(project.glob("runs/*/*/config.yaml"))
+    commands = [yaml.safe_load(run.read_text())["job"]["command"] for run in runs]
+    assert [shlex.split(command) for command in commands] == [["python", "x.py", "--lr", lr] for lr in ("1e-3", "3e-3")]
+    assert len(slurm.jobs) == 1 and slurm.jobs[0]["options"]["array"] == "0-1"
+    assert [json.loads((run.parent / "run.json").read_text())["varied"] for run in runs] == [["lr=1e-3"], ["lr=3e-3"]]
 
 
 @settings(max_examples=15)

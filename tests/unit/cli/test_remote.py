@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.resources import PACKAGE
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
@@ -64,7 +64,7 @@ def test_verbs_work_from_the_laptop_and_their_exit_codes_are_those_of_there(
 ) -> None:
     there = ["--host", f"me@login:{login}/my work", *LOGIN[2:]]  # a folder of one's own choice
     assert main([*there, "status"]) == 2
-    assert "submit makes it" in capfd.readouterr().err
+    assert "there are no runs under" in capfd.readouterr().err
     assert main([*there, "cluster=a100x4", "submit"]) == 0
     assert main([*there, "status", "last"]) == 0
     (path,) = (login / "my work" / "runs").glob("*/2*")
@@ -93,20 +93,15 @@ def test_where_ssh_fails_a_sentence_says_what_to_try(
 
 
 def test_a_login_node_without_this_package_is_told(login: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also one where nothing is there yet: neither the folder nor a Python."""
-    for python, said in (
-        ("/usr/bin/false", "/usr/bin/false on"),
-        ("envs/none/bin/python", f"there is no Python {login}/envs/none/bin/python on"),
-    ):
-        for verb in (["status"], ["probe", "--out", "-"], ["cluster=a100x4", "submit"]):
-            assert main(["--host", "me@login", "--host-python", python, *verb]) == 78
-            told = capfd.readouterr().err
-            assert told.count("error:") == 1 and said in told
-            assert "ssh me@login, make an environment" in told and "--host-python venv/bin/python" in told
+    for verb in (["status"], ["cluster=a100x4", "submit"]):
+        assert main(["--host", "me@login", "--host-python", "envs/none/bin/python", *verb]) == 78
+        told = capfd.readouterr().err
+        assert told.count("error:") == 1 and f"{login}/envs/none/bin/python on" in told
+        assert "cannot import slurmtrain" in told and "--host-python venv/bin/python" in told
     assert not (login / "slurmtrain-work").exists()
 
 
-@pytest.mark.parametrize("python", ["~/venv/bin/python", "venv/bin/python", "python-of-mine", "ABSOLUTE"])
+@pytest.mark.parametrize("python", ["~/venv/bin/python", "python-of-mine"])
 def test_the_python_there_may_be_named_as_a_person_names_it(
     login: Path, slurm: FakeSlurm, python: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,8 +111,7 @@ def test_the_python_there_may_be_named_as_a_person_names_it(
         path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         path.chmod(0o755)
     slurm.command("sbatch", 'command -v python >"$here/python"; echo "Submitted batch job 1"')
-    named = python.replace("ABSOLUTE", f"{login}/venv/bin/python")
-    there = ["--host=me@login:~/my work", f"--host-python={named}"]
+    there = ["--host=me@login:~/my work", f"--host-python={python}"]
     assert main([*there, "cluster=a100x4", "submit"]) == 0
     assert len(list((login / "my work" / "runs").glob("*/2*"))) == 1
     of_the_job = (slurm.directory / "python").read_text().strip()
@@ -129,9 +123,9 @@ def test_an_account_without_a_home_directory_can_name_a_folder(
     login: Path, slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = (slurm.directory / "ssh").read_text().partition("\n")[2]
-    slurm.command("ssh", whole.replace(f"HOME='{login}'", f"HOME=/nowhere PYTHONPATH='{PACKAGE.parent}'"))
-    assert main([*LOGIN, "status"]) == 1
-    assert "there is no home directory /nowhere" in capfd.readouterr().err
+    slurm.command("ssh", whole.replace(f"HOME='{login}'", f"HOME=/dev/null/me PYTHONPATH='{PACKAGE.parent}'"))
+    assert main([*LOGIN, "status"]) == 2
+    assert "the folder /dev/null/me/slurmtrain-work/laptop on" in capfd.readouterr().err
     assert main(["--host", f"me@login:{tmp_path}/there", *LOGIN[2:], "cluster=a100x4", "submit", "--dry-run"]) == 0
 
 
@@ -140,7 +134,7 @@ def test_probe_does_not_write_a_file_where_submit_would_not_find_it(
 ) -> None:
     assert main([*LOGIN, "probe"]) == 2
     assert "probe --out - > conf/cluster/NAME.yaml" in capfd.readouterr().err
-    assert main([*LOGIN, "probe", "--out", "-", "--no-speed"]) != 2  # there is no slurmctld behind these commands
+    assert main([*LOGIN, "probe", "--out", "-"]) != 2  # there is no slurmctld behind these commands
     assert (login / "slurmtrain-work" / "laptop").is_dir()
 
 

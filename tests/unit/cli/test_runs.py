@@ -1,4 +1,4 @@
-"""runs list|compare|prune, and status for programs."""
+"""runs compare|prune, and status for programs."""
 
 from __future__ import annotations
 
@@ -135,18 +135,11 @@ def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, slurm: FakeS
     assert run["state"] == "unknown" and "no controller" in run["doubt"]
 
 
-def test_the_list_has_a_row_for_every_run(make: Make) -> None:
-    done, waits = make("finished", losses={20: 1.0}), make("waiting")
-    text = printed("runs", "list")
-    rows = {line.split()[0]: line.split() for line in text.splitlines()[2:]}
-    assert rows[done.id][1:5] == ["train", "finished", "20", "1"]
-    assert rows[waits.id][1:5] == ["train", "waiting", "?", "0"]
-    assert rows[done.id][5] == time.strftime("%Y-%m-%d", time.localtime(done.info()["created"]))
-    sized = printed("runs", "list", "--size").splitlines()
-    assert sized[0].split()[-1] == "size" and sized[2].split()[-1] == "MB"
-    (first, _) = shown("runs", "list", "--size")
-    assert first["size_bytes"] == disk_usage(RunDir(Path(first["path"])).path) > 1000
-    assert [each["id"] for each in shown("runs", "list")] == [run.id for run in all_runs(Path("runs"))]
+def test_the_size_on_disk_is_shown_where_it_is_asked_for(make: Make) -> None:
+    run = make("finished", losses={20: 1.0})
+    header, _, row = printed("status", "--size").splitlines()
+    assert header.split()[-1] == "size" and f"{disk_usage(run.path) / 1e6:.1f} MB" in row
+    assert shown("status", "--size")[0]["size_bytes"] == disk_usage(run.path) > 1000
 
 
 def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
@@ -170,20 +163,22 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     (project / "mine.py").write_text("x = 2\n")
     b = make("finished", *words, "optim.lr=0.5", losses={10: 2.0, 20: 1.25, 40: NAN})
     (b.code / "other.py").touch()
+    (b.code / "__pycache__").mkdir(exist_ok=True)
+    (b.code / "__pycache__" / "mine.cpython-311.pyc").touch()  # as Python does when the run imports it
     text = printed("runs", "compare", a.id, b.id)
     assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
     assert "2 files of the snapshots differ: mine.py, other.py" in text
-    assert "they diverge at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
+    assert "they diverge at step 20 (loss), of the 2 steps that both have logged, 10 to 20" in text
     assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
 
     found = compared(a, b)
     assert (found["a"]["id"], found["b"]["path"]) == (a.id, str(b.path))
     assert found["config"] == [{"key": "optim.lr", "a": 0.003, "b": 0.5}]
     assert found["files"] == ["mine.py", "other.py"]
-    assert (found["steps"], found["parted_at"]) == (2, 20)
-    assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
-    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they diverge
-    assert compared(a, b, "--tolerance", "0.2")["parted_at"] is None
+    assert (found["steps"], found["first_divergence"]) == ([10, 20], {"step": 20, "a": 1.5, "b": 1.25})
+    assert (found["final"]["loss"], found["divergences"]["loss"]) == ([1.0, "NaN"], found["first_divergence"])
+    assert found["divergences"]["step_time_s"]["step"] == 10  # which is no reason to say that they diverge
+    assert compared(a, b, "--tolerance", "0.2")["first_divergence"] is None
 
 
 def test_what_differs_in_the_configs_stands_side_by_side_and_does_not_steer_the_terminal(make: Make) -> None:
@@ -233,11 +228,8 @@ def test_only_steps_and_metrics_that_both_have_are_compared_and_the_latest_recor
         '{"step": 6, "x": 9, "y": 4}\n'
     )
     found = compared(a, b)
-    assert {name: each["parts"] for name, each in found["metrics"].items()} == {
-        "x": {"step": 5, "a": 1.0, "b": 4.0},
-        "y": {"step": 6, "a": 3.0, "b": 4.0},
-    }
-    assert (found["steps"], found["parted_at"]) == (3, 5)
+    assert found["divergences"] == {"x": {"step": 5, "a": 1.0, "b": 4.0}, "y": {"step": 6, "a": 3.0, "b": 4.0}}
+    assert (found["steps"], found["first_divergence"]["step"]) == ([2, 5, 6], 5)
 
 
 def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make) -> None:
@@ -248,7 +240,7 @@ def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code
         text = printed("runs", "compare", a.id, b.id)
         assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
     b.update_info(code={"revision": "0" * 40, "dirty": None})
-    assert "revision 000000000000 (whether with changes is not known) in b" in printed("runs", "compare", a.id, b.id)
+    assert "   revision 000000000000 (whether with changes is not known)" in printed("runs", "compare", a.id, b.id)
 
 
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
@@ -278,36 +270,26 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
         checkpointer.close()
     text = printed("runs", "compare", a.id, b.id)
     assert "they have seen other samples, or another order, from step 30 on" in text
-    assert "they are equal to the last bit at all 3 steps" in text
+    assert "they are equal to the last bit at the 3 steps" in text
     assert "their weights part at the checkpoint of step 20 (1 tensor: model.bias)" in text
     found = compared(a, b)
-    assert found["data"] == {"steps": 3, "parted_at": 30}
-    assert found["weights"] == {"steps": [10, 20], "parted_at": 20, "tensors": ["model.bias"], "left": None}
+    assert found["data"] == {"steps": [10, 20, 30], "parts_at": 30}
+    assert found["weights"] == {"steps": [10, 20], "parts_at": 20, "tensors": ["model.bias"], "left": None}
     text = printed("runs", "compare", a.id, a.id)
-    assert f"b: {a.path} (the same run)" in text
+    assert f"b: {a.path} (the same run)" in text and "the configs are the same" in text
+    assert "its files are not compared" in text  # they ran in place, outside of git
     assert "the same samples in the same order up to step 30" in text
     assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
-
-
-def test_runs_that_are_the_same_are_said_to_be(make: Make) -> None:
-    a, b = (make("finished", losses={10: 2.0, 20: 1.5}) for _ in range(2))
-    text = printed("runs", "compare", a.id, b.id)
-    assert "the configs are the same" in text
-    assert "its files are not compared" in text  # they ran in place, outside of git
-    assert "they are equal to the last bit at all 2 steps" in text
-    assert compared(a, b)["parted_at"] is None
 
 
 def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(make: Make) -> None:
     b_loss = math.nextafter(13.0962001, 14.0)
     a, b = make("finished", losses={10: 13.0962001}), make("finished", losses={10: b_loss})
     text = printed("runs", "compare", a.id, b.id)
-    assert "they diverge at step 10 (loss), the only one that both have logged" in text
+    assert "they diverge at step 10 (loss), of the 1 step that both have logged, 10 to 10" in text
     (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
     left, _, right = row.split()[-3:]
     assert (float(left), float(right)) == (13.0962001, b_loss)
-    same = printed("runs", "compare", a.id, a.id)
-    assert "they are equal to the last bit at step 10, the only one that both have logged" in same
 
 
 def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Make) -> None:
@@ -323,10 +305,10 @@ def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Ma
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is not a valid tolerance"),
-        (("last", "last", "--tolerance", "nan"), "--tolerance nan is not a valid tolerance"),
+        (("last", "last", "--tolerance", "-1"), "--tolerance: '-1' is not a number of at least 0"),
+        (("last", "last", "--tolerance", "nan"), "--tolerance: 'nan' is not a number of at least 0"),
         (("last", "x"), "no run's id begins with 'x'"),
-        (("last",), "required: B"),
+        (("last",), "required: RUN_B"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(words: tuple[str, ...], sentence: str, make: Make) -> None:
@@ -383,10 +365,10 @@ def test_only_runs_of_the_age_and_the_states_that_were_named_are_removed(make: M
     ("words", "sentence"),
     [
         ((), "this would remove every run that has ended"),
-        (("--state", "running"), "invalid choice: 'running'"),
-        (("--state", "unknown"), "invalid choice: 'unknown'"),
-        (("--older-than", "-1"), "--older-than -1 is not a number of days"),
-        (("--older-than", "nan"), "--older-than nan is not a number of days"),
+        (("--state", "running"), "'running' is not a value of --state"),
+        (("--state", "unknown"), "'unknown' is not a value of --state"),
+        (("--older-than", "-1"), "--older-than: '-1' is not a number of at least 0"),
+        (("--older-than", "nan"), "--older-than: 'nan' is not a number of at least 0"),
         (("--keep-checkpoints",), "this would remove every run that has ended"),
     ],
 )

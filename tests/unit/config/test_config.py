@@ -11,20 +11,17 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf.errors import OmegaConfBaseException
 
 from slurmtrain.choices import Allow, JobKind, PpSchedule, RequeueMode
-from slurmtrain.config.checks.sbatch import SBATCH_OPTIONS
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
-from slurmtrain.config.validate import validate
+from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
-from slurmtrain.launch.directives import explained_directives
-from slurmtrain.launch.script_parts import JobPaths
+from slurmtrain.launch.directives import JobPaths, explained_directives
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"
 
 
@@ -51,7 +48,7 @@ def test_a_frozen_config_reads_back_as_it_was(cluster: str, more: list[str], tmp
     )
 )
 def test_any_text_survives_freezing(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = Config(cluster=ClusterConfig(setup=[text], env={"A": text}), model={"a": {"b": [text]}})
+    config = Config(cluster=ClusterConfig(setup=[text]), model={"a": {"b": [text]}})
     path = frozen(config, tmp_path_factory.mktemp("c"))
     assert to_values(load_frozen(path)) == to_values(config)
 
@@ -141,7 +138,7 @@ def test_a_secret_that_the_job_did_not_inherit_is_named(tmp_path: Path, monkeypa
 
 def test_a_secret_outside_of_the_environment_would_be_written_into_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "x")
-    with pytest.raises(ConfigError, match=r"cluster\.srun_args holds the secret"):
+    with pytest.raises(ConfigError, match=r"cluster\.srun_args\[0\] holds the secret"):
         validate(compose(["cluster.srun_args=['--x=${oc.env:MY_TOKEN}']"]))
 
 
@@ -206,33 +203,14 @@ def test_the_global_batches_that_a_refusal_names_are_accepted(ranks: int, micro:
         assert abs(int(named) - size) < unit
 
 
-@given(lead=st.integers(0, 4000), limit=st.integers(1, 60))
-def test_the_early_warning_leaves_room_for_a_first_step(lead: int, limit: int) -> None:
-    config = compose_once()
-    config.cluster.signal_lead_s, config.cluster.time_limit_min = lead, limit
-    if lead + 60 < limit * 60:
-        validate(config)
-    else:
-        with pytest.raises(ConfigError, match="the warning could come before the first step"):
-            validate(config)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["checkpoint.local=copies"], r"checkpoint\.local=copies is not an absolute path"),
-        (["checkpoint.local_every_steps=5"], r"local_every_steps=5 needs a folder on the nodes"),
-        (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=-1"], "must be at least 0"),
-        (["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"], None),
-    ],
-)
-def test_copies_on_the_nodes_need_a_folder_that_is_the_same_path_on_each(words: list[str], problem: str | None) -> None:
-    config = compose(words)
-    if problem is None:
-        validate(config)
-        return
-    with pytest.raises(ConfigError, match=problem):
-        validate(config)
+def test_copies_on_the_nodes_need_a_folder_that_is_the_same_path_on_each() -> None:
+    validate(compose(["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"]))
+    for word, problem in {
+        "checkpoint.local=copies": r"checkpoint\.local='copies' is not an absolute path",
+        "checkpoint.local_every_steps=5": r"local_every_steps=5 needs a folder on the nodes",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            validate(compose([word]))
 
 
 VALUES = st.none() | st.booleans() | st.integers(-3, 3000) | st.floats() | TEXT | st.lists(st.integers(), max_size=2)
@@ -252,8 +230,6 @@ def test_a_wild_value_is_accepted_or_refused_with_a_sentence_never_a_crash(
     said = ""
     try:
         validate(to_config(values))
-    except OmegaConfBaseException:  # a wrong type: compose makes a sentence of it
-        return
     except SlurmtrainError as error:
         said = error.message
     assert not said or ("\n" not in said and any(f"{name}." in said for name in values))
@@ -275,7 +251,7 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
         assert field in to_values(Config())[group]
 
 
-@pytest.mark.parametrize("option", ["segment", "container-id", "resv-ports", "hold", "mail-type", "an-option-of-2030"])
+@pytest.mark.parametrize("option", ["container-id", "resv-ports", "hold", "mail-type", "an-option-of-2030"])
 def test_options_that_slurmtrain_does_not_set_itself_are_left_to_sbatch(option: str) -> None:
     assert f"--{option}=x" in directives_of(compose(["cluster=a100x4", f"+cluster.sbatch.{option}=x"]))
 
@@ -348,30 +324,6 @@ def test_a_command_needs_neither_model_nor_batch_nor_schedule() -> None:
     job = JobConfig(kind=JobKind.COMMAND, command="python x.py --lr '1e-3'")
     config = Config(job=job, train=TrainConfig(global_batch_size=7, steps=5), cluster=ClusterConfig(nodes=3))
     assert "--nodes=3" in directives_of(config)
-
-
-def test_one_word_is_taken_for_a_list_of_one() -> None:
-    config = compose(["prepare.inputs=/data/raw.jsonl", "cluster.modules=cuda/12.4", "checkpoint.allow=config"])
-    assert config.prepare.inputs == ["/data/raw.jsonl"]
-    assert (config.cluster.modules, config.checkpoint.allow) == (["cuda/12.4"], ["config"])
-    assert compose(["prepare.inputs='my texts/*.txt'"]).prepare.inputs == ["my texts/*.txt"]
-    assert compose(["prepare.inputs=[a,b]"]).prepare.inputs == ["a", "b"]
-
-
-@pytest.mark.parametrize("text", ["true", "007", "1e3", "1_000", "nan"])
-def test_text_that_looks_like_a_number_or_a_boolean_stays_as_it_is_typed(text: str) -> None:
-    config = compose([f"job.command={text}", f"++cluster.account={text}"])
-    assert (config.job.command, config.cluster.account) == (text, text)
-
-
-def test_text_may_still_be_cast_and_have_spaces_around_it() -> None:
-    config = compose(["job.name=7 ", "cluster.account=int(3)", "cluster.setup=true"])
-    assert (config.job.name, config.cluster.account, config.cluster.setup) == ("7", "3", ["true"])
-
-
-def test_text_may_still_be_null_quoted_or_made_of_other_values() -> None:
-    config = compose(["cluster.account=null", "job.name='1e3'", "job.command=run-${train.seed}", "train.seed=3"])
-    assert (config.cluster.account, config.job.name, config.job.command) == (None, "1e3", "run-3")
 
 
 def test_a_key_of_another_option_names_that_option() -> None:

@@ -12,8 +12,8 @@ from slurmtrain.config.launched_program import NodeShape, launched_program, node
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
+from slurmtrain.launch.directives import JobPaths
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.script_parts import JobPaths
 from slurmtrain.launch.srun import explained_srun
 
 
@@ -110,11 +110,11 @@ def test_a_shell_reads_the_rank_by_itself_and_other_words_are_free() -> None:
         config = config_of(command=command)
         validate(config)
         words = shlex.split(command)
-        assert shlex.split(program_of(config, "python"))[-len(words) :] == words
+        assert shlex.split(program_of(config))[-len(words) :] == words
 
 
 def test_what_is_checked_before_the_queue_is_the_program_and_not_its_launcher() -> None:
-    assert program_of(config_of(command="train.py -x"), "/p/python") == "/p/python train.py -x"
+    assert program_of(config_of(command="train.py -x")) == "python train.py -x"
     assert program_of(config_of(command="python -m a.b -x")) == "python -m a.b -x"
     assert program_of(config_of(command="torchrun --tee 3 train.py -x")) == "torchrun train.py -x"
     assert program_of(config_of(command="bash run.sh")) == "bash run.sh"

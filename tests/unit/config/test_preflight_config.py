@@ -6,8 +6,8 @@ import pytest
 
 from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.compose import compose
+from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
-from slurmtrain.config.preflight import preflight_config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 
@@ -40,9 +40,7 @@ def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> 
     ("words", "why"),
     [
         (["preflight.clock_offset_s=0"], "preflight.clock_offset_s=0.0 must be above 0"),
-        (["preflight.clock_offset_s=nan"], "must be above 0"),
-        (["preflight.min_free_gb=-1"], "preflight.min_free_gb=-1.0 must be at least 0"),
-        (["preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0, and below 1"),
+        (["preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0 and below 1"),
         (["preflight.exclude_slow=true"], "preflight.mode=quick does not measure speed"),
         (["job.kind=preflight"], "job.kind=preflight is not known"),
     ],
@@ -51,8 +49,3 @@ def test_checks_that_cannot_be_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError) as refused:
         validate(compose(words))
     assert why in refused.value.message
-
-
-def test_a_kind_of_finding_that_there_is_not_is_refused_and_the_kinds_are_listed() -> None:
-    with pytest.raises(ConfigError, match="clock"):
-        compose(["preflight.ignore=[clocks]"])

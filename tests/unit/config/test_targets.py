@@ -9,7 +9,7 @@ import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from slurmtrain.config.targets import why_not_built
+from slurmtrain.errors import why_not_built
 
 MODULE = """
 class Net:

@@ -136,20 +136,11 @@ def test_a_secret_is_not_pickled(project: Path, slurm: FakeSlurm, monkeypatch: p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_results_in_files_or_folders_of_other_users_are_refused_unread(
-    calls: MapRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_in_files_of_other_users_are_refused_unread(calls: MapRun, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     result = calls[0].run.path / map_task.RESULT
     result.write_bytes(pickle.dumps(Evil(canary)))
-    for foreign in (result, result.parent, calls.path):
-        os.lchown(foreign, 65534, 65534)
-        with pytest.raises(UsageError, match=f"{foreign} belongs to user nobody"):
-            calls[0].result()
-        os.lchown(foreign, 0, 0)
-    # The folders are renamed after they were looked at.
-    os.lchown(result, 65534, 65534)
-    monkeypatch.setattr(os, "lstat", lambda path, lstat=os.lstat: lstat(result.parent if path == result else path))
+    os.chown(result, 65534, 65534)
     with pytest.raises(UsageError, match=f"{result} belongs to user nobody"):
         calls[0].result()
     assert not canary.exists()

@@ -215,3 +215,13 @@ def test_a_run_that_has_ended_is_not_cancelled_and_says_so(project: Path) -> Non
 def test_the_names_for_notebooks_load_no_torch() -> None:
     code = "import sys, slurmtrain; slurmtrain.submit, slurmtrain.map, slurmtrain.Run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0
+
+
+def test_dir_shows_what_the_page_python_names() -> None:
+    code = "import slurmtrain; print(*dir(slurmtrain)); slurmtrain.errors.WaitTimeoutError"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"submit", "open_run", "map", "open_map", "Run", "MapRun", "Status", "errors"} <= {*shown}
+    of_a_run = {"path", "id", "name", "job_ids", "status", "wait", "metrics", "checkpoints", "logs", "cancel"}
+    assert of_a_run <= {*dir(slurmtrain.Run("."))}
+    assert {"id", "results", "as_completed", "states", "cancel"} <= {*dir(slurmtrain.MapRun)}
+    assert {"state", "sentence", "alive", "step", "loss", "eta_s", "attempts"} <= {*Status.__dataclass_fields__}

@@ -23,11 +23,7 @@ from slurmtrain.system.process_facts import ProcessFacts
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
 
-FACTS = ProcessFacts(
-    system={"python": "3.11.7"},
-    packages={"torch": "2.11.0+cu128", "numpy": "2.0", "ours": "1", "forked": "2"},
-    origins={"ours": "editable file:///home/me/ours", "forked": "git+https://host/forked.git@abc"},
-)
+FACTS = ProcessFacts(packages={"torch": "2.11.0+cu128", "numpy": "2.0"})
 
 
 def git(*arguments: str, cwd: Path) -> None:
@@ -41,7 +37,6 @@ def run(project: Path) -> RunDir:
     (project / "lib").mkdir()
     (project / "train.py").write_text("import lib.model\n")
     (project / "lib" / "model.py").write_text("WIDTH = 8\n")
-    (project / "private.txt").write_text("mine alone\n")
     (project / "run.sh").write_text("#!/bin/sh\n")
     (project / "run.sh").chmod(0o755)
     (project / ".gitignore").write_text("runs\n")
@@ -60,9 +55,8 @@ def run(project: Path) -> RunDir:
 
 @pytest.fixture
 def bundle(run: RunDir, tmp_path: Path) -> Path:
-    """A small one: this package's own code, which a job copies where it is installed editable, is left out."""
-    path = tmp_path / "bundle.tar.gz"
-    assert main(["runs", "bundle", run.id, str(path), "--exclude", "slurmtrain/*", "--exclude", "private.txt"]) == 0
+    path = tmp_path / "bundle.tar"
+    assert main(["runs", "bundle", run.id, str(path)]) == 0
     return path
 
 
@@ -76,43 +70,28 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_bundle_holds_config_code_packages_and_revision_in_the_same_bytes_each_time(
-    run: RunDir, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_bundle_holds_config_code_packages_and_revision(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    words = [
-        "runs",
-        "bundle",
-        run.id,
-        str(tmp_path / "plain.tar"),
-        "--exclude",
-        "slurmtrain/*",
-        "--exclude",
-        "private.txt",
-    ]
+    words = ["runs", "bundle", run.id, str(tmp_path / "b.tar.gz")]
     assert main([*words, "--json"]) == 0
     captured = capsys.readouterr()
-    plain = Path(json.loads(captured.out)["file"])
-    assert gzip.decompress(bundle.read_bytes()) == plain.read_bytes()
-    assert json.loads(captured.out)["sha256"] == hashlib.sha256(plain.read_bytes()).hexdigest()
-    assert "code/data is a link to /scratch/data, which is not in the bundle" in captured.err
-    with tarfile.open(plain) as tar:
+    path = Path(json.loads(captured.out)["file"])
+    assert json.loads(captured.out)["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert "code/data leads out of the code, so it is not in the bundle" in captured.err
+    with tarfile.open(path) as tar:
         entries = {entry.name.removeprefix(f"{run.id}/"): entry for entry in tar}
-        texts = {name: file.read().decode() for name, each in entries.items() if (file := tar.extractfile(each))}
-    assert {(each.uid, each.uname, each.mtime) for each in entries.values()} == {(0, "", int(run.info()["created"]))}
+        texts = {name: file.read() for name, each in entries.items() if (file := tar.extractfile(each))}
+    assert {(each.uid, each.uname) for each in entries.values()} == {(0, "")}
     code = {"code/train.py", "code/lib/model.py", "code/run.sh", "code/.gitignore", "code/latest"}
-    assert entries.keys() == {"bundle.json", "config.yaml", "requirements.txt", *code}
-    assert texts["code/lib/model.py"] == "WIDTH = 16\n" and texts["config.yaml"] == run.config_file.read_text()
+    own = {name for name in entries if not name.startswith("code/slurmtrain/")}  # which an editable install adds
+    assert own == {"bundle.json", "config.yaml", "requirements.txt", *code}
+    assert texts["code/lib/model.py"] == b"WIDTH = 16\n" and texts["config.yaml"] == run.config_file.read_bytes()
     assert json.loads(texts["bundle.json"])["git"]["revision"] == run.info()["code"]["revision"]
-    assert texts["requirements.txt"].splitlines()[1:] == [
-        "--extra-index-url https://download.pytorch.org/whl/cu128",
-        "forked @ git+https://host/forked.git@abc",
-        "numpy==2.0",
-        "# ours==1, installed from editable file:///home/me/ours",
-        "torch==2.11.0+cu128",
-    ]
+    assert texts["requirements.txt"] == b"numpy==2.0\ntorch==2.11.0+cu128\n"
     assert main(words) == 78
-    assert "plain.tar already exists" in capsys.readouterr().err
+    assert "b.tar.gz already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../../private/id", "link/id", "file"])
@@ -126,9 +105,9 @@ def test_the_records_of_a_run_of_somebody_else_lead_to_no_file_of_the_reader(
     (run.code / "file").symlink_to(private / "id")
     record = json.loads(run.code_record_file.read_text())
     run.code_record_file.write_text(json.dumps({**record, "files": {name: "0" * 64}}))
-    assert main(["runs", "bundle", run.id, str(tmp_path / "b.tar")]) != 0
-    assert f"names '{name}', which is no file of the code" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*b.tar*"))
+    assert main(["runs", "bundle", run.id, str(tmp_path / "b.tar")]) == 0
+    assert f"code/{name} leads out of the code" in capsys.readouterr().err
+    assert b"mine alone" not in (tmp_path / "b.tar").read_bytes()
 
 
 @pytest.mark.parametrize("target", ["x.zip", "-", "no/such/x.tar.gz"])
@@ -148,11 +127,9 @@ def test_a_call_of_a_pickled_function_is_not_packed(project: Path, capsys: pytes
 
 
 def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and_what_is_changed(
-    run: RunDir, bundle: Path, elsewhere: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    run: RunDir, bundle: Path, elsewhere: Path, slurm: FakeSlurm
 ) -> None:
     assert main(["optim.lr=0.25", "submit", "--from", str(bundle)]) == 0
-    said = capsys.readouterr().err
-    assert "numpy" in said and "(was 2.0)" in said and "not installed here: forked, ours" in said
     (made,) = all_runs(elsewhere / "runs")
     before, after = load_frozen(run.config_file), load_frozen(made.config_file)
     assert after.optim.lr == 0.25 and after.job.runs_dir == str(elsewhere / "runs")
@@ -165,7 +142,7 @@ def test_a_bundle_is_submitted_from_an_empty_folder_with_its_config_its_code_and
     assert (made.code / "latest").readlink() == Path("train.py") and os.access(made.code / "run.sh", os.X_OK)
     first, second = (read_code_record(each.code_record_file) for each in (run, made))
     assert first is not None and second is not None
-    assert second.files == {name: digest for name, digest in first.files.items() if name != "private.txt"}
+    assert second.files == first.files
 
 
 def test_another_cluster_replaces_all_that_was_of_the_first_one(
@@ -208,40 +185,30 @@ def test_a_run_that_ran_in_place_is_packed_without_code_and_takes_that_of_the_fo
     assert made.info()["workdir"] == str(project)
 
 
-def test_a_torn_or_damaged_bundle_is_one_sentence_wherever_that_is(
+def test_a_torn_bundle_is_one_sentence_wherever_that_is(
     bundle: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, torn = bundle.read_bytes(), elsewhere / "torn.tar.gz"
-    for length in [0, 1, 10, len(whole) // 3, len(whole) - 9]:
+    whole, torn = gzip.compress(bundle.read_bytes()), elsewhere / "torn.tar.gz"
+    for length in [0, 10, len(whole) // 3]:
         torn.write_bytes(whole[:length])
         assert main(["submit", "--from", str(torn)]) == 78, length
         assert "torn.tar.gz is incomplete, or not a bundle" in capsys.readouterr().err
-    torn.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])  # its content is not that of gzip's checksum
-    assert main(["submit", "--from", str(torn)]) == 78
     assert main(["submit", "--from", "gone.tar"]) == 2
-    assert "gone.tar cannot be read: No such file or directory" in capsys.readouterr().err
+    assert "gone.tar cannot be read: there is no such file" in capsys.readouterr().err
     assert os.listdir(elsewhere) == ["torn.tar.gz"]
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [
-        {"name": "../../escape.py"},
-        {"name": "RUN/code/link", "type": tarfile.SYMTYPE, "linkname": "/etc"},
-        {"name": "RUN/code/link", "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
-        {"name": "RUN/code/device", "type": tarfile.CHRTYPE},
-    ],
+    "facts", [{"name": "../../escape.py"}, {"name": "RUN/code/link", "type": tarfile.SYMTYPE, "linkname": "/etc"}]
 )
 def test_a_file_that_would_leave_the_bundles_folder_is_refused(
     facts: dict[str, str], run: RunDir, bundle: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hostile = elsewhere / "hostile.tar"
-    hostile.write_bytes(gzip.decompress(bundle.read_bytes()))
     entry = tarfile.TarInfo()
     for key, value in facts.items():
         setattr(entry, key, value.replace("RUN", run.id) if isinstance(value, str) else value)
-    with tarfile.open(hostile, "a") as tar:
+    with tarfile.open(bundle, "a") as tar:
         tar.addfile(entry, io.BytesIO())
-    assert main(["submit", "--from", str(hostile)]) == 78
-    assert "hostile.tar is incomplete, or not a bundle" in capsys.readouterr().err
-    assert os.listdir(elsewhere) == ["hostile.tar"] and not list(elsewhere.parent.rglob("escape.py"))
+    assert main(["submit", "--from", str(bundle)]) == 78
+    assert "bundle.tar is incomplete, or not a bundle" in capsys.readouterr().err
+    assert os.listdir(elsewhere) == [] and not list(elsewhere.parent.rglob("escape.py"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,14 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
 from slurmtrain.launch.change_rules import check_meaning, describe, differences
-from slurmtrain.launch.changes import changed
+from slurmtrain.launch.changes import change, changed, check_of_one_run, finish_change
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import started
+from tests.support.runs import started, submitted_run
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
@@ -218,7 +220,7 @@ def test_a_change_that_cannot_be_leaves_the_run_as_it_was(
     assert main(["resume", ended.id, *words]) == code
     assert said in capsys.readouterr().err
     assert (ended.config_file.read_text(), ended.script.read_text()) == before
-    assert len(slurm.jobs) == 1 and "changes" not in ended.info() and not list(ended.path.glob(".code-*"))
+    assert len(slurm.jobs) == 1 and "changes" not in ended.info() and not (ended.path / ".change").exists()
 
 
 def test_resume_with_other_nodes_and_more_steps(
@@ -331,9 +333,162 @@ def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_i
 
 def test_a_kept_change_is_made_once(waiting: RunDir) -> None:
     """Its maker was killed before it could remove the file."""
-    from slurmtrain.launch.next_change import apply_next_change
+    from slurmtrain.launch.changes import apply_next_change
 
     for _ in range(2):
         write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/"})
         assert apply_next_change(waiting)
     assert len(waiting.info()["changes"]) == 1 and load_frozen(waiting.config_file).train.steps == 700
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lrr=1", "the config of this run has no optim.lrr"),
+        ("model.width=8", "the config of this run has no model.width"),
+        ("optim.lr=[", "cannot read the override"),
+        ("optim.lr=1,2", "single fields can be set"),
+        ("model=small", "single fields can be set"),
+        ("nosuch=1", "there is no config key 'nosuch'"),
+        ("watchdog=off", "single fields can be set"),
+        ("cluster.container=pyxis", "single fields can be set"),
+        ("~optim.lr", "single fields can be set"),
+        ("job.name=other", "job.name was decided when the run was submitted"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_in_a_sentence(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        changed(compose(["cluster=local"]), [override], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lr=1e-5", "its sweep varies optim.lr"),
+        ("model.dim=8", "its sweep varies model.dim"),
+        ("cluster.nodes=2", "cluster.nodes is the same for all runs that share a job"),
+        ("requeue.mode=requeue", "requeue.mode is the same"),
+        ("+hooks.end=[true]", "hooks.end is the same"),
+    ],
+)
+def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str, told: str) -> None:
+    """`sweep retry` and the tables would go by what it was before."""
+    with pytest.raises(UsageError, match=f"{told}.*") as error:
+        check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
+    assert error.value.hint == "submit it as a separate run"
+    check_of_one_run(["train.steps=9", "optim.lr_min=1"], ["optim.lr=0.1", "model=tiny"])
+
+
+@pytest.mark.parametrize("words", [["last", "optim.lr"], ["last", "--code", "lr"]])
+def test_a_word_that_is_no_value_is_told_how_to_write_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", *words]) == 2
+    assert "optim.lr=1e-4" in capsys.readouterr().err
+
+
+def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:
+    (project / "step.py").write_text("raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    before = (run_dir / "config.yaml").read_text()
+    (project / "step.py").write_text("import os; print('bug is fixed', os.environ['MODE'])\n")
+    wrong = cli("resume", "last", "train.steps=0")
+    assert wrong.returncode == EXIT_CONFIG and (run_dir / "config.yaml").read_text() == before
+    assert "bug is fixed" not in cli("resume", "+cluster.env.MODE=fast", "last").stdout  # the old code
+    (project / "runs/lr=1").mkdir()  # a path with = is no value
+    path = f"runs/lr=1/../command/{run_dir.name}"
+    answer = cli("resume", "optim.lr=1", "cluster.env.MODE=slow", path, "--code")
+    assert answer.returncode == 0 and "bug is fixed slow" in answer.stdout, answer.stdout + answer.stderr
+    assert (run_dir / "config.0001.yaml").read_text() == before and (run_dir / "code.0002" / "step.py").exists()
+    info = json.loads((run_dir / "run.json").read_text())
+    assert [each["set"] for each in info["changes"]] == [
+        ["+cluster.env.MODE=fast"],
+        ["optim.lr=1", "cluster.env.MODE=slow"],
+    ]
+    assert info["overrides"][-1] == "cluster.env.MODE=slow"
+    assert "changed" in [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_what_a_program_has_saved_beside_its_code_goes_on_with_the_code_as_it_is_now(cli: Cli, project: Path) -> None:
+    (project / "gone.txt").write_text("of the first snapshot alone")
+    text = (
+        "import pathlib; f = pathlib.Path('out/ck'); f.parent.mkdir(exist_ok=True); "
+        "f.write_text(f.read_text() + {!r} if f.exists() else {!r})"
+    )
+    (project / "step.py").write_text(f"{text.format('1', '0')}; raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    (project / "gone.txt").unlink()
+    for letter in "ab":  # the second time it was only carried over
+        (project / "step.py").write_text(f"{text.format(letter, '-')}; raise SystemExit(1)\n")
+        assert cli("resume", "last", "--code").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    assert (run_dir / "code/out/ck").read_text() == "0ab"
+    assert not (run_dir / "code/gone.txt").exists() and (run_dir / "code.0001/gone.txt").exists()
+
+
+def parts_of(run: RunDir) -> dict[str, bool]:
+    """Which parts of a run are those of after the change of the next test."""
+    info = run.info()
+    return {
+        "config": load_frozen(run.config_file).cluster.env == {"A": "1"},
+        "script": "export A=1" in run.script.read_text(),
+        "code": (run.code / "step.py").read_text() == "new",
+        "record": "new.py" in run.code_record_file.read_text(),
+        "info": len(info.get("changes", [])) == 1,
+    }
+
+
+def killed_at(count: int, action: Callable[[], object]) -> bool:
+    """Whether a process was killed instead of its n-th rename, replacement or link of a file; else it has done all."""
+    pid = os.fork()
+    if pid == 0:
+        left = count
+
+        def dying(call: Callable[..., object]) -> Callable[..., object]:
+            def instead(*given: object, **more: object) -> object:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+                return call(*given, **more)
+
+            return instead
+
+        for name in ("rename", "replace", "link"):
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def test_a_change_that_is_killed_at_any_moment_is_made_whole_or_not_at_all(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    (project / "step.py").write_text("old")
+    words = ("cluster=local", "job=command", "job.command='python step.py'", "job.snapshot=cwd")
+    before = submitted_run(project, *words)
+    (project / "step.py").write_text("new")
+    (project / "new.py").touch()
+    seen, killed, count = set(), True, 0
+    while killed:
+        run = RunDir(before.path.with_name(f"{before.id}-{count}"))
+        shutil.copytree(before.path, run.path, symlinks=True)
+        killed = killed_at(count, lambda run=run: change(run, ["+cluster.env.A=1"], project, code=True))  # type: ignore[misc]
+        if count % 3 == 0:  # and whoever completes it is killed, too
+            killed_at(count // 3, lambda run=run: finish_change(run))  # type: ignore[misc]
+        finish_change(run)
+        parts = parts_of(run)
+        assert len({*parts.values()}) == 1, (count, parts)
+        seen |= {*parts.values()}
+        if parts["info"]:
+            kept = ("config.0001.yaml", "job.0001.sbatch", "code.0001.json", "code.0001/step.py")
+            assert [(run.path / name).read_bytes() for name in kept] == [
+                (before.path / name.replace(".0001", "")).read_bytes() for name in kept
+            ]
+        assert not (run.path / ".change").exists()
+        count += 1
+    assert seen == {True, False}

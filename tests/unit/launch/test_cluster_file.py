@@ -14,19 +14,12 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.cluster_file.content import WIDTH, ClusterFile
-from slurmtrain.launch.cluster_file.describe import describe
-from slurmtrain.launch.login_node import LoginNode, wanted_modules
-from slurmtrain.launch.queue_check.request import check_request
+from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, LoginNode, describe
+from slurmtrain.launch.queue_check import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
 from tests.support.recorded_slurm import CLUSTERS, facts_of
 
-LOGIN = LoginNode(
-    containers=("apptainer",),
-    modules=True,
-    module_names=("cuda/12.4", "nccl/2.21"),
-    write_mb_per_s=412.3,
-)
+LOGIN = LoginNode(containers=("apptainer",), modules=True, write_mb_per_s=412.3)
 
 
 def described(name: str, login: LoginNode = LOGIN, **options: Any) -> ClusterFile:
@@ -67,7 +60,7 @@ def test_the_file_of_every_recorded_partition_makes_a_config_whose_job_the_clust
         config = compose([f"cluster={file.name}"])
         validate(config)
         assert yaml.safe_load(file.text()) == file.values
-        assert [each for each in check_request(facts, config.cluster, user_id=1000) if each.fatal] == []
+        assert [each for each in check_request(facts, config.cluster) if each.fatal] == []
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -125,7 +118,7 @@ def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None
     denying = tuple(replace(each, allowed_qos=None, denied_qos=("Normal",)) for each in facts.partitions)
     file = describe(replace(facts, partitions=denying), LOGIN, account="physics")
     assert file.values["qos"] == "debug"
-    assert "# the partition does not take normal, your default one (DenyQos)" in file.text()
+    assert "of yours, the partition takes debug, high (AllowQos, DenyQos)" in file.text()
 
 
 def test_accounts_of_a_partition_are_compared_without_case() -> None:
@@ -161,16 +154,10 @@ def test_the_memory_of_a_gpu_is_known_by_its_type_or_a_feature_or_it_is_a_questi
     assert memory_of(gpu_type, *features) == (memory, asked)
 
 
-def test_gpus_without_types_are_told_apart_by_a_feature() -> None:
-    facts = with_gpus(group((("", 4),), 9, features=("a100", "ib")), group((("", 4),), 2, features=("v100", "ib")))
-    assert describe(facts, LOGIN).values["constraint"] == "a100"
-    assert "constraint" not in describe(with_gpus(group((("", 4),), features=("a100",))), LOGIN).values
-
-
 def test_what_is_not_known_is_a_commented_question_and_said() -> None:
     file = described("alpha_22_05")
     text = file.text()
-    assert "# modules: [cuda/12.4]" in text
+    assert "# modules: ..." in text and "`module avail` lists them" in text
     assert any(question.startswith("storage_gb_per_s:") and "412 MB/s" in question for question in file.questions)
     silent = replace(facts_of("alpha_22_05"), associations=None, silent=("sacctmgr show assoc",))
     assert "# account: ..." in describe(silent, LOGIN).text()
@@ -206,8 +193,3 @@ def test_words_of_slurm_cannot_leave_their_comment() -> None:
     file = describe(evil, LOGIN)
     assert yaml.safe_load(file.text()) == file.values
     assert "\x1b" not in file.text()
-
-
-def test_modules_that_a_training_job_may_want_come_first_and_headings_never() -> None:
-    listing = "/opt/modules:\ngcc/12.2\ncuda/11.8\ncuda/12.4(default)\nfoam-cuda/1\npython/3.11/\nvim\n"
-    assert wanted_modules(listing) == ("cuda/11.8", "cuda/12.4", "foam-cuda/1", "python/3.11", "gcc/12.2")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -27,8 +25,6 @@ from slurmtrain.report.prune import plan
 from slurmtrain.report.status.look import state
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import evaluation_jobs
-from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.supervise.finish import finish_attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
@@ -104,9 +100,9 @@ def test_what_was_the_training_s_own_is_not_the_evaluation_s() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["cluster=local", "eval=job"], "cluster.backend=local has no job queue"),
+        (["cluster=local", "eval=job"], "cluster.backend=local has only this machine and no queue"),
         ([*JOB, "checkpoint.keep_best=2"], "checkpoint.keep_best=2 with eval.mode=job"),
-        ([*JOB, "eval.cluster.nodez=2"], "Key 'nodez' not in 'ClusterConfig'"),
+        ([*JOB, "eval.cluster.nodez=2"], "cluster has no field 'nodez'"),
         ([*JOB, "eval.cluster.time_limit_min=1"], "the evaluation job .* is invalid: cluster.signal_lead_s"),
         ([*JOB, "eval.parallel.tp=3"], "parallel.tp=3"),
         (["eval.mode=later"], "eval.mode=later is not known"),
@@ -175,20 +171,6 @@ def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained:
     assert trained.evaluation(10).info()["job_ids"] == ["77"] and slurm.submitted == [""]
 
 
-def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
-    trained: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its GPUs are idle meanwhile."""
-    monkeypatch.setattr(evaluation_jobs, "CLOSE_WAITS_S", 0.1)
-    jobs = EvaluationJobs(trained)
-    hold(trained, 10)
-    process = subprocess.Popen(["sleep", "600"])
-    jobs._submitting = [process]
-    jobs.close(finished=True)
-    assert process.wait(timeout=60) == -signal.SIGTERM
-    assert "for the evaluation of step 10" in capsys.readouterr().err
-
-
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, slurm: FakeSlurm) -> None:
     hold(trained, 10)
     trained.event(Event.CANCEL_ASKED)
@@ -214,15 +196,6 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
     assert held(trained) == []
 
 
-def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
-    for step in (30, 40):
-        commit(trained, step)
-    hold(trained, 20)
-    assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000010"]
-    retention.release(trained.checkpoints, 20, trained.evaluation(20).path.name)
-    assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000020"]
-
-
 # By hand.
 
 
@@ -230,9 +203,9 @@ def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
     ("words", "said"),
     [
         (["optim.lr=1"], "cannot take 'optim.lr=1'"),
-        (["parallel=fsdp"], "cannot take 'parallel=fsdp'"),
-        (["cluster.nodes=1,2"], "cannot take 'cluster.nodes=1,2'"),
-        (["cluster.nodez=1"], "Key 'nodez' not in 'ClusterConfig'"),
+        (["parallel=fsdp"], "parallel=fsdp: only single fields can be set"),
+        (["cluster.nodes=1,2"], "cluster.nodes=1,2: only single fields can be set"),
+        (["cluster.nodez=1"], "cluster has no field 'nodez'"),
         (["--step", "15"], "no checkpoint of step 15"),
     ],
 )

@@ -39,6 +39,7 @@ RANK = ("cluster.python=FOLDER/project/p.sh", "train.global_batch_size=8")
 TRAINS = """echo "start $SLURMTRAIN_ATTEMPT" >>$folder/seen; [ $SLURMTRAIN_ATTEMPT = 1 ] || exit 78
 echo '{"stepping": 2.0}' >"$SLURMTRAIN_RUN_DIR/attempts/0001/attempt.json"
 until [ -e $folder/waits ]; do sleep 0.02; done; exit 1"""
+FORGET = """sed -i 's/"restarts": 1/"restarts": 0/; s/"PENDING"/"RUNNING"/' """
 SECRET = "hf_0123456789"
 NASTY = ["it's", 'say "hi"', "$(touch x)", "`touch x`", "$HOME", "a;b&c|d>e", "\\", "*", "!x", "#c", "é", ""]
 
@@ -650,17 +651,3 @@ def test_a_job_that_starts_again_on_a_node_without_the_run_directory_starts_else
         assert {key: job[key] for key in facts} == {**facts, **({"restarts": 0} if "restarts" in facts else {})}, name
         assert "cannot write to" in done.stdout and "is its file system mounted" in done.stdout
         assert bool([call for call in slurm.calls("scontrol") if "requeue incomplete 101" in call]) == (code == 75)
-
-
-def test_a_rendered_script_may_be_edited_and_handed_to_sbatch(
-    project: Path, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (project / "p.sh").write_text("echo $EDITED >told; exit 0")
-    assert main([*CLUSTER, *PROGRAM, "render", "-o", "job.sbatch"]) == 0
-    script = project / "job.sbatch"
-    script.write_text(script.read_text().replace("\ntrap :", "\nexport EDITED=yes\ntrap :", 1))
-    subprocess.run(["sbatch", "job.sbatch"], check=True)
-    done = slurm.run("101")
-    assert done.returncode == 0 and (project / "told").read_text() == "yes\n", done.stdout
-    assert main(["status", "last"]) == 0
-    assert "finished" in capfd.readouterr().out

@@ -72,6 +72,22 @@ def test_a_rank_that_a_signal_has_ended_is_named_and_not_the_one_that_has_lost_i
     assert said.format(host=socket.gethostname()) in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("says", "tries"),
+    [("prog.py: error: unrecognized arguments: --lr", 2), ("no answer from port $RANDOM$SLURMTRAIN_ATTEMPT", 3)],
+)
+def test_a_program_that_fails_twice_in_the_same_way_within_seconds_is_not_started_a_third_time(
+    cli: Cli, project: Path, says: str, tries: int
+) -> None:
+    (project / "p.sh").write_text(f'echo usage; echo "{says}" >&2; exit 2')
+    words = ("job=command", "job.command='bash p.sh'", "job.snapshot=none", "requeue.restart_delay_s=0")
+    assert cli("+cluster=local", *words, "submit").returncode == 1
+    assert len(list(project.glob("runs/*/*/attempts/*/attempt.json"))) == tries
+    said = cli("status", "last").stdout.splitlines()[1]
+    assert said.startswith(f"  crashed: {says.partition('$')[0]}")
+    assert ("not started a third time" in said) == (tries == 2)
+
+
 def test_a_run_goes_on_although_nobody_reads_what_its_ranks_print(project: Path) -> None:
     """As with `submit | head`. More than a pipe holds, so that rank 0 would wait for ever in its next print."""
     (project / "p.sh").write_text("yes 'step 1  loss 2.5' | head -n 20000; [ $SLURMTRAIN_ATTEMPT = 2 ]")

@@ -13,10 +13,10 @@ import yaml
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import submit_existing_script
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -146,46 +146,31 @@ def test_a_run_that_is_a_link_is_what_it_points_to(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "told", "hint"),
     [
-        (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file text.txt in ", ""),
-        (["data=files", "data.paths=[*.txt]"], "data.paths: no file matches .*/[*].txt", ""),
-        (["model=huggingface", "model.path=qwen"], "model.path: there is no folder qwen in ", ""),
-        (["checkpoint.restore_from=nothing"], "checkpoint.restore_from: there is no checkpoint nothing in ", ""),
-        ([f"checkpoint.restore_from={LAST}", "train.steps=20", "optim.warmup_steps=1"], "is at step 20 already", ""),
-        (["checkpoint.restore_from=r-7"], "/runs/lm/r-7 is not a checkpoint: it is a run", "nor has it any"),
-        (["checkpoint.restore_from=begun"], "is not a checkpoint: it has no manifest", NEWEST),
-        (["checkpoint.restore_from=begun/checkpoints"], "is not a checkpoint: it has no manifest", NEWEST),
-        (["cluster.setup=['source ./env.sh']"], "cluster.setup has 'source ./env.sh': there is no file env.sh in ", ""),
-        (["cluster.venv=env"], "cluster.venv: there is no virtual environment env in ", ""),
-        (["cluster.container={kind: apptainer, image: a.sif}"], "cluster.container.image: there is no image a.sif in ", ""),
-        (["job.runs_dir='a\\b'"], "because of the backslash in its name", ""),
-        (["checkpoint.restore_from=there/x/checkpoints/y"], "no checkpoint .*/there/x/.*: .* has no there", "relative"),
+        (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file .*/text.txt: .* has no text.txt", "relative"),
+        (["data=files", "data.paths=[*.txt]"], "data.paths: there is no file .*/[*].txt: .* has no [*].txt", "relative"),
         (["data=files", "data.paths=[tests/**/*.txt]"], "no file .*: .* has no tests", "did you mean .*/texts"),
-        (["job=prepare", "prepare.inputs=raw.json", "prepare.output=out"], "prepare.inputs: .* raw.json in ", "raw.jsonl"),
-        (["job=prepare", "prepare.inputs=[a/*.gz]", "prepare.output=out"], "prepare.inputs: .*/a/[*].gz: .* has no a", "rel"),
+        (["model=huggingface", "model.path=qwen"], "model.path: there is no folder of weights .*: .* has no qwen", ""),
+        (["model=huggingface", "model.path=old"], "/old: .*/old has no [*].safetensors", "incomplete, or no folder of"),
+        (["model=huggingface", "model.path=torn"], "/torn: .*/torn has no model-2.safetensors", "it is incomplete"),
+        (["checkpoint.restore_from=begun"], "there is no checkpoint .*/begun: .*/begun has no manifest", NEWEST),
+        (["checkpoint.restore_from=begun/checkpoints"], "begun/checkpoints has no manifest", NEWEST),
+        (["checkpoint.restore_from=there/x/checkpoints/y"], "no checkpoint .*/there/x/.*: .* has no there", "relative"),
+        (["cluster.venv=env"], "cluster.venv: there is no virtual environment .*/env: .* has no env", ""),
+        (["cluster.venv=texts"], "no virtual environment .*/texts: .*/texts has no bin", "or no virtual environment"),
+        (["cluster.python=bin/python"], "cluster.python: there is no interpreter .*/bin/python", ""),
+        (["cluster.container={kind: apptainer, image: a.sif}"], "cluster.container.image: there is no image .*/a.sif", ""),
+        (["job=prepare", "prepare.inputs=raw.json", "prepare.output=out"], "prepare.inputs: .* has no raw.json", "raw.jsonl"),
         (
             ["job=prepare", "prepare.inputs=raw.jsonl", "prepare.output=out", "prepare.tokenizer=no/tokenizer.json"],
             "prepare.tokenizer: there is no file .*: .* has no no",
             "relative",
-        ),
-        (
-            ["job=prepare", "prepare.inputs=raw.jsonl", "prepare.output=raw.jsonl/out"],
-            "prepare.output=.*/raw.jsonl/out cannot be written: .*/raw.jsonl is no folder",
-            "that you can write",
-        ),
-        (["cluster.venv=texts"], "cluster.venv: .*/texts is no virtual environment: it has no bin/activate", "python -m venv"),
-        (["model=huggingface", "model.path=empty"], "model.path: .*/empty has no weights: no [*].safetensors\n", "again"),
-        (["model=huggingface", "model.path=old"], "has no weights: no [*].safetensors, only pytorch_model.bin", "again"),
-        (
-            ["model=huggingface", "model.path=torn"],
-            "lacks model-2.safetensors, one of 2 of its 3 files of weights that are not there",
-            "fetch the folder again",
         ),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_before_the_queue_and_what_was_probably_meant(
     words: list[str], told: str, hint: str, project: Path, slurm: FakeSlurm
 ) -> None:
-    for folder in ("texts", "empty", "old", "torn", "begun/checkpoints", "runs/lm/r-7/checkpoints"):
+    for folder in ("texts", "old", "torn", "begun/checkpoints"):
         (project / folder).mkdir(parents=True)
     for name in ("raw.jsonl", "old/pytorch_model.bin", "torn/model-1.safetensors"):
         (project / name).touch()
@@ -207,16 +192,16 @@ def test_a_run_that_has_checkpoints_needs_what_it_began_with_no_more(tmp_path: P
     assert check_named_paths(compose(began), tmp_path, begun=True) == []
     weights = ["cluster=a100x4", "model=huggingface", "model.path=folder"]
     assert check_named_paths(compose(weights), tmp_path, begun=True) == []
-    with pytest.raises(ConfigError, match="has no weights"):  # adapters: every start reads the weights
+    with pytest.raises(ConfigError, match=r"has no [*]\.safetensors"):  # adapters: every start reads the weights
         check_named_paths(compose([*weights, "lora.r=4"]), tmp_path, begun=True)
-    with pytest.raises(ConfigError, match="there is no folder gone"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*/gone"):
         check_named_paths(compose([*weights, "model.path=gone"]), tmp_path, begun=True)
 
 
 def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant(tmp_path: Path) -> None:
-    named = ["data=files", "data.paths=[/only/on/nodes/*.txt]", "cluster.setup=['source /opt/cuda-99/env.sh']"]
+    named = ["data=files", "data.paths=[/only/on/nodes/*.txt]", "cluster.venv=/opt/cuda-99"]
     (warning,) = check_named_paths(compose(["cluster=a100x4", *named]), tmp_path)
-    assert "data.paths (/only/on/nodes/*.txt)" in warning and "'source /opt/cuda-99/env.sh'" in warning
+    assert "data.paths (/only/on/nodes/*.txt)" in warning and "cluster.venv (/opt/cuda-99)" in warning
     assert "cluster.node_paths=[/opt/cuda-99,/only]" in warning
     assert (
         check_named_paths(compose(["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]), tmp_path)
@@ -246,19 +231,9 @@ def test_a_path_of_an_own_class_that_the_snapshot_lacks_is_named(tmp_path: Path)
     source = CodeSource(tmp_path / "cwd", "code", git=True)
     (workdir := tmp_path / "run" / "code").mkdir(parents=True)
     warnings = check_in_snapshot(config, workdir, source, tmp_path / "cwd")
-    assert [warning.partition(" is not in the snapshot")[0] for warning in warnings] == [
+    assert [warning.partition("so `")[2].partition("`")[0] for warning in warnings] == [
         "data.path=corpus",
         "data.sub.files=corpus",
     ]
     (workdir / "corpus").mkdir()
     assert check_in_snapshot(config, workdir, source, tmp_path / "cwd") == []
-
-
-def test_a_person_in_a_folder_of_a_run_is_told_where_he_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run-7" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run-7" / "run.json").write_text("{}")
-    monkeypatch.delenv("SLURMTRAIN_RUN_DIR", raising=False)
-    (warning,) = check_named_paths(compose(["cluster=a100x4"]), tmp_path / "run-7" / "checkpoints")
-    assert "this folder lies in the run run-7" in warning
-    monkeypatch.setenv("SLURMTRAIN_RUN_DIR", str(tmp_path / "run-7"))  # a program of the run submits another job
-    assert check_named_paths(compose(["cluster=a100x4"]), tmp_path / "run-7" / "checkpoints") == []

@@ -191,7 +191,7 @@ def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm)
     evaluation = run.evaluation(7)
     for folder in (evaluation.attempts, evaluation.checkpoints):
         folder.mkdir(parents=True)
-    write_json(evaluation.info_file, {**run.info(), "id": evaluation.id, "job_ids": ["200", "201"]})
+    write_json(evaluation.info_file, {**run.info(), "id": evaluation.id, "job_ids": ["200", "201"], "made_at": None})
     in_queue(slurm, "200 RUNNING x", "201 PENDING x", f"202 PENDING slurmtrain:{evaluation.id}:1")
     assert main(["cancel", run.id]) == 0
     assert cancelled(slurm) == ["200", "201", "202"]
@@ -292,16 +292,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_claims, "POLL_S", 0.02)
 
 
-@pytest.mark.parametrize("age_s", [0.0, 1000.0])
-@pytest.mark.parametrize("torn", [None, "", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])
+@pytest.mark.parametrize("text", [None, "", '{"host": "a', '{"host": 1, "pid": "x", "born": null}'])
 def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon_even_a_torn_one(
-    tmp_path: Path, quick: None, age_s: float, torn: str | None
+    tmp_path: Path, quick: None, text: str | None
 ) -> None:
-    claim = claim_elsewhere(tmp_path, age_s=age_s)
-    if torn is not None:
-        claim.write_text(torn)
-        os.utime(claim, (time.time() - age_s,) * 2)
-    assert is_claimed(tmp_path) == (age_s == 0)
+    claim = claim_elsewhere(tmp_path, age_s=0.0)
+    if text is not None:
+        claim.write_text(text)
+    assert is_claimed(tmp_path)
     with claimed(tmp_path, lambda owner: None) as somebody_before:
         assert somebody_before
 

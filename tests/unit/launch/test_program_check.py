@@ -9,12 +9,10 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
+from slurmtrain.config.launched_program import paths_in, script_and_module
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.config.program_words import module_of, paths_in, script_of
-from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.memory_check import host_memory
-from slurmtrain.launch.program_check import check_program, imports_of
 from slurmtrain.planner.fit import GIB, check_host_memory
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
@@ -33,8 +31,8 @@ from tests.unit.launch.test_snapshot import git
         ("./run.sh", "./run.sh", None),
         ("python -m my.train --data -m", None, "my.train"),
         ("/env/bin/python3.11 -u -X faulthandler -m my.train", None, "my.train"),
-        ("python -um my.train", None, "my.train"),
-        ("python -mmy.train", None, "my.train"),
+        ("python -um my.train", None, None),
+        ("bash -euo pipefail run.sh", "run.sh", None),
         ("python -Ximporttime -m my.train", None, "my.train"),
         ("torchrun --nproc-per-node 2 -m my.train --config a.py", None, "my.train"),
         ("python -c 'print(1)' -m x", None, None),
@@ -47,7 +45,7 @@ from tests.unit.launch.test_snapshot import git
     ],
 )
 def test_the_script_or_the_module_that_a_command_runs(command: str, script: str | None, module: str | None) -> None:
-    assert (script_of(command), module_of(command)) == (script, module)
+    assert script_and_module(command) == (script, module)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +91,9 @@ def ignoring(project: Path) -> Path:
         ("python -m package.hidden", "the module package.hidden is not in the snapshot that the job would run"),
         ("python -m package.gone", "there is no module package.gone in "),
         ("python gone.py", "there is no gone.py in "),
-        ("./seen.sh", "bash ./seen.sh"),  # it is not executable
-        (f"{sys.executable} -m not_installed_at_all.train", "needs not_installed_at_all, which "),
+        ("./seen.sh", "submit -- bash ./seen.sh"),  # it is not executable
+        ("seen.py", "hint: submit -- python seen.py"),
+        ("gone/python seen.py", "there is no python in "),
     ],
 )
 def test_a_program_that_would_not_be_there_is_said_before_the_queue(
@@ -136,34 +135,6 @@ def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
     assert "snapshot" not in capsys.readouterr().err
 
 
-def command(words: str, *more: str) -> Config:
-    return compose(["cluster=local", "job=command", f"job.command='{words}'", *more])
-
-
-def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_before_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "train.py"
-    (tmp_path / "helpers.py").touch()
-    script.write_text("import os, torch, helpers\nfrom not_installed_at_all.deep import x\n")
-    with pytest.raises(ConfigError, match=r"train\.py imports not_installed_at_all, which .* does not find"):
-        check_program(command(f"{sys.executable} train.py"), tmp_path)
-    # Set-up lines, modules and containers may bring it.
-    check_program(command(f"{sys.executable} train.py", "cluster.modules=[torch]"), tmp_path)
-    script.write_text("import os\ntry:\n    import not_installed_at_all\nexcept ImportError:\n    pass\n")
-    check_program(command(f"{sys.executable} train.py"), tmp_path)
-    script.write_text("import sys\nsys.path.append('x')\nimport not_installed_at_all\n")
-    assert not list(imports_of(script))
-    # As `PYTHONPATH=src python train.py` finds it: the job gets the variable, too.
-    (tmp_path / "src" / "not_installed_at_all").mkdir(parents=True)
-    script.write_text("import not_installed_at_all\n")
-    with monkeypatch.context() as shell:
-        shell.setenv("PYTHONPATH", "src")
-        check_program(command(f"{sys.executable} train.py"), tmp_path)
-    script.write_text("import (\n")  # it says so itself
-    assert not list(imports_of(script))
-
-
 def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli, project: Path) -> None:
     (project / "loop.py").write_text(
         "import slurmtrain\nslurmtrain.init()\nif True:\n    import not_installed_at_all\n"
@@ -171,7 +142,7 @@ def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli
     job = ("+cluster=local", "job=command", f"job.command={sys.executable} loop.py", "job.snapshot=none")
     answer = cli(*job, "submit")
     assert answer.returncode == EXIT_CONFIG, answer.stdout
-    assert answer.stdout.count("No module named 'not_installed_at_all'") == 2  # the traceback, and why it ended
+    assert "No module named 'not_installed_at_all'" in answer.stdout
     assert "KEY=VALUE after it changes its config" in answer.stdout
     assert exit_code_of(ModuleNotFoundError("x")) == EXIT_CONFIG and exit_code_of(ImportError("x")) == 1
 
@@ -208,39 +179,3 @@ def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
     assert host_memory(info, limit) == 1 << 20
     limit.write_text("4096\n")
     assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None
-
-
-LOGGER = """
-class Mine:
-    def __init__(self, url, every=1):
-        self.url = url
-    class Inner:
-        pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("logger", "wrong"),
-    [
-        ("{_target_: mine.Mine, url: x, every: 3}", None),
-        ("{_target_: mine.Mine.Inner}", None),
-        ("{_target_: mine.driver.Mine}", None),  # the nodes may have it
-        ("{_target_: mine.breaks.Mine}", None),
-        ("{_target_: mine.Yours, url: x}", "mine has no Yours"),
-        ("{_target_: mine.other.Mine}", "mine has no other.Mine"),
-        ("{_target_: yours.Mine}", "there is no module yours"),
-        ("{_target_: mine.Mine}", "missing a required argument: 'url'"),
-        ("{_target_: mine.Mine, url: x, evry: 3}", "unexpected keyword argument 'evry'"),
-        ("{_target_: mine}", "no name of a class"),
-    ],
-)
-def test_a_logger_of_ones_own_that_cannot_be_built_is_refused_before_the_queue(
-    logger: str, wrong: str | None, project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "mine").mkdir()
-    (project / "mine" / "__init__.py").write_text(LOGGER)
-    (project / "mine" / "driver.py").write_text("import a_driver_that_only_nodes_have\n")
-    (project / "mine" / "breaks.py").write_text("raise OSError('no GPU')\n")
-    code = main(["+cluster=a100x4", f"+observe.loggers.own={logger}", "submit"])
-    assert (code, len(slurm.jobs)) == ((0, 1) if wrong is None else (EXIT_CONFIG, 0))
-    assert wrong is None or ("observe.loggers.own._target_=" in (said := capsys.readouterr().err) and wrong in said)

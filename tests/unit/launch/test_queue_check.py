@@ -1,12 +1,14 @@
-"""What submit says before it queues a job that a cluster would refuse, or would let wait for ever without a word.
+"""What submit says before it queues a job that would never start, or could not save in time.
 
 The clusters answer as recorded ones did.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,15 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.launch.queue_check.request import check_request
+from slurmtrain.launch.queue_check import check_request, hint_of_facts
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import Limits
 from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
+from tests.support.runs import add_attempt, submitted_run
 
-PARTITIONS = "scontrol --all --oneliner show partition"
-CONFIG = "scontrol show config"
 # What a node of the default partition has: 64 CPUs, 4 GPUs.
 JOB = {
     "tasks_per_node": "4",
@@ -54,85 +56,33 @@ def of_gpu(what: str) -> dict[str, str]:
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
     "no such partition": ({"partition": "gpus"}, {}, "cluster.partition=gpus.*hint: .*gpu"),
-    "no default partition": ({}, {"Default=YES": "Default=NO"}, "no default partition"),
-    "none of several": ({"partition": "'mig,cpu'"}, {}, "cluster.gpus_per_node"),
-    "inactive": ({"partition": "closed"}, {}, "starts no jobs at present .State=INACTIVE"),
-    "drained": ({}, of_gpu("State=UP State=DRAIN"), "State=DRAIN"),
-    "its alternate has no such GPUs": (
-        {},
-        of_gpu("State=UP State=INACTIVE")
-        | {"(PartitionName=gpu .*?)Alternate=[^ ]*": ""}
-        | of_gpu("LLN=NO Alternate=mig"),
-        "cluster.gpus_per_node",
-    ),
-    "its alternate is itself": (
-        {},
-        of_gpu("State=UP State=INACTIVE") | of_gpu("LLN=NO Alternate=gpu"),
-        "partition gpu starts no jobs",
-    ),
     "too long": (
         {"time_limit_min": "2881"},
         {},
         "cluster.time_limit_min=2881.*hint: .*cluster.time_limit_min=2880",
     ),
+    "none of several": ({"partition": "'debug,gpu'", "time_limit_min": "2881"}, {}, "cluster.time_limit_min=2881"),
     "too many nodes for the partition": ({**SMALL, "nodes": "2"}, {}, "MaxNodes"),
     "too few nodes for the partition": ({**ON_CPUS, "nodes": "1"}, {}, "MinNodes"),
-    "too many nodes for the cluster": (
-        {"nodes": "4", "spare_nodes": "1"},
-        {},
-        "only 4 nodes of partition gpu have a100:4 on a node",
-    ),
-    "other GPUs": ({"gpu_type": "h100"}, {}, "no node of partition gpu has h100:4"),
-    "more GPUs": ({"gpus_per_node": "5", "tasks_per_node": "5", "cpus_per_task": "1"}, {}, "a100:5"),
-    "more CPUs": ({"cpus_per_task": "17"}, {}, "68 CPUs on a node"),
-    "more memory": ({"mem_per_node_gb": "512"}, {}, "512 GB of memory"),
-    "more memory for each GPU": ({"mem_per_node_gb": "null", "mem_per_gpu_gb": "200"}, {}, "800 GB of memory"),
-    "another feature": ({"constraint": "h100"}, {}, "the feature 'h100'"),
-    # v100 are in nodes of 257,000 MB, the others have a100.
-    "not together": (
-        {"gpu_type": "v100", "cpus_per_task": "1", "mem_per_node_gb": "400"},
-        {},
-        "v100:4.*400 GB.*hint: .*2 x 40 CPUs, 250 GB, gpu:v100:8",
-    ),
-    "more CPUs than the partition gives": ({**SMALL, "cpus_per_task": "5"}, {}, "20 CPUs"),
     # sbatch takes it, and it waits: MaxMemPerLimit.
     "more memory than the partition gives": (
         {**SMALL, "mem_per_node_gb": "0"},
         {},
         "all memory of a node, 128000 MB, and partition debug gives it 64000.*hint: set at most cluster.mem_per_node_gb=62",
     ),
-    "needs a reservation": ({}, of_gpu("ReqResv=NO ReqResv=YES"), "reservation"),
-    "segments of a new SLURM": ({"nodes": "1", "segment": "1"}, {"24.11.7": "22.05.8"}, "SLURM 22.05 has no segments"),
 }
 ACCEPTED: dict[str, tuple[dict[str, str], dict[str, str], str | None]] = {
     "suits": ({}, {}, None),
-    "suits on CPUs": ({**ON_CPUS, "nodes": "2"}, {}, None),
     "suits exactly": ({"time_limit_min": "2880", "nodes": "4"}, {}, None),
-    "type in other letters": ({"gpu_type": "A100", "nodes": "2-4"}, {}, None),
-    "one of several partitions": ({"partition": "'mig,gpu'"}, {}, None),
+    "one of several partitions": ({"partition": "'debug,gpu'", "time_limit_min": "2880"}, {}, None),
     "small": (SMALL, {}, None),
     "down": ({}, of_gpu("State=UP State=DOWN"), "State=DOWN"),
-    "an alternate takes it": (
-        {},
-        of_gpu("State=UP State=DRAIN") | of_gpu("LLN=NO Alternate=urgent"),
-        "SLURM puts them into urgent .Alternate.",
+    "a plugin may change it": (
+        {"time_limit_min": "2881"},
+        {"(JobSubmitPlugins +=) .*": r"\1 lua"},
+        "time_limit_min=2881",
     ),
-    "may still join": ({"nodes": "50"}, {"(SlurmctldParameters +=) .*": r"\1 cloud_dns"}, "the job needs 50"),
-    "powered down": ({"nodes": "50"}, {"(SuspendProgram +=) .*": r"\1 /usr/sbin/off"}, "the job needs 50"),
-    "a plugin may change it": ({"gpu_type": "h100"}, {"(JobSubmitPlugins +=) .*": r"\1 lua"}, "h100:4"),
     "partition of a reservation": ({"reservation": "course", "nodes": "99"}, {"Default=YES": "Default=NO"}, None),
-    "shared CPUs": ({"cpus_per_task": "20", "+sbatch.overcommit": "true"}, {}, None),
-    "switches of a flat network": (
-        {"switches": "1"},
-        {"(TopologyPlugin +=) .*": r"\1 topology/flat"},
-        "switches=1 does nothing here",
-    ),
-    "segments of a tree": (
-        {"segment": "1"},
-        {"(TopologyPlugin +=) .*": r"\1 topology/tree"},
-        "is for topology/block, and this cluster has topology/tree",
-    ),
-    "segments of blocks": ({"segment": "1"}, {"(TopologyPlugin +=) .*": r"\1 topology/block"}, None),
 }
 
 
@@ -182,71 +132,126 @@ def test_what_every_cluster_has_a_small_job_may_have(name: str) -> None:
 def test_what_the_shell_says_counts_where_the_config_says_nothing(
     project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SBATCH_PARTITION", "closed")
+    monkeypatch.setenv("SBATCH_PARTITION", "debug")
     assert submitted(slurm, {}, {}) == 78
-    assert "State=INACTIVE" in capsys.readouterr().err
+    assert "partition debug" in capsys.readouterr().err
     assert submitted(slurm, {"partition": "gpu"}, {}) == 0
-    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
-    for value, code in (("", 0), ("1", 0), ("no", 78)):
-        monkeypatch.setenv("SBATCH_OVERCOMMIT", value)
-        assert submitted(slurm, {"cpus_per_task": "20"}, {}) == code
 
 
-# Limits of accounts and QOS: SLURM takes a job above them, which then waits for ever.
-
-ALPHA = facts_of("alpha_22_05")
-ROOM: dict[str, Any] = {"tasks_per_node": 4, "cpus_per_task": 15, "gpus_per_node": 4, "gpu_type": "a100"}
+def test_what_slurm_refuses_is_said_in_its_words_with_what_the_cluster_has(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "Requested node configuration is not available"
+    slurm.fail("sbatch --test-only", f"allocation failure: {words}")
+    slurm.answer("sinfo --noheader --all --format=%a %T", "up mixed\n")
+    assert submitted(slurm, {}, {}) == 1
+    error = capsys.readouterr().err
+    assert f"sbatch refused the job: {words}\n" in error and "hint: the nodes of partition gpu are: " in error, error
+    assert slurm.jobs == [] and not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("fields", "limits", "words", "hint"),
+    ("fields", "said", "hint"),
     [
-        ({"account": "chemistry"}, {}, "cluster.account=chemistry", "physics"),
-        ({"qos": "hihg"}, {}, "no such QOS", "high"),
-        ({"qos": "secret"}, {}, "may not use it", ""),
-        (
-            {"account": "physics", "qos": "high", "nodes": 3, "time_limit_min": 240},
-            {},
-            "QOS high gives a job 8",
-            "nodes=2",
-        ),
-        (
-            {"account": "physics", "nodes": 4},
-            {},
-            "account physics (all of its jobs together) gives a job 12",
-            "nodes=3",
-        ),
-        ({"time_limit_min": 1441}, {}, "account biology gives a job, 1440", "time_limit_min=1440"),
-        (
-            {"account": "physics", "mem_per_node_gb": 100},
-            {"tres": {"mem": 65536}},
-            "102400 MB of memory, and QOS normal gives a job 65536",
-            "mem_per_node_gb=64",
-        ),
-        (
-            {"account": "physics", "nodes": 2, "time_limit_min": 61},
-            {"tres_min": {"gres/gpu": 480}},
-            "8 GPUs for 61 min, and QOS normal gives a job 480 of them x minutes",
-            "time_limit_min=60",
-        ),
-        (
-            {"account": "physics"},
-            {"counts": {"submitted jobs of a user": 0}},
-            "QOS normal lets no job through: it allows 0 submitted jobs of a user",
-            "",
-        ),
+        ({"partition": "gpu"}, "More processors requested than permitted", "nodes of partition gpu are: .*gpu:a100:4"),
+        ({"account": "me"}, "Invalid account or account/partition combination", "your accounts are: .*biology"),
+        ({"qos": "hihg"}, "Invalid qos specification", "did you mean high"),
+        ({}, "Invalid feature specification", None),
     ],
 )
-def test_a_limit_of_an_account_or_a_qos_that_no_such_job_passes_is_said(
-    fields: dict[str, Any], limits: dict[str, Any], words: str, hint: str
+def test_the_facts_of_the_cluster_say_what_to_write_instead(
+    fields: dict[str, Any], said: str, hint: str | None
 ) -> None:
-    own = Limits(**limits)
-    qos = tuple(replace(each, limits=own) if limits and each.name == "normal" else each for each in ALPHA.qos or ())
-    facts = replace(ALPHA, qos=qos)
-    (found,) = check_request(facts, ClusterConfig(**{**ROOM, "mem_per_node_gb": 0, **fields}), user_id=1000)
-    assert found.fatal and words in found.message and hint in found.hint
-    kept_on_record = replace(facts, config={**facts.config, "AccountingStorageEnforce": "none"})
-    assert check_request(kept_on_record, ClusterConfig(**{**ROOM, "mem_per_node_gb": 0, **fields}), user_id=1000) == []
+    found = hint_of_facts(said, facts_of("alpha_22_05"), ClusterConfig(**fields))
+    assert found is None if hint is None else re.search(hint, found or ""), found
+
+
+def test_a_job_above_a_limit_of_accounting_is_queued_with_a_warning(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    slurm.fail("sbatch --test-only", f"sbatch: error: QOSMaxGRESPerJob\nallocation failure: {words}")
+    assert submitted(slurm, {}, {}) == 0
+    assert "SLURM would queue this job, but not start it now: QOSMaxGRESPerJob" in capsys.readouterr().err
+    assert len(slurm.jobs) == 1
+
+
+def test_a_time_limit_above_that_of_an_account_or_a_qos_is_refused() -> None:
+    facts = facts_of("alpha_22_05")
+    (found,) = check_request(facts, ClusterConfig(time_limit_min=1441))
+    assert found.fatal and "account biology allows, 1440" in found.message and "time_limit_min=1440" in found.hint
+    assert check_request(facts, ClusterConfig(time_limit_min=1440)) == []
+
+
+# What earlier runs of the same experiment have measured.
+
+
+def trained(
+    project: Path, *, step_s: float, save_s: float, start_s: float = 5.0, ranks: int = 8, words: tuple[str, ...] = ()
+) -> RunDir:
+    """A run of the same experiment that has ended."""
+    run_dir = submitted_run(project, "cluster=a100x4", "cluster.nodes=2", *words)
+    times = {"started": 1.0, "stepping": 2.0, "start_up_s": {"imports": start_s}}
+    add_attempt(run_dir, world_size=ranks, verdict="done", **times)
+    records = [{"step": step, "loss": 1.0, "step_time_s": step_s} for step in range(1, 6)]
+    lines = [*records, {"step": 5, "valid_loss": 1.0}]
+    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "los')
+    for seconds in (save_s / 2, save_s, save_s / 3):
+        run_dir.event(Event.CHECKPOINT, step=5, seconds=seconds, stall_s=0.1)
+    return run_dir
+
+
+slow = functools.partial(trained, step_s=12.0, save_s=41.0, start_s=60.0)
+SHORT = "cluster.signal_lead_s=30 is shorter than one step (12 s) plus a save (41 s), as measured in run"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "said"),
+    [
+        ("signal_lead_s=30", 78, SHORT),
+        ("signal_lead_s=30", 78, "set at least cluster.signal_lead_s=70"),
+        ("signal_lead_s=53", 0, ""),
+        ("signal_lead_s=0", 0, ""),
+        ("signal_lead_s=120 cluster.time_limit_min=4", 78, "set at least cluster.time_limit_min=5"),
+        ("signal_lead_s=120 cluster.time_limit_min=5", 0, ""),
+    ],
+)
+def test_a_plan_without_time_to_save_is_refused_with_one_that_works(
+    fields: str, code: int, said: str, project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow(project)
+    words = [f"cluster.{fields.split()[0]}", *fields.split()[1:]]
+    assert main(["+cluster=a100x4", "cluster.nodes=2", *words, "submit"]) == code
+    assert said in capsys.readouterr().err
+    assert len(slurm.jobs) == (code == 0) and len(list(project.glob("runs/train/*"))) == 1 + (code == 0)
+
+
+@pytest.mark.parametrize("other", ["another experiment", "other ranks", "no save", "never trained", "no run.json"])
+def test_other_runs_tell_nothing(project: Path, slurm: FakeSlurm, other: str) -> None:
+    steps = ("train.steps=7",) if other == "another experiment" else ()
+    run = slow(project, ranks=4 if other == "other ranks" else 8, words=steps)
+    if other == "no save":
+        run.events_file.unlink()
+    elif other == "never trained":
+        (run.attempt(1).path / "attempt.json").unlink()
+    elif other == "no run.json":
+        run.info_file.unlink()
+    assert main(["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=30", "submit"]) == 0
+
+
+def test_the_newest_run_of_the_same_experiment_counts_also_under_another_name(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [trained(project, step_s=step_s, save_s=10 * step_s) for step_s in (90.0, 3.0)]
+    with runs[-1].metrics_file.open("ab") as file:
+        file.truncate(1 << 40)  # a hole: nobody could read all of it
+        file.seek(0, os.SEEK_END)
+        file.writelines(b'\n{"step": %d, "step_time_s": 4.0}' % step for step in range(1000))
+        file.write(b"\n")
+    words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=10", "job.name=other", "job.singleton=true"]
+    assert main([*words, "submit"]) == 78
+    said = capsys.readouterr().err
+    assert f"one step (4 s) plus a save (30 s), as measured in run {runs[-1].id}" in said, said
 
 
 @pytest.mark.parametrize(

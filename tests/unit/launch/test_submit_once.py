@@ -12,9 +12,8 @@ from slurmtrain.launch.submit_once import (
     Patience,
     RefusedError,
     SubmitLimitError,
-    TransientError,
-    UnknownRefusalError,
-    refusal,
+    UnclearError,
+    error_of,
     submit_exactly_once,
 )
 from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
@@ -94,30 +93,26 @@ def test_a_refusal_is_said_in_slurms_words_and_leaves_nothing(
     assert asked(slurm).count("sbatch") == 1 and not (project / "runs").exists()
 
 
-# What slurm_errno.c and sbatch.c have to say.
-MEANING = {
-    # The job may be there.
-    FAILED + "Unable to contact slurm controller (receive failure)": TransientError,
-    FAILED + "Unable to contact slurm controller (send failure)": TransientError,
-    FAILED + "Message receive failure": TransientError,
-    FAILED + "Unspecified error": TransientError,
-    FAILED + "Zero Bytes were transmitted or received": TransientError,
-    FAILED + "Protocol authentication error": TransientError,
-    FAILED + "Socket timed out on send/recv operation": TransientError,
+# What slurm_errno.c and sbatch.c have to say: the job may be there, is not there yet, or was refused.
+MAY_BE_THERE, LATER, UNKNOWN = (True, True), (False, True), (True, False)
+MEANING: dict[str, type[Exception] | tuple[bool, bool]] = {
+    FAILED + "Unable to contact slurm controller (receive failure)": MAY_BE_THERE,
+    FAILED + "Message receive failure": MAY_BE_THERE,
+    FAILED + "Unspecified error": MAY_BE_THERE,
+    FAILED + "Zero Bytes were transmitted or received": MAY_BE_THERE,
+    FAILED + "Protocol authentication error": MAY_BE_THERE,
+    FAILED + "Socket timed out on send/recv operation": MAY_BE_THERE,
     "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying.\n"
     + FAILED
-    + "Message receive failure": TransientError,
-    FAILED + "Words of a version that nobody has seen": UnknownRefusalError,
-    "the site's own front for sbatch has something to say": UnknownRefusalError,
-    "": UnknownRefusalError,
-    # It is certainly not there, and may be taken later.
-    FAILED + "Rate limit exceeded, please retry momentarily": None,
-    FAILED + "Rate limit exceeded, please retry later": None,
-    FAILED + "Slurm backup controller in standby mode": None,
-    FAILED + "Unable to contact slurm controller (connect failure)": None,
-    # It will never be taken.
+    + "Message receive failure": MAY_BE_THERE,
+    FAILED + "Rate limit exceeded, please retry momentarily": LATER,
+    FAILED + "Slurm backup controller in standby mode": LATER,
+    FAILED + "Unable to contact slurm controller (connect failure)": LATER,
+    FAILED + "Words of a version that nobody has seen": UNKNOWN,
+    FAILED + "More processors requested than permitted": UNKNOWN,
+    "the site's own front for sbatch has something to say": UNKNOWN,
+    "": UNKNOWN,
     FAILED + "Invalid account or account/partition combination specified": RefusedError,
-    FAILED + "More processors requested than permitted": RefusedError,
     "sbatch: error: Memory specification can not be satisfied\n"
     + FAILED
     + "Requested node configuration is not available": RefusedError,
@@ -132,16 +127,17 @@ MEANING = {
 
 @pytest.mark.parametrize("words", MEANING)
 def test_what_the_words_of_sbatch_mean(words: str) -> None:
-    found, meaning = refusal(words, 1, 90), MEANING[words]
-    assert type(found) is (meaning or TransientError)
-    if isinstance(found, TransientError):
-        assert found.may_be_there == (meaning is not None)
+    found, meaning = error_of(words, 1), MEANING[words]
+    if isinstance(meaning, tuple):
+        assert isinstance(found, UnclearError) and (found.may_be_there, found.again) == meaning
+    else:
+        assert type(found) is meaning
 
 
 @pytest.mark.parametrize("code", [124, 137, -9])
 def test_an_sbatch_that_was_killed_may_have_worked(code: int) -> None:
-    found = refusal("", code, 90)
-    assert isinstance(found, TransientError) and found.may_be_there
+    found = error_of("", code)
+    assert isinstance(found, UnclearError) and found.may_be_there and found.again
 
 
 NO_NODES = "Requested node configuration is not available"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.config.families import with_sizes
+from slurmtrain.config.known_models import with_sizes
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.hf_export import export_hf
 from slurmtrain.models.pretrained import load_pretrained

@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
-from slurmtrain.config.families import decoder_fields, with_sizes
+from slurmtrain.config.known_models import decoder_fields, with_sizes
 from slurmtrain.data.format.manifest import TokenizerFacts
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import CheckpointError, ConfigError, UsageError

@@ -302,7 +302,7 @@ def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
         ("+observe.loggers.wandb={_target_:x.Y}", "not a valid name of a logger"),
         ("observe.wandb.project=me/lm", "observe.wandb.entity"),
         ("observe.textfile_dir=prom", "not an absolute path"),
-        ("observe.mlflow.experiment=''", "is no name"),
+        ("observe.mlflow.experiment=''", "is not a name of an experiment"),
         ("job=command job.command=true +observe.loggers.mine={_target_:my.Logger}", "only with the built-in trainer"),
     ],
 )

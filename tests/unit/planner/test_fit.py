@@ -70,8 +70,6 @@ def test_adapters_are_refused_only_if_the_frozen_weights_do_not_fit() -> None:
     [
         ["cluster.gpu_memory_gb=null"],
         ["model._target_=my.Model"],
-        ["model.n_heads=0"],
-        ["model.n_kv_heads=some"],
         ["~model.vocab_size"],
         ["job=command", "job.command=true"],
     ],

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from slurmtrain.config.compose import compose
+from slurmtrain.config.folders import PACKAGE
 from slurmtrain.data.loading.batches import WholeBatch
 from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.row_counts import RowCounts, row_counts
@@ -25,7 +26,6 @@ from slurmtrain.models.decoder import Block
 from slurmtrain.models.flops import flops_of, transformers_flops
 from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
 from slurmtrain.planner.shape import DecoderShape
-from slurmtrain.resources import PACKAGE
 
 LENGTH, ROWS = 48, 2
 PRESETS = sorted(

@@ -33,15 +33,8 @@ class SweepFiles:
     def __init__(self, path: Path):
         self.path, self.count = path, 0
         (path / "arrays").mkdir(parents=True)
-        info: dict[str, object] = {
-            "created": T0,
-            "slurm_conf": None,
-            "pack": 1,
-            "backend": "slurm",
-            "overrides": [],
-            "token": "t",
-        }
-        (path / "sweep.json").write_text(json.dumps(info))
+        submitted: dict[str, object] = {"created": T0, "slurm_conf": None, "pack": 1, "backend": "slurm"}
+        (path / "sweep.json").write_text(json.dumps({**submitted, "overrides": [], "token": "t"}))
 
     def point(self, varied: dict[str, str], *records: dict[str, Any], left: str = "all", **best: str) -> str:
         """The id of the run of a new point.
@@ -103,35 +96,29 @@ def test_there_is_a_row_for_every_point_with_its_last_and_best_values_also_for_o
     ]
 
 
-@pytest.mark.parametrize(
-    ("records", "row"),
-    [
-        (
-            [
-                {"step": 1, "valid_loss": 4.0, "note": "text"},
-                {"step": 2, "loss": 3.0, "ok": True},
-                {"step": 3, "loss": None},
-            ],
-            {"step": 2, "best_valid_loss": 4.0, "valid_loss": 4.0, "loss": 3.0},
-        ),
-        # What a resumed run has logged again counts once, and its old future is no best.
-        (
-            [
-                {"step": step, "valid_loss": loss}
-                for step, loss in ((10, 5.0), (20, 4.0), (30, 0.5), (40, 0.4), (30, 3.0), (40, 2.0))
-            ],
-            {"step": 40, "best_valid_loss": 2.0, "valid_loss": 2.0},
-        ),
-        ([{"step": 30, "loss": 1.0}, {"step": 20, "loss": 2.0}], {"step": 20, "best_loss": 2.0, "loss": 2.0}),
-        # Neither nan nor infinity is the best.
-        (
-            [{"step": 1, "loss": math.nan}, {"step": 2, "loss": -math.inf}, {"step": 3, "loss": 2.0}],
-            {"step": 3, "best_loss": 2.0, "loss": 2.0},
-        ),
-        ([{"step": 1, "loss": math.nan}], {"step": 1, "best_loss": None, "loss": "NaN"}),
-        ([{"step": 1, "speed": 1.0}], {"step": 1, "speed": 1.0}),  # nothing to compare by
-    ],
-)
+AGAIN = ((10, 5.0), (20, 4.0), (30, 0.5), (40, 0.4), (30, 3.0), (40, 2.0))
+LOGGED: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    (
+        [{"step": 1, "valid_loss": 4.0, "note": "text"}, {"step": 2, "loss": 3.0, "ok": True}, {"step": 3, "loss": None}],
+        {"step": 2, "best_valid_loss": 4.0, "valid_loss": 4.0, "loss": 3.0},
+    ),
+    # What a resumed run has logged again counts once, and its old future is no best.
+    (
+        [{"step": step, "valid_loss": loss} for step, loss in AGAIN],
+        {"step": 40, "best_valid_loss": 2.0, "valid_loss": 2.0},
+    ),
+    ([{"step": 30, "loss": 1.0}, {"step": 20, "loss": 2.0}], {"step": 20, "best_loss": 2.0, "loss": 2.0}),
+    # Neither nan nor infinity is the best.
+    (
+        [{"step": 1, "loss": math.nan}, {"step": 2, "loss": -math.inf}, {"step": 3, "loss": 2.0}],
+        {"step": 3, "best_loss": 2.0, "loss": 2.0},
+    ),
+    ([{"step": 1, "loss": math.nan}], {"step": 1, "best_loss": None, "loss": "NaN"}),
+    ([{"step": 1, "speed": 1.0}], {"step": 1, "speed": 1.0}),  # nothing to compare by
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "row"), LOGGED)
 def test_each_metric_has_its_last_value_and_the_best_of_what_counts(
     records: list[dict[str, Any]], row: dict[str, Any], sweep: SweepFiles
 ) -> None:
@@ -140,36 +127,38 @@ def test_each_metric_has_its_last_value_and_the_best_of_what_counts(
     assert {name: value for name, value in found.items() if name not in FIRST_COLUMNS} == row
 
 
-def test_a_torn_line_of_a_killed_run_is_left_out(sweep: SweepFiles) -> None:
-    run_id = sweep.point({}, {"step": 1, "loss": 3.0})
-    with (sweep.path / run_id / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo{"step": 3, "loss": 1.0}\n[1]\n{"step": 4, "loss": 2.0}\n{"step": 5, "loss": 0.')
-    (row,) = sweep.rows()
-    assert (row["step"], row["best_loss"]) == (4, 2.0)
+ACC = {"acc": [0.9, 0.5], "loss": [1.0, 2.0], "train_loss": [1.0, 1.0]}
+CHOSEN: list[
+    tuple[bool, str, str]
+] = [  # whether the config says that high acc is good; options; the column, or the error
+    (True, "", "best_acc 0.9"),
+    (True, "--metric acc", "best_acc 0.9"),  # the config knows what is good
+    (True, "--metric acc --mode min", "best_acc 0.5"),
+    (True, "--metric loss", "best_loss 1.0"),
+    (True, "--metric lossy", "no run has logged the metric 'lossy'"),
+    (False, "--metric acc", "whether high or low acc is better"),
+    (False, "--metric acc --mode max", "best_acc 0.9"),
+    (False, "--metric train_loss", "best_train_loss 1.0"),
+]
 
 
+@pytest.mark.parametrize(("knows", "words", "found"), CHOSEN)
 def test_points_are_compared_by_the_metric_of_the_config_or_by_one_that_is_named(
-    sweep: SweepFiles, capsys: Out
+    knows: bool, words: str, found: str, sweep: SweepFiles, capsys: Out
 ) -> None:
     sweep.point({}, left="nothing")
-    logged = ({"step": 1, "acc": 0.9, "loss": 1.0}, {"step": 2, "acc": 0.5, "loss": 2.0})
-    sweep.point({}, *logged, best_metric="acc", best_mode="max")
-    assert sweep.rows()[1]["best_acc"] == 0.9
-    # Also when it is asked for by name; the config knows what is good.
-    assert sweep.rows("--metric", "acc")[1]["best_acc"] == 0.9
-    assert sweep.rows("--metric", "acc", "--mode", "min")[1]["best_acc"] == 0.5
-    assert sweep.rows("--metric", "loss")[1]["best_loss"] == 1.0
-    told = sweep.refused(capsys, "--metric", "lossy")
-    assert "no run has logged the metric 'lossy'" in told and "did you mean loss?" in told
+    logged = [{"step": step + 1, **{name: values[step] for name, values in ACC.items()}} for step in (0, 1)]
+    sweep.point({}, *logged, **({"best_metric": "acc", "best_mode": "max"} if knows else {}))
+    if found.startswith("best_"):
+        column, value = found.split()
+        assert sweep.rows(*words.split())[1][column] == float(value)
+    else:
+        assert found in sweep.refused(capsys, *words.split())
 
 
-def test_whether_high_or_low_is_good_is_not_guessed_and_a_metric_may_still_come(sweep: SweepFiles, capsys: Out) -> None:
+def test_a_metric_may_still_come(sweep: SweepFiles) -> None:
     sweep.point({})
     assert list(sweep.rows("--metric", "vaild_loss")[0])[-2:] == ["best_vaild_loss", "vaild_loss"]
-    sweep.point({}, {"step": 1, "accuracy": 1.0, "train_loss": 1.0})
-    assert "whether high or low accuracy is better" in sweep.refused(capsys, "--metric", "accuracy")
-    assert sweep.rows("--metric", "accuracy", "--mode", "max")[1]["best_accuracy"] == 1.0
-    assert sweep.rows("--metric", "train_loss")[1]["best_train_loss"] == 1.0
 
 
 def test_a_metric_called_like_another_column_keeps_one_of_its_own(sweep: SweepFiles) -> None:
@@ -191,38 +180,30 @@ def odd(sweep: SweepFiles) -> SweepFiles:
     return sweep
 
 
-def test_csv_is_that_of_rfc_4180_with_every_digit(odd: SweepFiles, tmp_path: Path) -> None:
+def test_each_format_writes_what_is_in_a_cell_so_that_it_can_be_read_again(odd: SweepFiles, tmp_path: Path) -> None:
     told = odd.written("-o", str(tmp_path / "t.csv"))
     assert told == f"{tmp_path}/t.csv: 3 points, 9 columns\n"
     content = (tmp_path / "t.csv").read_bytes()
     assert content.startswith(
-        b'point,run,state,model.name,on,x,step,best_loss,loss\r\n0,20260101-000000-000aa,finished,"a,""b""'
+        b"point,run,state,model.name,on,x,step,best_loss,loss\r\n0,20260101-000000-000aa,finished,"
     )
     read = [row[3:] for row in csv.reader(io.StringIO(content.decode(), newline=""))]
-    assert read[1] == ['a,"b"\nc', "true", "1", "1", "0.30000000000000004", "0.30000000000000004"]
+    assert read[1] == ['a,"b"\nc', "true", "1", "1", "0.30000000000000004", "0.30000000000000004"]  # every digit
     assert read[2][1:] == ["", "2.5", "1", "", "nan"] and read[3][1:] == ["false", "", "1", "", "-inf"]
     assert odd.written("--format", "csv").encode() == content
 
-
-def test_markdown_has_one_line_a_row_whatever_is_in_a_cell(odd: SweepFiles, tmp_path: Path) -> None:
-    odd.written("-o", str(tmp_path / "t.txt"), "--format", "markdown")
-    header, _, *lines = (tmp_path / "t.txt").read_text().splitlines()
+    header, _, *lines = odd.written("--format", "markdown").splitlines()  # one line a row
     assert header == "| point | run | state | model.name | on | x | step | best_loss | loss |"
-    assert [line.split("finished | ")[1] for line in lines[:2]] == [
-        'a,"b" c | true | 1 | 1 | 0.3 | 0.3 |',
-        "p\\|q\\\\\\|r |  | 2.5 | 1 |  | nan |",
-    ]
+    cells = [line.split("finished | ")[1] for line in lines]
+    assert cells[:2] == ['a,"b" c | true | 1 | 1 | 0.3 | 0.3 |', "p\\|q\\\\\\|r |  | 2.5 | 1 |  | nan |"]
     assert "\\*x\\* \u00e9" in lines[2] and len(lines) == 3
 
-
-def test_json_is_strict_and_tells_not_a_number_from_not_known(odd: SweepFiles) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    read = json.loads(odd.written("--format", "json"), parse_constant=refuse)
-    assert (read[0]["model.name"], read[0]["on"], read[0]["loss"]) == ('a,"b"\nc', True, 0.1 + 0.2)
-    assert [(row["best_loss"], row["loss"]) for row in read[1:]] == [(None, "NaN"), (None, "-Infinity")]
-    assert read[1]["on"] is None
+    rows = json.loads(odd.written("--format", "json"), parse_constant=refuse)
+    assert (rows[0]["model.name"], rows[0]["on"], rows[0]["loss"]) == ('a,"b"\nc', True, 0.1 + 0.2)
+    assert [(row["best_loss"], row["loss"]) for row in rows[1:]] == [(None, "NaN"), (None, "-Infinity")]
 
 
 def test_parquet_keeps_numbers_as_numbers(
@@ -232,13 +213,8 @@ def test_parquet_keeps_numbers_as_numbers(
     odd.written("-o", str(tmp_path / "t.parquet"))
     read = parquet.read_table(tmp_path / "t.parquet")
     kinds = {field.name: str(field.type) for field in read.schema}
-    assert [kinds[name] for name in ("point", "model.name", "on", "x", "loss")] == [
-        "int64",
-        "string",
-        "bool",
-        "double",
-        "double",
-    ]
+    of_columns = {"point": "int64", "model.name": "string", "on": "bool", "x": "double", "loss": "double"}
+    assert {name: kinds[name] for name in of_columns} == of_columns
     assert read.column("x").to_pylist() == [1.0, 2.5, None]
     assert read.column("loss").to_pylist()[0] == 0.1 + 0.2 and math.isnan(read.column("loss").to_pylist()[1])
     assert "Parquet is nothing for a terminal" in odd.refused(capsys, "--format", "parquet")
@@ -247,21 +223,11 @@ def test_parquet_keeps_numbers_as_numbers(
     assert "needs pyarrow" in told and "pip install 'slurmtrain[sweeps]'" in told
 
 
-@pytest.mark.parametrize(
-    ("cells", "kind"),
-    [
-        ([1, 2, None], "int"),
-        ([1, 2.5], "float"),
-        ([True, None], "bool"),
-        ([True, 1], "text"),
-        ([1, "auto"], "text"),
-        ([2**63], "text"),
-        ([None], "float"),
-        ([], "float"),
-    ],
-)
-def test_a_column_has_one_type_that_holds_all_its_cells(cells: list[Any], kind: str) -> None:
-    assert column_kind(cells) == kind
+def test_a_column_has_one_type_that_holds_all_its_cells() -> None:
+    kinds: list[tuple[list[Any], str]] = [([1, 2, None], "int"), ([1, 2.5], "float"), ([True, None], "bool")]
+    kinds += [([True, 1], "text"), ([1, "auto"], "text"), ([2**63], "text"), ([None], "float"), ([], "float")]
+    for cells, kind in kinds:
+        assert column_kind(cells) == kind, cells
 
 
 # Files.
@@ -289,13 +255,7 @@ def test_a_file_is_of_the_kind_of_its_name_and_replaced_in_one_step_or_not_at_al
     assert sorted(path.name for path in out.iterdir()) == ["link.md", "t.MD"]
 
 
-def test_a_pipe_that_is_named_is_written_into_and_stays_one(odd: SweepFiles, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe.csv"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer need not wait for one
-    odd.written("-o", str(pipe))
-    assert os.read(reader, 5) == b"point" and stat.S_ISFIFO(pipe.lstat().st_mode)
-    os.close(reader)
+def test_a_pipe_that_is_named_is_written_into(odd: SweepFiles) -> None:
     read_end, write_end = os.pipe()
     odd.written("-o", f"/dev/fd/{write_end}", "--format", "csv")  # as /dev/stdout, or >(...) of bash
     os.close(write_end)
@@ -313,7 +273,7 @@ def test_columns_that_a_terminal_has_no_room_for_are_named_and_nothing_steers_it
     whole = sweep.written()
     assert "m?" in whole and "?[31mx" in whole and "\x1b" not in whole
     monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
-    monkeypatch.setattr("slurmtrain.cli.collect.terminal_width", lambda: 80)
+    monkeypatch.setattr("slurmtrain.cli.sweep.terminal_width", lambda: 80)
     *lines, sentence = re.sub("\x1b\\[[0-9;]*m", "", sweep.written()).splitlines()
     assert "more columns have no room: " in sentence and sentence.endswith("metric_29")
     assert 60 < max(map(len, lines)) <= 80
@@ -329,25 +289,15 @@ def plotted(sweep: SweepFiles, *points: tuple[str, float | None], **best: str) -
     return sweep.written("--plot", "-").splitlines()
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (("1e-4", "1e-2"), "x, log"),
-        (("1e-4", "9.9e-3"), "x"),
-        (("0", "1", "1000"), "x"),
-        (("-1", "1000"), "x"),
-        (("5",), "x"),
-        (("1", "1000", "auto"), "1 1000 auto"),
-        (("true", "false"), "true false"),
-        (("tiny", "small", "tiny"), "tiny small"),  # as they first appear
-        (("1", "inf"), "1 inf"),
-        (tuple(f"a-rather-long-name-{index}" for index in range(9)), "a-rather-long-name-0 a-rather-long-name-8"),
-    ],
-)
-def test_an_axis_is_as_its_values_are(values: tuple[str, ...], kind: str, sweep: SweepFiles) -> None:
-    lines = plotted(sweep, *((value, 1.0 + place) for place, value in enumerate(values)))
-    names = " ".join(lines[-2].split())
-    assert (" ".join(lines[-1].split()) if kind.startswith("x") else names) == kind
+AXES = {"1e-4 1e-2": "x, log", "1e-4 9.9e-3": "x", "0 1 1000": "x", "-1 1000": "x", "5": "x", "1 inf": "1 inf"}
+AXES |= {"1 1000 auto": "1 1000 auto", "true false": "true false", "tiny small tiny": "tiny small"}
+AXES |= {" ".join(f"a-rather-long-name-{n}" for n in range(9)): "a-rather-long-name-0 a-rather-long-name-8"}
+
+
+@pytest.mark.parametrize(("values", "kind"), AXES.items())
+def test_an_axis_is_as_its_values_are(values: str, kind: str, sweep: SweepFiles) -> None:
+    lines = plotted(sweep, *((value, 1.0 + place) for place, value in enumerate(values.split())))
+    assert " ".join(lines[-1 if kind.startswith("x") else -2].split()) == kind
     assert max(map(len, lines)) <= 80
 
 
@@ -370,19 +320,23 @@ def test_points_without_a_value_are_left_out_and_counted_and_the_best_is_that_of
     assert lines[1].rstrip().endswith("*")
 
 
-@pytest.mark.parametrize(
-    ("points", "sentence"),
-    [
-        ([({"x": "1"}, {})], "no point has a value of a metric yet"),
-        ([({"x": "1"}, {"loss": math.nan})], "no point has a value of loss yet"),
-        ([({}, {"loss": 1.0})], "no key differs"),
-    ],
-)
+NOTHING: list[tuple[dict[str, str], list[dict[str, float]], str]] = [
+    ({"x": "1"}, [], "no point has a value of a metric yet"),
+    ({"x": "1"}, [{"step": 1, "loss": math.nan}], "no point has a value of loss yet"),
+    ({}, [{"step": 1, "loss": 1.0}], "no key differs"),
+]
+
+
+@pytest.mark.parametrize(("varied", "logged", "sentence"), NOTHING)
 def test_when_there_is_nothing_to_draw_one_sentence_says_why(
-    points: list[tuple[dict[str, str], dict[str, float]]], sentence: str, sweep: SweepFiles, tmp_path: Path, capsys: Out
+    varied: dict[str, str],
+    logged: list[dict[str, float]],
+    sentence: str,
+    sweep: SweepFiles,
+    tmp_path: Path,
+    capsys: Out,
 ) -> None:
-    for varied, logged in points:
-        sweep.point(varied, *([{"step": 1, **logged}] if logged else []))
+    sweep.point(varied, *logged)
     for where in ("-", str(tmp_path / "x.svg")):
         assert sentence in sweep.refused(capsys, "--plot", where)
     assert not (tmp_path / "x.svg").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,13 @@ import pytest
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.cli.preflight import print_record
-from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
 from slurmtrain.report.preflight import read_preflight
 from slurmtrain.runtime.preflight.check import record_of
 from slurmtrain.runtime.preflight.facts import DiskFacts, GatheredFacts, NodeFacts, RankFacts
 from slurmtrain.runtime.preflight.findings import Fault, Finding
-from slurmtrain.slurm.preemption import PreemptionTimes
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
-from tests.support.runs import RUN_ID, Job, no_waiting, printed, shown
+from tests.support.runs import RUN_ID, Job, at_moment, no_waiting, printed, shown
 
 ENDED: dict[str, Any] = {"verdict": "end", "reason": "crash", "sentence": "crashed: x"}
 
@@ -123,7 +122,7 @@ def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: p
     report = capsys.readouterr().out
     assert "preflight, full: 2 ranks on 2 nodes compared in 0.05 s: 1 finding" in report
     assert f"ends a training, {said}" in report and "-> make room there" in report
-    assert "between nodes 2.5 to 2.5 GB/s in 1 pairs" in report
+    assert "measured: 2.5 GB/s in a pair of ranks between nodes" in report and "1.4 to 1.5 TFLOP/s" in report
 
 
 @pytest.mark.parametrize("values", [*STRANGE, '{"mode": "qu', "a link"])
@@ -145,30 +144,33 @@ def test_a_record_of_any_shape_is_shown_without_control_characters(
 
 # How it left, when it was told to.
 
-LOW = PreemptionTimes(kill_wait_s=30.0, grace_s=20.0, grace_of="partition low")
+PARTITION = "PartitionName=low Default=YES GraceTime=20 PreemptMode=REQUEUE State=UP\n"
+STOPPED = "it stopped after step 40, 7.5 s after it was told to stop; "
 
 
 @pytest.mark.parametrize(
-    ("times", "seconds"), [(LOW, 50.0), (PreemptionTimes(30.0), 30.0), (PreemptionTimes(), None), (None, None)]
+    ("config", "stops", "says"),
+    [
+        ({"KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}, True, STOPPED + "partition low gives 50 s"),
+        ({"KillWait": "30 sec", "PreemptType": "preempt/none"}, True, STOPPED + "SLURM's KillWait gives 30 s"),
+        ({"KillWait": "30 sec"}, False, "it has not stopped within the 30 s that SLURM's KillWait gives"),
+        ({}, True, "resumes by itself"),  # nothing is known, and nothing waited for
+    ],
 )
-def test_what_a_preempted_job_is_given(times: PreemptionTimes | None, seconds: float | None) -> None:
-    assert time_to_leave(times) == seconds
+def test_preempt_says_how_long_the_run_took_beside_what_a_preemption_would_give(
+    config: dict[str, str], stops: bool, says: str, job: Job
+) -> None:
+    number = job.attempt({"rank-0.log": ""}, host="elsewhere", pid=1)
+    job.slurm.add("7", state="RUNNING")
+    job.slurm.configure(**config)
+    job.slurm.answer("scontrol --all --oneliner show partition", PARTITION)
+    asked = time.time()
+    at_moment(job.monkeypatch, asked)
 
-
-def test_leaving_is_awaited_until_it_is_over_or_too_late(job: Job) -> None:
-    number, clock = job.attempt(), [0.0]
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-        if 7.0 < clock[0] < 8.0:
-            record = {**job.record(number), "ended": T0 + 12.5, "last_step": 40}
+    def meanwhile(waited_s: float) -> None:
+        if stops and waited_s > 7.0:
+            record = {**job.record(number), "ended": asked + 7.5, "last_step": 40}
             job.run.attempt(number).record_file.write_text(json.dumps(record))
 
-    assert wait_until_left(job.run, number, 5.0, clock=lambda: clock[0], sleep=sleep) is None
-    left = wait_until_left(job.run, number, 50.0, clock=lambda: clock[0], sleep=sleep)
-    assert left is not None and clock[0] < 9.0
-    assert leaving_sentence(left, T0 + 5, 50.0, LOW) == (
-        "it stopped after step 40, 7.5 s after it was told to stop; partition low gives 50 s"
-    )
-    assert "has not stopped within the 50 s that partition low gives" in leaving_sentence(None, T0, 50.0, LOW)
-    assert "SLURM's KillWait gives" in leaving_sentence(None, T0, 30.0, PreemptionTimes(30.0))
+    no_waiting(job.monkeypatch, meanwhile)
+    assert says in printed("preempt", RUN_ID)

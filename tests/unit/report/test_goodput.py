@@ -136,6 +136,9 @@ def tried(
     return {"claimed": claimed, "started": started, "ended": ended, "reason": why, "verdict": verdict, **fields}
 
 
+A_TRAINING = tried(10, 12, 130, "finished", stepping=20, first_step=0, last_step=11)
+
+
 def case(
     what: str,
     *tries: dict[str, Any],
@@ -146,123 +149,63 @@ def case(
     **more: Any,
 ) -> Any:
     """Args: slurm: the state of job 7, or of the job that is named; at: when it is looked at; more: of `goodput`."""
-    return pytest.param(tries, events, slurm, at, more if seconds is None else {**more, "seconds": seconds}, id=what)
+    expected = more if seconds is None else {**more, "seconds": seconds}
+    return pytest.param((tries, events, slurm, at, expected), id=what)
 
 
-@pytest.mark.parametrize(
-    ("tries", "events", "slurm_says", "at", "expected"),
-    [
-        case("it waits", slurm="7 PENDING", at=50, seconds={"queue": 50}, running=True, gpu_hours=0, goodput=None),
-        case("cancelled in the queue", at=50, running=False, wall_s=0),
-        case(
-            "it runs",
-            tried(10, 12, stepping=20),
-            slurm="7 RUNNING",
-            at=100,
-            seconds={"queue": 10, "startup": 10, "productive": 80},
-            running=True,
-        ),
-        case(
-            "requeued, and waits",
-            tried(10, 12, 60, "preempted", stepping=20),
-            slurm="7 PENDING",
-            at=100,
-            seconds={"queue": 50, "startup": 10, "productive": 40},
-            running=True,
-            lost_s={"preempted": 40},
-        ),
-        case(
-            "requeued, and gone",
-            tried(10, 12, 60, "preempted", stepping=20),
-            seconds={"queue": 10, "startup": 10, "productive": 40},
-        ),
-        case(
-            "the ranks of a node that was cut off go on while the job has started elsewhere",
-            tried(10, 12, 300, "superseded", stepping=20, first_step=0),
-            tried(100, 105, 200, "finished", restart=1, stepping=110),
-            seconds={"queue": 10, "startup": 20, "productive": 170},
-        ),
-        case(
-            "clocks were set",
-            tried(500, 20, 60, "preempted", stepping=30, last_step=3),
-            tried(40, 9e6, 8e6, "finished", restart=1, stepping=50),
-            events=(
-                (-1000, "caught up", 2, {"step": 3}),
-                (2e6, "checkpoint", 2, {"step": 9, "seconds": 1e9, "stall_s": 1e9}),
-            ),
-            at=1000,
-            wall_s=1000,
-        ),
-        case(
-            "no event tells when it had caught up: by its pace",
-            tried(10, 12, 120, "crash", stepping=20, first_step=0, last_step=50) | {"verdict": "in-place"},
-            tried(120, 121, 325, "finished", stepping=125, first_step=40, last_step=80),
-            seconds={"queue": 10, "startup": 15, "redone": 50, "productive": 250},
-        ),
-        case(
-            "resumed by a person, and waits",
-            tried(10, 10, 20, "crash"),
-            events=RESUMED,
-            slurm="8 PENDING",
-            seconds={"queue": 10 + 1000, "startup": 10, "stopped": 8980},
-        ),
-        case(
-            "died without a word, and resumed by a person",
-            tried(
-                10, 10, 9010, "node failure", stepping=10, first_step=0, committed_step=90, last_sign=100, last_step=90
-            ),
-            tried(9010, 9010, 9100, "finished", job="8", stepping=9020, first_step=90, last_step=150),
-            events=RESUMED,
-            seconds={"queue": 10 + 10, "productive": 90 + 80, "stopped": 8900, "startup": 10},
-            lost_s={"node failure": 10},
-        ),
-        case(
-            "cancelled while it waited, and resumed by a person",
-            tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
-            events=((100, "cancel asked"), *RESUMED),
-            seconds={"queue": 100 + 10, "stopped": 8900, "startup": 10, "productive": 480},
-        ),
-        case(
-            "preempted, cancelled while it waited, and resumed by a person",
-            tried(10, 10, 10, "preempted"),
-            tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
-            events=((100, "cancel asked"), *RESUMED),
-            seconds={"queue": 10 + 90 + 10, "stopped": 8900, "startup": 10, "productive": 480},
-        ),
-        case(
-            "it evaluates",
-            tried(10, 12, 60, "finished", stepping=20, kind="evaluate"),
-            seconds={"queue": 10, "startup": 10, "evaluation": 40},
-        ),
-        case(
-            "a reason that nobody knows",
-            tried(10, 12, 60, "\x1b[2J", stepping=20),
-            interruptions={"not recorded": 1},
-        ),
-        case(
-            "a first step as long as the others",
-            tried(10, 12, 130, "finished", stepping=20, first_step=0, last_step=11),
-            events=(*TRAINED, (30, "first step done", 1, {"step": 1})),
-            seconds={"queue": 10, "startup": 10, "productive": 110},
-        ),
-        case(
-            "a first step that takes a minute: what it takes longer is start-up",
-            tried(10, 12, 130, "finished", stepping=20, first_step=0, last_step=11),
-            events=(*TRAINED, (80, "first step done", 1, {"step": 1})),
-            seconds={"queue": 10, "startup": 10 + 60 - 5, "productive": 55},
-        ),
-    ],
-)
+CASES = [
+    case("it waits", slurm="7 PENDING", at=50, seconds={"queue": 50}, running=True, gpu_hours=0, goodput=None),
+    case("cancelled in the queue", at=50, running=False, wall_s=0),
+    case("it runs", tried(10, 12, stepping=20), slurm="7 RUNNING", at=100,
+         seconds={"queue": 10, "startup": 10, "productive": 80}, running=True),
+    case("requeued, and waits", tried(10, 12, 60, "preempted", stepping=20), slurm="7 PENDING", at=100,
+         seconds={"queue": 50, "startup": 10, "productive": 40}, running=True, lost_s={"preempted": 40}),
+    case("requeued, and gone", tried(10, 12, 60, "preempted", stepping=20),
+         seconds={"queue": 10, "startup": 10, "productive": 40}),
+    case("the ranks of a node that was cut off go on while the job has started elsewhere",
+         tried(10, 12, 300, "superseded", stepping=20, first_step=0),
+         tried(100, 105, 200, "finished", restart=1, stepping=110),
+         seconds={"queue": 10, "startup": 20, "productive": 170}),
+    case("clocks were set", tried(500, 20, 60, "preempted", stepping=30, last_step=3),
+         tried(40, 9e6, 8e6, "finished", restart=1, stepping=50),
+         events=((-1000, "caught up", 2, {"step": 3}),
+                 (2e6, "checkpoint", 2, {"step": 9, "seconds": 1e9, "stall_s": 1e9})),
+         at=1000, wall_s=1000),
+    case("no event tells when it had caught up: by its pace",
+         tried(10, 12, 120, "crash", stepping=20, first_step=0, last_step=50) | {"verdict": "in-place"},
+         tried(120, 121, 325, "finished", stepping=125, first_step=40, last_step=80),
+         seconds={"queue": 10, "startup": 15, "redone": 50, "productive": 250}),
+    case("resumed by a person, and waits", tried(10, 10, 20, "crash"), events=RESUMED, slurm="8 PENDING",
+         seconds={"queue": 10 + 1000, "startup": 10, "stopped": 8980}),
+    case("died without a word, and resumed by a person",
+         tried(10, 10, 9010, "node failure", stepping=10, first_step=0, committed_step=90, last_sign=100, last_step=90),
+         tried(9010, 9010, 9100, "finished", job="8", stepping=9020, first_step=90, last_step=150),
+         events=RESUMED, seconds={"queue": 10 + 10, "productive": 90 + 80, "stopped": 8900, "startup": 10},
+         lost_s={"node failure": 10}),
+    case("cancelled while it waited, and resumed by a person",
+         tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
+         events=((100, "cancel asked"), *RESUMED),
+         seconds={"queue": 100 + 10, "stopped": 8900, "startup": 10, "productive": 480}),
+    case("preempted, cancelled while it waited, and resumed by a person", tried(10, 10, 10, "preempted"),
+         tried(9010, 9020, 9500, "cancelled", job="8", stepping=9020),
+         events=((100, "cancel asked"), *RESUMED),
+         seconds={"queue": 10 + 90 + 10, "stopped": 8900, "startup": 10, "productive": 480}),
+    case("it evaluates", tried(10, 12, 60, "finished", stepping=20, kind="evaluate"),
+         seconds={"queue": 10, "startup": 10, "evaluation": 40}),
+    case("a reason that nobody knows", tried(10, 12, 60, "\x1b[2J", stepping=20), interruptions={"not recorded": 1}),
+    case("a first step as long as the others", A_TRAINING, events=(*TRAINED, (30, "first step done", 1, {"step": 1})),
+         seconds={"queue": 10, "startup": 10, "productive": 110}),
+    case("a first step that takes a minute: what it takes longer is start-up", A_TRAINING,
+         events=(*TRAINED, (80, "first step done", 1, {"step": 1})),
+         seconds={"queue": 10, "startup": 10 + 60 - 5, "productive": 55}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_what_a_runs_time_went_into(
-    tries: tuple[dict[str, Any], ...],
-    events: tuple[Any, ...],
-    slurm_says: str,
-    at: float,
-    expected: dict[str, Any],
-    files: RunFiles,
-    slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[Any, ...], files: RunFiles, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tries, events, slurm_says, at, expected = case
     for number, fields in enumerate(tries, 1):
         files.attempt(number, **fields)
     for moment, name, *rest in events:
@@ -373,16 +316,8 @@ STEPS = st.one_of(st.none(), st.integers(0, 50))
 ATTEMPTS = st.fixed_dictionaries(
     {
         "claimed": st.integers(0, 250).map(float),
-        "ended": MOMENTS,
-        "stepping": MOMENTS,
-        "last_sign": MOMENTS,
-        "last_logged": MOMENTS,
-        "hung_since": MOMENTS,
-        "failed": MOMENTS,
-        "first_step": STEPS,
-        "last_step": STEPS,
-        "committed_step": STEPS,
-        "reported_before": STEPS,
+        **dict.fromkeys(("ended", "stepping", "last_sign", "last_logged", "hung_since", "failed"), MOMENTS),
+        **dict.fromkeys(("first_step", "last_step", "committed_step", "reported_before"), STEPS),
         "reason": st.sampled_from([None, "crash", "hang", "preempted", "node failure", "finished", "odd"]),
         "verdict": st.sampled_from([None, "done", "end", "requeue", "in-place", "next"]),
         "restart_count": st.integers(0, 2),
@@ -414,11 +349,7 @@ TIMES = ("ended", "stepping", "last_sign", "last_logged")
     submitted=MOMENTS,
 )
 def test_whatever_is_on_record_each_second_counts_once(
-    tries: list[dict[str, Any]],
-    events: list[dict[str, Any]],
-    alive: bool | None,
-    kind: str | None,
-    submitted: float | None,
+    tries: list[dict[str, Any]], events: list[Any], alive: bool | None, kind: str | None, submitted: float | None
 ) -> None:
     found = []
     for number, values in enumerate(tries, 1):
@@ -440,6 +371,5 @@ def test_whatever_is_on_record_each_second_counts_once(
     sums = of_history(history, alive=alive, now=T0 + 500, with_segments=False)
     assert (sums.seconds, sums.gpu_seconds, sums.lost_s) == (goodput.seconds, goodput.gpu_seconds, goodput.lost_s)
     late = goodput.since(T0 + 100)
-    assert late.wall_s == pytest.approx(
-        sum(max(0.0, s.end - max(s.start, T0 + 100)) for s in goodput.segments), abs=1e-3
-    )
+    after = sum(max(0.0, each.end - max(each.start, T0 + 100)) for each in goodput.segments)
+    assert late.wall_s == pytest.approx(after, abs=1e-3)

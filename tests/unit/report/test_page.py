@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.cli.completion import _words_of
 from slurmtrain.errors import EXIT_USAGE, UnreadableRecordError
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Timeline
@@ -30,6 +29,7 @@ from slurmtrain.report.page.sentences import what_to_do
 from slurmtrain.report.page.series import Series, m4, trailing_mean
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
+from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
 from tests.support.interrupted_run import interrupted_run as run_of_files
@@ -68,6 +68,7 @@ class Read(HTMLParser):
         self.text: list[str] = []
         self.feed(html)
         self.close()
+        self.words = " ".join(" ".join(self.text).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -85,9 +86,23 @@ class Read(HTMLParser):
         if not self.open or self.open[-1] not in ("script", "style"):
             self.text.append(data)
 
-    @property
-    def words(self) -> str:
-        return " ".join(" ".join(self.text).split())
+
+def new_run(runs: Path, **info: Any) -> RunDir:
+    """A run of which nothing but its run.json exists."""
+    run = RunDir(runs / "lm" / "20260921-141320-000ab")
+    run.checkpoints.mkdir(parents=True)
+    run.attempts.mkdir()
+    files.write_json(run.info_file, run_info(name="lm", created=BEGAN, **info))
+    return run
+
+
+def log(run: RunDir, *records: dict[str, Any]) -> None:
+    with run.metrics_file.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def changed(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def page_of(run: RunDir) -> Page:
@@ -104,19 +119,20 @@ def timeline_in(page: Page) -> Timeline:
 
 def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Path) -> None:
     words = shown(interrupted_run(runs)).words
-    assert "was submitted on 2026-09-21" in words
-    assert "by ada on login1" in words
-    assert "with 8 ranks on 2 nodes and 8 GPUs" in words
-    assert "has done 3,000 of 3,000 steps (100 %)" in words
-    assert "It took 4 attempts, with 2 preemptions and 1 hang. One restart was in place, in the same job." in words
-    assert re.search(r"\([\d.]+ GPU hours\), of which \d\d % were productive", words)
-    assert "Attempt 2 hung: rank 5 (gpu12) did not come to the all_reduce of step 1571" in words
-    assert (
+    for said in (
+        "was submitted on 2026-09-21",
+        "by ada on login1",
+        "with 8 ranks on 2 nodes and 8 GPUs",
+        "has done 3,000 of 3,000 steps (100 %)",
+        "It took 4 attempts, with 2 preemptions and 1 hang. One restart was in place, in the same job.",
+        "Attempt 2 hung: rank 5 (gpu12) did not come to the all_reduce of step 1571",
         "8 checkpoints were committed, the last at step 3,000. On average: 412 MB, committed in 2.4 s, "
-        "training waited 0.8 s for it."
-    ) in words
-    assert "3 gpu07 data 1.62 times as long as the others 5.4 % step 2,400 to 2,640" in words
-    assert "optim.lr 0.0006 0.003" in words  # what differs from the defaults
+        "training waited 0.8 s for it.",
+        "3 gpu07 data 1.62 times as long as the others 5.4 % step 2,400 to 2,640",
+        "optim.lr 0.0006 0.003",  # what differs from the defaults
+    ):
+        assert said in words
+    assert re.search(r"\([\d.]+ GPU hours\), of which \d\d % were productive", words)
 
 
 def told() -> dict[str, list[str]]:
@@ -163,9 +179,7 @@ def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: 
 def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
     run = finished_run(runs / "lm", "20260921-141320-000ab")
     why = f"diverged: its samples are {', '.join(map(str, range(1000, 1100)))}. `resume last optim.lr=...` goes on"
-    record = json.loads(run.attempt(1).record_file.read_text())
-    record |= {"reason": "diverged", "verdict": "end", "sentence": why, "exit_code": 78}
-    run.attempt(1).record_file.write_text(json.dumps(record))
+    changed(run.attempt(1).record_file, reason="diverged", verdict="end", sentence=why, exit_code=78)
     found = told()
     assert found["advice"][0].startswith(f"It failed: {why}")
     assert any(each.startswith("It failed and has done 1,000 of 1,000 steps") for each in found["sentences"])
@@ -198,25 +212,17 @@ def test_a_page_loads_nothing_and_allows_nothing_but_its_own_style_and_script(ru
         for name in ("src", "href", "action", "data", "xlink:href"):
             assert (attributes.get(name) or "#").startswith(("#", "data:,"))
     policy = next(each["content"] for tag, each in read.elements if tag == "meta" and "http-equiv" in each)
-    assert policy is not None
-    assert policy.startswith("default-src 'none'; ")
-    assert "unsafe" not in policy
-    assert "connect-src" not in policy
+    assert policy is not None and policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy and "connect-src" not in policy
     ids = [each["id"] for _, each in read.elements if "id" in each]
     assert len(ids) == len(set(ids))
 
 
 def test_each_chart_has_its_numbers_as_a_table(runs: Path) -> None:
     page = page_of(interrupted_run(runs))
-    assert {chart.key for chart in page.charts} >= {
-        "loss",
-        "tokens_per_s",
-        "phases",
-        "lr",
-        "memory",
-        "mfu",
-        "metric-perplexity",
-    }
+    assert {chart.key for chart in page.charts} >= set(
+        "loss tokens_per_s phases lr memory mfu metric-perplexity".split()
+    )
     for chart in page.charts:
         assert 2 <= len(chart.table.rows) <= 40
         assert len(chart.table.header) == len(chart.lines) + 1
@@ -240,30 +246,17 @@ EVIL = (
 @pytest.mark.parametrize("evil", EVIL)
 def test_text_of_a_run_directory_is_shown_as_text_wherever_it_stands(runs: Path, evil: str) -> None:
     run = interrupted_run(runs)
-    info = json.loads(run.info_file.read_text())
-    info |= {
-        "name": evil,
-        "user": evil,
-        "host": evil,
-        "overrides": [evil],
-        "submit_dir": evil,
-        "packages": {evil: evil},
-    }
-    info["code"] = {"revision": evil, "dirty": True}
-    run.info_file.write_text(json.dumps(info))
-    attempt = run.attempt(2).record_file
-    values = json.loads(attempt.read_text())
-    values |= {"sentence": evil, "nodes": [evil], "host": evil, "start_up_s": {evil: 1.0}, "reason": evil}
-    values["fault"] |= {"said": evil}
-    attempt.write_text(json.dumps(values))
+    everywhere = dict.fromkeys(("name", "user", "host", "submit_dir"), evil)
+    code = {"revision": evil, "dirty": True}
+    changed(run.info_file, **everywhere, overrides=[evil], packages={evil: evil}, code=code)
+    record = run.attempt(2).record_file
+    fault = {**json.loads(record.read_text())["fault"], "said": evil}
+    changed(record, sentence=evil, nodes=[evil], host=evil, start_up_s={evil: 1.0}, reason=evil, fault=fault)
     with run.events_file.open("a") as file:
         file.write(json.dumps({"time": BEGAN + 9e3, "event": evil, "attempt": 2, "error": evil, evil: evil}) + "\n")
-    with run.metrics_file.open("a") as file:
-        for step in (3010, 3020):
-            file.write(json.dumps({"step": step, evil: 0.5, f"valid_{evil}": 1.0}) + "\n")
-    run.config_file.write_text(
-        json.dumps({"model": {"_target_": evil, evil: evil}, "job": {"command": evil, "kind": "command"}})
-    )
+    log(run, *({"step": step, evil: 0.5, f"valid_{evil}": 1.0} for step in (3010, 3020)))
+    config = {"model": {"_target_": evil, evil: evil}, "job": {"command": evil, "kind": "command"}}
+    run.config_file.write_text(json.dumps(config))
 
     page = page_of(run)
     assert not re.findall(r"\\x(?!a0)|\\u202e|\\ud8", repr(page))
@@ -276,20 +269,12 @@ def test_text_of_a_run_directory_is_shown_as_text_wherever_it_stands(runs: Path,
     html = render(page)
     assert not [letter for letter in html if not letter.isprintable() and letter != "\n"]
     assert html.isascii()
+    for each in re.findall(
+        r'<script type="application/json">(.*?)</script>', html
+    ):  # of which no text ends the element
+        json.loads(each)
     if evil.isprintable() and "{" not in evil:
         assert units.clean(evil) in read.words
-
-
-def test_numbers_for_the_script_cannot_end_its_element(runs: Path) -> None:
-    run = finished_run(runs / "lm", "20260921-141320-000ab")
-    with run.metrics_file.open("a") as file:
-        for step in (1010, 1020):
-            file.write(json.dumps({"step": step, "</script><b>": 1.0}) + "\n")
-    html = render(page_of(run))
-    found = re.findall(r'<script type="application/json">(.*?)</script>', html)
-    assert any("\\u003c/script\\u003e" in each for each in found)
-    for each in found:
-        json.loads(each)
 
 
 def test_values_that_are_not_finite_leave_a_gap_and_are_counted(runs: Path) -> None:
@@ -305,28 +290,19 @@ def test_values_that_are_not_finite_leave_a_gap_and_are_counted(runs: Path) -> N
 
 
 def test_a_run_that_has_not_started_has_a_page_that_says_so(runs: Path) -> None:
-    run = RunDir(runs / "lm" / "20260921-141320-000ab")
-    run.checkpoints.mkdir(parents=True)
-    run.attempts.mkdir()
-    files.write_json(run.info_file, run_info(name="lm", created=BEGAN))
-    words = shown(run).words
-    assert "It has not started yet." in words
+    words = shown(new_run(runs)).words
+    assert "It has not started yet." in words and "The config cannot be read." in words
     assert "Nothing has been logged yet, so there is no curve." in words
-    assert "The config cannot be read." in words
 
 
 def test_a_program_that_logs_nothing_has_a_page_without_curves(runs: Path) -> None:
-    run = RunDir(runs / "own" / "20260921-141320-000ab")
-    run.checkpoints.mkdir(parents=True)
-    files.write_json(run.info_file, run_info(name="own", created=BEGAN, job_ids=["4711"]))
+    run = new_run(runs, job_ids=["4711"])
     write_config(run, job__kind="command", job__command="python my_train.py --lr <3>")
     end = {"reason": "finished", "verdict": "done", "ended": BEGAN + 400.0, "sentence": "finished", "kind": "command"}
     write_attempt(run, 1, started=BEGAN + 20.0, **end)
     page = page_of(run)
-    words = Read(render(page)).words
-    assert "It runs the command python my_train.py --lr <3>" in words
-    assert page.charts == []
-    assert [row.name for row in timeline_in(page).rows] == ["Attempt 1"]
+    assert "It runs the command python my_train.py --lr <3>" in Read(render(page)).words
+    assert page.charts == [] and [row.name for row in timeline_in(page).rows] == ["Attempt 1"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "events.jsonl", "evaluations.jsonl"])
@@ -338,9 +314,8 @@ def test_a_file_that_cannot_be_used_leaves_its_part_out(runs: Path, name: str, k
         path.write_bytes(path.read_bytes()[:-7] if path.exists() else b'{"step": 1')
     else:
         path.unlink(missing_ok=True)
-        path.symlink_to("/etc/passwd") if kind == "a link" else path.mkdir() if kind == "a folder" else path.write_text(
-            "[]"
-        )
+        make = {"a link": lambda: path.symlink_to("/etc/passwd"), "a folder": path.mkdir}
+        make.get(kind, lambda: path.write_text("[]"))()
     if name == "metrics.jsonl" and kind in ("a link", "a folder"):  # then `status` refuses the run, too
         with pytest.raises(UnreadableRecordError):
             read_run(run, now=NOW)
@@ -353,24 +328,19 @@ def test_a_file_that_cannot_be_used_leaves_its_part_out(runs: Path, name: str, k
 
 def test_a_metric_with_a_name_for_each_step_does_not_fill_the_page(runs: Path) -> None:
     run = finished_run(runs / "lm", "20260921-141320-000ab", steps=10)
-    with run.metrics_file.open("a") as file:
-        for step in range(20, 3020):
-            file.write(json.dumps({"step": step, f"m{step}": 1.0, "x" * 5000: 2.0}) + "\n")
+    log(run, *({"step": step, f"m{step}": 1.0, "x" * 5000: 2.0} for step in range(20, 3020)))
     html = render(page_of(run))
     assert len(html) < 2_000_000
     assert "not drawn; metrics.jsonl contains all of them" in Read(html).words
 
 
 def test_a_run_of_many_attempts_shows_the_last_ones(runs: Path) -> None:
-    run = RunDir(runs / "lm" / "20260921-141320-000ab")
-    run.checkpoints.mkdir(parents=True)
-    files.write_json(run.info_file, run_info(name="lm", created=BEGAN, job_ids=["4711"]))
+    run = new_run(runs, job_ids=["4711"])
     write_config(run)
+    end = {"reason": "preempted", "verdict": "end"}
     for number in range(1, 201):
         begin = BEGAN + 100.0 * number
-        write_attempt(
-            run, number, started=begin, stepping=begin + 5, ended=begin + 60, reason="preempted", verdict="end"
-        )
+        write_attempt(run, number, started=begin, stepping=begin + 5, ended=begin + 60, **end)
     line = timeline_in(page_of(run))
     assert [line.rows[0].name, line.rows[-1].name] == ["Attempt 141", "Attempt 200"]
     assert line.left_out == 140
@@ -399,10 +369,10 @@ def test_a_sweep_is_found_by_a_part_of_its_name_and_compared_by_another_metric(r
     assert "The highest tokens per second is" in Read(Path("sweep.html").read_text()).words
 
 
-def test_tab_completes_runs_and_sweeps_after_report(runs: Path) -> None:
+def test_tab_completes_runs_and_sweeps_after_report(runs: Path, cli: Cli) -> None:
     interrupted_run(runs)
     sweep = sweep_of_eight(runs)
-    words = _words_of("report")
+    words = cli("-sc", "query=bash", COMP_LINE="slurmtrain report ", SLURMTRAIN_RUNS=str(runs)).stdout.split()
     assert {"last", "--serve", "--png", "20260921-141320-512a0", sweep.name} <= set(words)
     assert words.count("last") == 1
 
@@ -429,8 +399,7 @@ def test_the_numbers_come_as_tables_and_pictures_too(runs: Path, capsys: Out) ->
 
 def test_a_table_holds_no_formula_for_a_spreadsheet(runs: Path) -> None:
     run = interrupted_run(runs)
-    attempt = run.attempt(1).record_file
-    attempt.write_text(json.dumps({**json.loads(attempt.read_text()), "sentence": "=HYPERLINK(1)"}))
+    changed(run.attempt(1).record_file, sentence="=HYPERLINK(1)")
     assert main(["report", "last", "--tables", "csv"]) == 0
     assert "'=HYPERLINK(1)" in Path("csv/attempts-attempts.csv").read_text()
 
@@ -442,7 +411,7 @@ def test_a_table_holds_no_formula_for_a_spreadsheet(runs: Path) -> None:
         (["report", "nobody"], "no run's id begins with 'nobody'"),
         (["report", "last", "--port", "8000"], "--port needs --serve"),
         (["report", "last", "--serve", "--port", "80"], "a port from 1024 to 65535"),
-        (["report", "last", "--serve", "--every", "0"], "at least 1 second"),
+        (["report", "last", "--serve", "--every", "0"], "--every: '0' is not a number of at least 1"),
         (["report", "last", "--serve", "--out", "x.html"], "--serve does not write files"),
         (["report", "last", "--metric", "loss"], "--metric and --mode are for a sweep"),
         (["report", "last", "--out", "."], "is a folder"),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -20,11 +21,13 @@ import pytest
 from rich.console import Console
 
 from slurmtrain.cli import main
-from slurmtrain.cli.columns import PROGRESS, table_lines
-from slurmtrain.cli.watch import View, pause_s, watch
-from slurmtrain.report.progress import Lowest, Progress, at_about, lowest, roughly
+from slurmtrain.cli.columns import PROGRESS, View, pause_s, table_lines, watch
+from slurmtrain.cli.verbs import STATES
+from slurmtrain.report.progress import Lowest, Progress, at_about, lowest
+from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.pending_reasons import in_words, is_held
+from slurmtrain.system.durations import roughly
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
 
@@ -49,30 +52,27 @@ ODD = '{"step": 4, "loss": 1.5, "step_time_s": 1.0}\n{"step": 5, "loss": NaN, "s
 ODD += '{"step": "x", "valid_loss": "y"}\n{"step": 6, "lo'
 
 
-@pytest.mark.parametrize(
-    ("text", "steps", "state", "shows"),
-    [
-        (text_of(*TRAINED), 200, "RUNNING", KNOWN),
-        (text_of(*TRAINED), 200, "PENDING", STOPPED),  # an earlier speed says nothing about now
-        (text_of(*TRAINED), 200, "logged before it began", STOPPED),
-        (text_of(*TRAINED), None, "RUNNING", {**KNOWN, "eta_s": None}),
-        ("", 200, "RUNNING", UNKNOWN),
-        (ODD, 10, "RUNNING", {**UNKNOWN, "loss": "NaN"}),
-    ],
-)
+LOGGED: list[tuple[str, int | None, str, dict[str, Any]]] = [
+    # metrics.jsonl, steps of the run, state of its job -> what `status` shows
+    (text_of(*TRAINED), 200, "RUNNING", KNOWN),
+    (text_of(*TRAINED), 200, "PENDING", STOPPED),  # an earlier speed says nothing about now
+    (text_of(*TRAINED), 200, "logged before it began", STOPPED),
+    (text_of(*TRAINED), None, "RUNNING", {**KNOWN, "eta_s": None}),
+    ("", 200, "RUNNING", UNKNOWN),
+    (ODD, 10, "RUNNING", {**UNKNOWN, "loss": "NaN"}),
+    (text_of(*TRAINED), 200, "SUSPENDED", STOPPED),  # no end in sight
+]
+
+
+@pytest.mark.parametrize("case", LOGGED)
 def test_a_run_tells_its_step_losses_speed_and_the_time_left_as_far_as_they_are_known(
-    text: str,
-    steps: int | None,
-    state: str,
-    shows: dict[str, Any],
-    tmp_path: Path,
-    slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str, int | None, str, dict[str, Any]], tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    text, steps, state, shows = case
     no_waiting(monkeypatch)
     job = Job.waiting(tmp_path / "runs", slurm, monkeypatch)
     job.run.update_info(steps=steps)
-    slurm.add("7", state="PENDING" if state == "PENDING" else "RUNNING")
+    slurm.add("7", state="RUNNING" if "before" in state else state)
     ended: dict[str, Any] = {"ended": time.time(), "verdict": "requeue"} if state == "PENDING" else {}
     job.attempt(started=time.time() - 60, **ended)
     job.run.metrics_file.write_text(text)
@@ -129,11 +129,7 @@ def test_durations_and_moments_are_said_as_a_person_does() -> None:
         ("PartitionDown", "starts no jobs", "`sinfo`"),
         ("ReqNodeNotAvail, UnavailableNodes:n[0-3]", "down, drained or reserved", "`sinfo -R`"),
         ("ReqNodeNotAvail, Reserved for maintenance", "reserved for maintenance", "cluster.time_limit_min"),
-        (
-            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
-            "drained",
-            "sinfo",
-        ),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "drained", ""),
         ("BadConstraints", "no node meets its requirements", "cluster.constraint"),
         ("InvalidAccount", "account", "cluster.account"),
         ("InvalidQOS", "QOS", "cluster.qos"),
@@ -151,9 +147,8 @@ def test_a_reason_that_nobody_knows_is_shown_as_it_is() -> None:
 
 def test_what_is_held_is_told_from_what_waits() -> None:
     held = ("JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "JobHoldMaxRequeue", "RequeueExitHold")
-    assert all(map(is_held, held)) and not any(
-        map(is_held, ("QOSUsageThreshold", "Priority", "BeginTime", "Resources", "Dependency"))
-    )
+    waits = ("QOSUsageThreshold", "Priority", "BeginTime", "Resources", "Dependency")
+    assert all(map(is_held, held)) and not any(map(is_held, waits))
 
 
 # On the terminal.
@@ -172,6 +167,8 @@ def test_the_table_shows_how_far_each_run_is_and_why_one_waits(project: Path, sl
     slurm.add("2", reason="Resources", start=stamp(soon))
     slurm.add("3", reason="Priority", start=stamp(time.time() - 60))
     header, _, *rows = printed("status").splitlines()
+    assert [row.split()[0] for row in rows] == sorted((run.id for run in runs), reverse=True)
+    rows = sorted(rows, key=lambda row: [run.id for run in runs].index(row.split()[0]))
     assert len(slurm.calls("squeue")) == 1
     assert header.split() == "run name state step loss valid loss tokens/s ETA attempts".split()
     assert " ".join(rows[0].split()) == f"{trains.id} train running 60/200 2.1250 2.2500 12.3k 5 min 1 attempt 1, job 1"
@@ -200,9 +197,8 @@ def test_the_points_of_a_sweep_are_summed_up_first(project: Path, slurm: FakeSlu
     assert [run.info()["steps"] for run in runs] == [40, 50, 60]
     for number, run in enumerate(runs[:2]):
         add_attempt(run, job_id=f"101_{number}", started=time.time() - 60, host="elsewhere", pid=1)
-        run.metrics_file.write_text(
-            text_of({"step": 10, "loss": 2.0 - number, "tokens_per_s": 50.0, "step_time_s": 60.0})
-        )
+        logged = {"step": 10, "loss": 2.0 - number, "tokens_per_s": 50.0, "step_time_s": 60.0}
+        run.metrics_file.write_text(text_of(logged))
     headline, _, header, _, *rows = printed("sweep", "status", "last").splitlines()
     # 30 + 40 + 60 steps of a minute, two at a time
     assert headline == f"{sweep['sweep']}: 2 running, 1 waiting; about 1 h 5 min left; lowest loss 1.0000 (point 1)"
@@ -213,45 +209,80 @@ def test_the_points_of_a_sweep_are_summed_up_first(project: Path, slurm: FakeSlu
     assert [point["eta_s"] for point in points] == [1800.0, 2400.0, None] and points[2]["steps"] == 60
 
 
+@pytest.fixture
+def rows_of_status(project: Path, slurm: FakeSlurm) -> tuple[str, ...]:
+    """What the rows begin with, newest first: a finished run, one called other that waits, a sweep, a failed run."""
+
+    def ended(run_id: str, *words: str, **fields: Any) -> str:
+        run = submitted_run(project, "cluster=a100x4", *words, job_ids=["1"] if not fields else [])
+        if fields:
+            add_attempt(run, ended=2.0, sentence="x", **fields)
+        run.path.rename(run.path.with_name(run_id))
+        return run_id
+
+    slurm.add("1", reason="Resources")
+    failed = ended("20200101-000000-000aa", verdict="end", reason="crash")
+    RunDir(project / "runs/train" / failed).update_info(created=1577836800.0)
+    sweep = json.loads(printed("-m", "cluster=a100x4", "train.steps=40,50,60", "submit", "--json"))
+    for number, path in enumerate(sorted(Path(sweep["path"]).glob("2*"))):
+        (path / "metrics.jsonl").write_text(text_of({"step": 10, "loss": 2.0 - number}))
+    other = ended("20990101-000000-000aa", "job.name=other")
+    return ended("20990102-000000-000aa", verdict="done", reason="finished"), other, sweep["sweep"], failed
+
+
+def test_status_shows_the_newest_first_and_a_sweep_as_one_row(rows_of_status: tuple[str, ...]) -> None:
+    rows = printed("status").splitlines()[2:]
+    assert [row.split()[0] for row in rows] == list(rows_of_status)
+    assert re.search(r"sweep +3 points: 3 waiting; lowest loss 0\.0000 in 20", rows[2])
+    assert printed("status", rows_of_status[2]) == printed("sweep", "status", rows_of_status[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "shown_rows", "left"),
+    [
+        (["--limit", "2"], [0, 1], "\n2 more: --limit 4 shows all"),
+        (["--limit", "4"], [0, 1, 2, 3], ""),
+        (["--name", "oth*"], [1], ""),
+        (["--state", "waiting"], [1, 2], ""),
+        (["--state", "failed"], [3], ""),
+        (["--since", "7d"], [0, 1, 2], ""),
+        (["--since", "7d", "--state", "waiting", "--limit", "1"], [1], "\n1 more: --limit 2 shows all"),
+    ],
+)
+def test_status_shows_only_what_is_asked_for_and_how_many_more_there_are(
+    words: list[str], shown_rows: list[int], left: str, rows_of_status: tuple[str, ...]
+) -> None:
+    text = printed("status", *words)
+    rows = [line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
+    assert rows == [rows_of_status[i] for i in shown_rows]
+    assert left in text and ("more" in text) == bool(left)
+    if 2 not in shown_rows:
+        assert [run["id"] for run in shown("status", *words)] == [rows_of_status[i] for i in reversed(shown_rows)]
+
+
+def test_a_point_of_a_sweep_shows_its_own_values(rows_of_status: tuple[str, ...], project: Path) -> None:
+    point = (project / "runs" / rows_of_status[2] / "points.jsonl").read_text().splitlines()[1]
+    assert f"\n  point 1 of {rows_of_status[2]}: train.steps=50\n" in printed("status", json.loads(point)["run_id"])
+
+
+def test_every_state_can_be_asked_for() -> None:
+    assert set(STATES) == {*RunStatus} - {RunStatus.REMOVED}
+
+
 def test_a_terminal_that_is_wide_has_the_last_column_beside_and_a_narrow_one_below() -> None:
-    header, rows = (
-        ["run", "step", "loss", ""],
-        [["a", "1", "", "one two three four five six seven eight"], ["b", "", "", "x"]],
-    )
-    assert table_lines(header, rows) == [
-        "run   step",
-        "-" * 52,
-        "a     1      one two three four five six seven eight",
-        "b            x",
-    ]
-    assert table_lines(header, rows, 43)[2:] == [
-        "a     1      one two three four five six",
-        "             seven eight",
-        "b            x",
-    ]
-    assert table_lines(header, rows, 40)[1:] == [
-        "-" * 37,
-        "a     1",
-        "    one two three four five six seven",
-        "    eight",
-        "b            x",
-    ]
+    header = ["run", "step", "loss", ""]
+    rows = [["a", "1", "", "one two three four five six seven eight"], ["b", "", "", "x"]]
+    beside = ["run   step", "-" * 52, "a     1      one two three four five six seven eight", "b            x"]
+    assert table_lines(header, rows) == beside
+    broken = ["a     1      one two three four five six", "             seven eight", "b            x"]
+    assert table_lines(header, rows, 43)[2:] == broken
+    below = ["-" * 37, "a     1", "    one two three four five six seven", "    eight", "b            x"]
+    assert table_lines(header, rows, 40)[1:] == below
 
 
 def test_a_terminal_of_80_letters_has_the_run_its_state_its_step_and_its_eta() -> None:
     header = ["run", "name", "state", *PROGRESS, "attempts", ""]
-    row = [
-        "20260101-000000-aaaaa",
-        "train",
-        "running",
-        "14/500",
-        "2.3140",
-        "2.4000",
-        "12.3k",
-        "30 min",
-        "2",
-        "a remark",
-    ]
+    row = "20260101-000000-aaaaa train running 14/500 2.3140 2.4000 12.3k 30_min 2 remark".split()
     shown = table_lines(header, [row], 80)
     assert all(len(line) <= 80 for line in shown)
     assert {"run", "state", "step", "ETA"} <= set(shown[0].split())
@@ -265,20 +296,10 @@ def test_what_a_program_has_left_as_its_last_words_steers_no_terminal() -> None:
 # --watch
 
 
-@pytest.mark.parametrize(
-    ("took_s", "failures", "pause"),
-    [
-        (0.1, 0, 5.0),
-        (1.0, 0, 9.0),
-        (30.0, 0, 270.0),
-        (0.1, 1, 10.0),
-        (0.1, 3, 40.0),
-        (0.1, 9999, 300.0),
-        (60.0, 1, 540.0),
-    ],
-)
-def test_who_answers_slowly_or_not_at_all_is_asked_less(took_s: float, failures: int, pause: float) -> None:
-    assert pause_s(5.0, took_s, failures) == pytest.approx(pause)
+def test_who_answers_slowly_or_not_at_all_is_asked_less() -> None:
+    pauses = {(0.1, 0): 5.0, (1.0, 0): 9.0, (30.0, 0): 270.0, (60.0, 1): 540.0}
+    pauses |= {(0.1, 1): 10.0, (0.1, 3): 40.0, (0.1, 9999): 300.0}
+    assert {each: pause_s(5.0, *each) for each in pauses} == pytest.approx(pauses)
 
 
 class Terminal:
@@ -342,8 +363,8 @@ def test_ctrl_c_leaves_with_the_terminal_as_it_was() -> None:
     [
         (["--watch"], "--watch needs a terminal"),
         (["--watch", "--json"], "--watch and --json exclude each other"),
-        (["--watch", "--every", "0"], "--every 0: expected at least 1 second"),
-        (["--watch", "--every", "nan"], "--every nan: expected at least 1 second"),
+        (["--watch", "--every", "0"], "--every: '0' is not a number of at least 1"),
+        (["--watch", "--every", "nan"], "--every: 'nan' is not a number of at least 1"),
     ],
 )
 def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, project: Path, capsys: Out) -> None:
@@ -372,5 +393,8 @@ def test_what_runs_is_watched_above_what_waits_and_that_above_what_has_ended(
             screen += os.read(controller, 100_000).decode()
         process.send_signal(signal.SIGINT)
     os.close(controller)
-    states = [word for word in screen.split() if word in ("running", "waiting", "finished")]
-    assert states[-4:] == ["running", "waiting", "waiting", "finished"]
+    if words == ("status",):
+        assert "4 points: 2 waiting, 1 running, 1 finished" in " ".join(screen.split())
+    else:
+        states = [word for word in screen.split() if word in ("running", "waiting", "finished")]
+        assert states[-4:] == ["running", "waiting", "waiting", "finished"]

@@ -11,7 +11,7 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.report.scaling import ScalingTest, bars, scaling_test
+from slurmtrain.report.scaling import ScalingTest, scaling_test
 from slurmtrain.report.scaling_plot import draw
 from slurmtrain.report.step_times import RECORDS, StepTimes, read_step_times, step_times
 from slurmtrain.runs.run_dir import RunDir
@@ -45,8 +45,7 @@ def test_a_slow_link_is_named_with_its_axis_at_the_size_where_it_begins() -> Non
 
 
 def test_data_that_come_too_slowly_are_named_without_an_axis() -> None:
-    found = a_test(times(1.0, 0.0), times(1.0, 0.0, data=0.6))
-    named = found.bottlenecks[0]
+    (named,) = a_test(times(1.0, 0.0), times(1.0, 0.0, data=0.6)).bottlenecks
     assert named is not None and (named.kind, named.axis) == ("data", None)
 
 
@@ -54,9 +53,7 @@ def test_the_plan_beside_it_has_the_rates_of_the_smallest_size() -> None:
     found = a_test(times(1.0, 0.0), times(1.0, 0.04), times(1.0, 0.60))
     assert found.why_no_plan is None
     assert found.measurements[0].planned_s == pytest.approx(found.measurements[0].times.step_s)
-    for each in found.planned:
-        assert each is not None
-        assert 0.9 < each.total <= 1.0
+    assert all(each is not None and 0.9 < each.total <= 1.0 for each in found.planned)
 
 
 def test_strong_scaling_compares_the_same_batch() -> None:
@@ -79,24 +76,13 @@ def test_one_size_alone_has_nothing_to_compare() -> None:
     assert a_test(times(1.0, 0.0)).doublings == ()
 
 
-def test_bars_show_the_line() -> None:
-    text = bars([("2 nodes", 0.96), ("4 nodes", 0.5), ("8 nodes", float("nan")), ("16 nodes", 1.2)])
-    lines = text.splitlines()
-    assert [line.count("#") for line in lines] == [48 - 1, 25, 0, 50 - 1]
-    assert {line.index("|") for line in lines} == {len("16 nodes ") + 40}
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_it_is_drawn_into_a_file(kind: str, tmp_path: Path) -> None:
+def test_it_is_drawn_into_a_file_and_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     found = a_test(times(1.0, 0.0), times(1.0, 0.04), times(1.0, 0.60))
-    draw(found, tmp_path / f"scaling.{kind}")
-    drawn = (tmp_path / f"scaling.{kind}").read_bytes()
-    assert drawn.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
-
-
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    for kind, begins in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        draw(found, tmp_path / f"scaling.{kind}")
+        assert (tmp_path / f"scaling.{kind}").read_bytes().startswith(begins)
     with pytest.raises(UsageError, match="cannot draw into"):
-        draw(a_test(times(1.0, 0.0), times(1.0, 0.0)), tmp_path / "scaling.pdf")
+        draw(found, tmp_path / "scaling.pdf")
 
 
 def test_configs_of_a_weak_test_keep_the_batch_of_each_node() -> None:
@@ -113,40 +99,34 @@ def record(step: int, step_time_s: float = 1.0, **parts: float) -> dict[str, Any
     return {"step": step, "step_time_s": step_time_s, **{f"time_{name}_s": each for name, each in parts.items()}}
 
 
-def test_a_step_is_the_sum_of_its_parts_without_pauses() -> None:
-    logged = [
-        record(step, data=0.1, forward_backward=0.7, communication=0.15, optimizer=0.05, checkpoint=3.0, other=0.0)
-        for step in range(4)
-    ]
+USUAL = {"data": 0.1, "forward_backward": 0.7, "communication": 0.15, "optimizer": 0.05, "other": 0.0}
+REST = ["communication", "optimizer", "other"]
+LOGGED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a step is the sum of its parts without pauses": (
+        [record(step, **USUAL, checkpoint=3.0) for step in range(4)],
+        {"step_s": pytest.approx(1.0), "parts": USUAL, "missing": []},
+    ),
+    "the first half, in which steps allocate and compile, does not count": (
+        [record(step, forward_backward=seconds) for step, seconds in enumerate((60.0, 5.0, 1.0, 1.0))],
+        {"step_s": 1.0, "records": 2},
+    ),
+    "without parts it is the mean that was logged last": (
+        [{"step": 1, "step_time_s": 9.0}, {"step": 2, "step_time_s": 2.0, "data_wait_s": 0.5}],
+        {"step_s": 2.0, "parts": {"data": 0.5}, "missing": ["forward_backward", *REST]},
+    ),
+    "the slowest rank is the one that was named last": (
+        [record(1) | {"slowest_rank": 3, "slowest_rank_ratio": 1.1}, record(2) | {"slowest_rank": 5}, record(3),
+         record(4) | {"slowest_rank": 7, "slowest_rank_ratio": 1.5}],
+        {"slowest_rank": 7, "slowest_ratio": 1.5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_the_time_of_a_step(case: str) -> None:
+    logged, expected = LOGGED[case]
     found = step_times(logged)
-    assert found is not None
-    assert found.step_s == pytest.approx(1.0)
-    assert found.parts["communication"] == 0.15
-    assert found.missing == []
-
-
-def test_the_first_half_does_not_count() -> None:
-    """The first steps allocate and compile."""
-    logged = [record(0, forward_backward=60.0), record(1, forward_backward=5.0)]
-    logged += [record(step, forward_backward=1.0) for step in (2, 3)]
-    found = step_times(logged)
-    assert found is not None
-    assert (found.step_s, found.records) == (1.0, 2)
-
-
-def test_without_parts_it_is_the_mean_that_was_logged_last() -> None:
-    found = step_times([{"step": 1, "step_time_s": 9.0}, {"step": 2, "step_time_s": 2.0, "data_wait_s": 0.5}])
-    assert found is not None
-    assert (found.step_s, found.parts) == (2.0, {"data": 0.5})
-    assert found.missing == ["forward_backward", "communication", "optimizer", "other"]
-
-
-def test_the_slowest_rank_is_the_one_that_was_named_last() -> None:
-    logged = [record(1) | {"slowest_rank": 3, "slowest_rank_ratio": 1.1}, record(2) | {"slowest_rank": 5}]
-    logged += [record(3), record(4) | {"slowest_rank": 7, "slowest_rank_ratio": 1.5}]
-    found = step_times(logged)
-    assert found is not None
-    assert (found.slowest_rank, found.slowest_ratio) == (7, 1.5)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e308, [1.0], True, {}])

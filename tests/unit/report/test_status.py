@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
@@ -25,7 +25,7 @@ from slurmtrain.sandbox import default_directory
 from slurmtrain.system import records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.report_runs import write_config
-from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, started, submitted_run
+from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, refused, shown, started, submitted_run
 
 Out = pytest.CaptureFixture[str]
 HERE, ELSEWHERE = socket.gethostname(), "another-host"
@@ -93,164 +93,75 @@ NOT_OPENED = {"opened": False}
 QUEUED_AGAIN = "SLURM has put job 7 into the queue once more, as SLURM does from 24.05 on"
 SET_UP_FAILED = {"opened": False, "left": {"setup-failed": "set-up failed with code 1: false\n"}}
 
-STATES: list[tuple[str, list[dict[str, Any]], tuple[str, ...] | None, dict[str, Any], tuple[str, bool], str]] = [
-    # case, its attempts, what SLURM says of job 7, facts of run.json -> state, alive, words
-    ("submitted", [], ("PENDING", "Resources"), {}, ("waiting", True), "Resources"),
-    ("about to begin", [], ("RUNNING",), {}, ("starting", True), "attempt 1 is about to begin, job 7"),
-    ("setting up", [NOT_OPENED], ("RUNNING",), {}, ("starting", True), "attempt 1 is setting up, job 7"),
-    ("running", [running()], ("RUNNING",), {}, ("running", True), "attempt 1, job 7"),
-    ("suspended", [running()], ("SUSPENDED",), {}, ("suspended", True), ""),
-    ("requeued", [ended("requeue")], ("PENDING", "BeginTime"), {}, ("requeued", True), "crashed: x"),
-    ("held", [ended("requeue")], ("PENDING", "JobHeldUser"), {}, ("held", True), ""),
-    ("job gone without a word", [running()], None, {}, ("lost", False), ""),
+WAITED, PREEMPTED = ended("requeue"), ended("requeue", reason="preempted")
+LEFT_ITS_PACK = ended("requeue", sentence="preempted; it is requeued", next_step="it is requeued")
+PACKED: dict[str, Any] = {"packed": True}
+BY_HAND: dict[str, Any] = {"job_ids": []}
+RESUMED, BEFORE = {"job_ids": ["1", "7"]}, ended("end", job="1", started=1.0)
+SAVED = f"attempt 1 was saved at step 12, but its supervisor was killed; `resume {RUN_ID}` continues it"
+OTHERS = "preempted; it is requeued when the others of its pack have left job 7"
+FINISHED_UNRECORDED = "attempt 1 finished, but its supervisor was killed before it recorded that"
+ALIVE = {"waiting", "starting", "running", "suspended", "requeued", "held", "stopping"}
+
+STATES: dict[str, tuple[list[dict[str, Any]], str | None, dict[str, Any], str, str]] = {
+    # case: its attempts, what SLURM says of job 7, facts of run.json -> state, words
+    "submitted": ([], "PENDING Resources", {}, "waiting", "Resources"),
+    "about to begin": ([], "RUNNING", {}, "starting", "attempt 1 is about to begin, job 7"),
+    "setting up": ([NOT_OPENED], "RUNNING", {}, "starting", "attempt 1 is setting up, job 7"),
+    "running": ([running()], "RUNNING", {}, "running", "attempt 1, job 7"),
+    "suspended": ([running()], "SUSPENDED", {}, "suspended", ""),
+    "requeued": ([WAITED], "PENDING BeginTime", {}, "requeued", "crashed: x"),
+    "held": ([WAITED], "PENDING JobHeldUser", {}, "held", ""),
+    "job gone without a word": ([running()], None, {}, "lost", ""),
     # The supervisor was killed, by which SLURM ends the job
-    (
-        "saved",
-        [running(said="stopped", last_step=12)],
-        ("FAILED",),
-        {},
-        ("lost", False),
-        f"attempt 1 was saved at step 12, but its supervisor was killed; `resume {RUN_ID}` continues it",
-    ),
-    (
-        "finished",
-        [running(said="finished")],
-        ("FAILED",),
-        {},
-        ("finished", False),
-        "attempt 1 finished, but its supervisor was killed before it recorded that",
-    ),
-    ("killed before it began", [], ("FAILED",), {}, ("failed", False), f"slurm-*.log. `resume {RUN_ID}` continues it"),
-    (
-        "set-up lost its node",
-        [NOT_OPENED],
-        ("PENDING", "BeginTime"),
-        {},
-        ("requeued", True),
-        "ended while it was set up",
-    ),
-    ("set-up failed, and the job leaves", [SET_UP_FAILED], ("RUNNING",), {}, ("failed", False), "code 1: false"),
-    ("set-up failed", [SET_UP_FAILED], ("FAILED", "NonZeroExitCode"), {}, ("failed", False), "code 1: false"),
-    ("set-up failed long ago", [SET_UP_FAILED], None, {}, ("failed", False), "set-up failed with code 1: false"),
+    "saved": ([running(said="stopped", last_step=12)], "FAILED", {}, "lost", SAVED),
+    "finished": ([running(said="finished")], "FAILED", {}, "finished", FINISHED_UNRECORDED),
+    "killed before it began": ([], "FAILED", {}, "failed", f"slurm-*.log. `resume {RUN_ID}` continues it"),
+    "set-up lost its node": ([NOT_OPENED], "PENDING BeginTime", {}, "requeued", "ended while it was set up"),
+    "set-up failed, and the job leaves": ([SET_UP_FAILED], "RUNNING", {}, "failed", "code 1: false"),
+    "set-up failed": ([SET_UP_FAILED], "FAILED NonZeroExitCode", {}, "failed", "code 1: false"),
+    "set-up failed long ago": ([SET_UP_FAILED], None, {}, "failed", "set-up failed with code 1: false"),
     # An allocation is not the run.
-    ("finished in an allocation that goes on", [ended("done")], ("RUNNING",), {"job_ids": []}, ("finished", False), ""),
-    ("failed in an allocation that goes on", [ended("end")], ("RUNNING",), {"job_ids": []}, ("failed", False), ""),
-    ("by hand in an allocation", [running()], ("RUNNING",), {"job_ids": []}, ("running", True), ""),
-    (
-        "by hand, after a job that never trained",
-        [NOT_OPENED, running(job="9", started=4e9)],
-        None,
-        {},
-        ("running", True),
-        "job 9",
-    ),
+    "finished in an allocation that goes on": ([ended("done")], "RUNNING", BY_HAND, "finished", ""),
+    "failed in an allocation that goes on": ([ended("end")], "RUNNING", BY_HAND, "failed", ""),
+    "by hand in an allocation": ([running()], "RUNNING", BY_HAND, "running", ""),
+    "by hand, after a job that never trained": ([NOT_OPENED, running(job="9", started=4e9)], None, {}, "running", "job 9"),
     # Cancelled while it waits
-    ("scancelled before it started", [], ("CANCELLED",), {}, ("stopped", False), "cancelled while it waited"),
-    (
-        "scancelled before it started again",
-        [ended("requeue")],
-        ("CANCELLED",),
-        {},
-        ("stopped", False),
-        "to start again",
-    ),
-    (
-        "scancelled, SLURM had it",
-        [ended("restarting")],
-        ("CANCELLED",),
-        {},
-        ("stopped", False),
-        "waited to start again",
-    ),
-    (
-        "resumed, and scancelled",
-        [ended("end", job="1", started=1.0)],
-        ("CANCELLED",),
-        {"job_ids": ["1", "7"]},
-        ("stopped", False),
-        "",
-    ),
-    (
-        "resumed, and its job failed",
-        [ended("end", job="1", started=1.0)],
-        ("FAILED",),
-        {"job_ids": ["1", "7"]},
-        ("failed", False),
-        "job 7 ended as FAILED",
-    ),
-    (
-        "resumed, and its job is gone",
-        [ended("end", job="1", started=1.0)],
-        None,
-        {"job_ids": ["1", "7"]},
-        ("lost", False),
-        "",
-    ),
-    (
-        "resumed, where an earlier job died in set-up",
-        [{**NOT_OPENED, "job": "1"}],
-        ("PENDING", "Resources"),
-        {"job_ids": ["1", "7"]},
-        ("waiting", True),
-        "",
-    ),
+    "scancelled before it started": ([], "CANCELLED", {}, "stopped", "cancelled while it waited"),
+    "scancelled before it started again": ([WAITED], "CANCELLED", {}, "stopped", "to start again"),
+    "scancelled, SLURM had it": ([ended("restarting")], "CANCELLED", {}, "stopped", "waited to start again"),
+    "resumed, and scancelled": ([BEFORE], "CANCELLED", RESUMED, "stopped", ""),
+    "resumed, and its job failed": ([BEFORE], "FAILED", RESUMED, "failed", "job 7 ended as FAILED"),
+    "resumed, and its job is gone": ([BEFORE], None, RESUMED, "lost", ""),
+    "an earlier job died in set-up": ([{**NOT_OPENED, "job": "1"}], "PENDING Resources", RESUMED, "waiting", ""),
     # From 24.05 on SLURM starts a job once more after a preemption.
-    (
-        "finished, and in the queue again",
-        [ended("requeue", reason="preempted"), ended("done", restart=1)],
-        ("PENDING", "BeginTime"),
-        {},
-        ("finished", False),
-        QUEUED_AGAIN,
+    "finished, and queued again": (
+        [PREEMPTED, ended("done", restart=1)], "PENDING BeginTime", {}, "finished", QUEUED_AGAIN
     ),
-    (
-        "failed, and in the queue again",
-        [ended("requeue", reason="preempted"), ended("end", restart=1)],
-        ("PENDING", "BeginTime"),
-        {},
-        ("failed", False),
-        QUEUED_AGAIN,
-    ),
+    "failed, and queued again": ([PREEMPTED, ended("end", restart=1)], "PENDING BeginTime", {}, "failed", QUEUED_AGAIN),
     # A job shared with others (sweep.pack)
-    ("packed, finished", [ended("done")], ("RUNNING",), {"packed": True}, ("finished", False), ""),
-    ("packed, finished, and waits", [ended("done")], ("PENDING",), {"packed": True}, ("finished", False), ""),
-    ("packed, failed", [ended("end")], ("PENDING",), {"packed": True}, ("failed", False), ""),
-    (
-        "packed, to go on",
-        [ended("requeue", sentence="preempted; it is requeued", next_step="it is requeued")],
-        ("RUNNING",),
-        {"packed": True},
-        ("stopping", True),
-        "preempted; it is requeued when the others of its pack have left job 7",
-    ),
-    ("packed, goes on", [ended("requeue")], ("PENDING", "BeginTime"), {"packed": True}, ("requeued", True), ""),
-]
+    "packed, finished": ([ended("done")], "RUNNING", PACKED, "finished", ""),
+    "packed, finished, and waits": ([ended("done")], "PENDING", PACKED, "finished", ""),
+    "packed, failed": ([ended("end")], "PENDING", PACKED, "failed", ""),
+    "packed, to go on": ([LEFT_ITS_PACK], "RUNNING", PACKED, "stopping", OTHERS),
+    "packed, goes on": ([WAITED], "PENDING BeginTime", PACKED, "requeued", ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tries", "slurm_says", "facts", "state", "words"), [row[1:] for row in STATES], ids=[row[0] for row in STATES]
-)
-def test_what_a_run_is_doing(
-    tries: list[dict[str, Any]],
-    slurm_says: tuple[str, ...] | None,
-    facts: dict[str, Any],
-    state: tuple[str, bool],
-    words: str,
-    job: Job,
-) -> None:
+@pytest.mark.parametrize("case", STATES)
+def test_what_a_run_is_doing(case: str, job: Job) -> None:
+    tries, slurm_says, facts, state, words = STATES[case]
     job.run.update_info(**facts)
     for fields in tries:
         job.attempt(**fields)
     if slurm_says is not None:
-        queue(job, *slurm_says)
+        queue(job, *slurm_says.split())
     if any(fields.get("job") == "9" for fields in tries):
         queue(job, "RUNNING", job_id="9")
     now = shown("status", RUN_ID)
-    assert (now["state"], now["alive"]) == state and words in now["sentence"]
+    assert (now["state"], now["alive"]) == (state, state in ALIVE) and words in now["sentence"]
     if "once more" in words:  # it is not removed, and can be taken out of the queue
-        assert (
-            "job 7 is in the queue once more" in printed("runs", "prune", "--state", state[0]) and job.run.path.exists()
-        )
+        assert "job 7 is in the queue once more" in printed("runs", "prune", "--state", state) and job.run.path.exists()
         assert main(["cancel", RUN_ID]) == 0
         assert changes(job) == ["scancel 7"] and not job.run.request_file.exists()
 
@@ -286,15 +197,32 @@ def test_a_run_that_is_over_in_an_allocation_is_not_cancelled(verdict: str, job:
     assert changes(job) == []
 
 
-@pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
-def test_an_allocation_is_never_cancelled_or_signalled_for_a_run_in_it(verb: str, job: Job, capsys: Out) -> None:
-    job.run.update_info(job_ids=[])
-    job.attempt(**running())
-    queue(job, "RUNNING")
-    assert main([verb, RUN_ID]) == 1
-    error = capsys.readouterr().err
-    assert "by hand inside job 7" in error and "Ctrl-C" in error and "STEP" in error
-    assert changes(job) == [] and not job.run.request_file.exists()
+STARTING = ("is still starting", "shows steps")
+REFUSED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str, tuple[str, ...]]] = {
+    # case: facts of run.json, its attempts, what SLURM says of job 7, the verbs -> what they say
+    "an allocation is never ended for a run in it": (
+        BY_HAND, [running()], "RUNNING", "cancel preempt requeue", ("by hand inside job 7", "Ctrl-C", "STEP")
+    ),
+    "suspended": ({}, [running()], "SUSPENDED", "preempt", ("is suspended, so it cannot save now",)),
+    # A stop that would reach nobody
+    "not begun": ({}, [], "RUNNING", "preempt requeue", STARTING),
+    "setting up": ({}, [NOT_OPENED], "RUNNING", "preempt requeue", STARTING),
+    "requeued": ({}, [WAITED], "RUNNING", "preempt requeue", STARTING),
+    "between two attempts of a job": ({}, [ended("in-place")], "RUNNING", "preempt requeue", STARTING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_verb_that_cannot_do_what_it_says_is_refused_and_tells_nobody(case: str, job: Job) -> None:
+    facts, tries, state, verbs, sentences = REFUSED[case]
+    job.run.update_info(**facts)
+    for fields in tries:
+        job.attempt(**fields)
+    queue(job, state)
+    for verb in verbs.split():
+        error = refused(verb, RUN_ID, code=1)
+        assert all(each in error for each in sentences)
+        assert changes(job) == [] and not job.run.request_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -329,97 +257,49 @@ def test_a_script_handed_to_sbatch_is_the_runs_own_job(job: Job) -> None:
     assert changes(job) == ["scancel 7"]
 
 
-def test_a_cancel_that_slurm_refused_leaves_no_request(job: Job, capsys: Out) -> None:
+def test_a_cancel_that_slurm_refused_leaves_no_request(job: Job) -> None:
     queue(job, "PENDING", "Resources")
     job.slurm.fail("scancel", "Access denied")
-    assert main(["cancel", RUN_ID]) == 1
-    assert "Access denied" in capsys.readouterr().err and not job.run.request_file.exists()
+    assert "Access denied" in refused("cancel", RUN_ID, code=1) and not job.run.request_file.exists()
     queue(job, None)
     assert said()[0] == "lost"
 
 
-@pytest.mark.parametrize("verb", ["cancel", "preempt", "resume"])
+@pytest.mark.parametrize("verb", ["cancel", "preempt", "resume", "resume on a read-only file system"])
 def test_a_run_that_has_filled_the_disk_can_be_cancelled_and_what_needs_room_says_so(
     verb: str, job: Job, capsys: Out
 ) -> None:
     job.attempt(**running())
-    if verb != "resume":
+    if not verb.startswith("resume"):
         queue(job, "RUNNING")
+    code = errno.EROFS if "read-only" in verb else errno.ENOSPC
 
     def fail(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     job.monkeypatch.setattr(os, "fsync", fail)  # what a full disk says last
     job.monkeypatch.setattr(records, "append_line", fail)
     before = sorted(job.run.path.rglob("*"))
-    assert main([verb, RUN_ID]) == (0 if verb == "cancel" else 1)
+    assert main([verb.split()[0], RUN_ID]) == (0 if verb == "cancel" else 1)
     told = capsys.readouterr()
     if verb == "cancel":
         assert changes(job) == ["scancel 7"] and "is told to end" in told.out
     else:
-        assert "No space left on device\n  hint: `df -h`" in told.err and changes(job) == []
-        assert sorted(job.run.path.rglob("*")) == before
-
-
-def test_a_run_in_a_read_only_folder_cannot_be_resumed_and_nobody_is_told_to_make_room(job: Job, capsys: Out) -> None:
-    job.attempt(**running())
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    job.monkeypatch.setattr(os, "fsync", fail)
-    assert main(["resume", RUN_ID]) == 1
-    assert "Read-only file system\n  hint: its file system is mounted read-only here" in capsys.readouterr().err
-
-
-def test_a_suspended_run_has_no_end_in_sight_and_cannot_save(job: Job, capsys: Out) -> None:
-    job.attempt(**running(stepping=time.time()))
-    job.run.metrics_file.write_text('{"step": 3, "time": 1.0, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10}\n')
-    queue(job, "SUSPENDED")
-    assert shown("status", RUN_ID)["eta_s"] is None
-    assert main(["preempt", RUN_ID]) == 1
-    assert "is suspended, so it cannot save now" in capsys.readouterr().err and changes(job) == []
-
-
-@pytest.mark.parametrize("verb", ["preempt", "requeue"])
-@pytest.mark.parametrize("tries", [[], [NOT_OPENED], [ended("requeue")], [ended("in-place")]])
-def test_a_stop_that_would_reach_nobody_is_refused(
-    verb: str, tries: list[dict[str, Any]], job: Job, capsys: Out
-) -> None:
-    for fields in tries:
-        job.attempt(**fields)
-    queue(job, "RUNNING")
-    no_waiting(job.monkeypatch, times=10)  # in the pause between two attempts of a job it waits for the next one
-    assert main([verb, RUN_ID]) == 1
-    error = capsys.readouterr().err
-    assert "is still starting" in error and "shows steps" in error
-    assert changes(job) == [] and not job.run.request_file.exists()
-
-
-@pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
-def test_a_stop_in_the_pause_between_two_attempts_of_a_job_waits_for_the_next_one(
-    verb: str, number: str, job: Job
-) -> None:
-    job.attempt(**ended("in-place"))
-    queue(job, "RUNNING")
-    no_waiting(job.monkeypatch, lambda waited_s: job.attempt(**running()) if job.run.attempt_numbers() == [1] else None)
-    assert main([verb, RUN_ID]) == 0
-    assert any(f"--signal={number}" in line for line in changes(job)) and job.run.request_file.exists()
+        room = "Read-only file system\n  hint: its file system is mounted read-only here"
+        assert (room if code == errno.EROFS else "No space left on device\n  hint: `df -h`") in told.err
+        assert changes(job) == [] and sorted(job.run.path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("words", [["preempt"], ["requeue"], ["requeue", "optim.lr=1e-4"]])
 @pytest.mark.parametrize("action", ["stop", "cancel", "prune"])
-def test_a_run_that_is_told_to_end_and_still_saves_is_not_brought_back(
-    action: str, words: list[str], job: Job, capsys: Out
-) -> None:
+def test_a_run_that_is_told_to_end_and_still_saves_is_not_brought_back(action: str, words: list[str], job: Job) -> None:
     write_config(job.run)
     job.run.update_info(workdir=".", submit_dir="/", version="1", config_hash="0")
     number = job.attempt(**running())
     request = json.dumps({"action": action, "time": time.time(), "attempt": number})
     job.run.request_file.write_text(request)
     queue(job, "RUNNING")
-    assert main([words[0], RUN_ID, *words[1:]]) == 1
-    assert f"told to end for good ({action})" in capsys.readouterr().err
+    assert f"told to end for good ({action})" in refused(words[0], RUN_ID, *words[1:], code=1)
     assert job.run.request_file.read_text() == request
     assert changes(job) == [] and not job.run.next_change_file.exists()
 
@@ -442,6 +322,21 @@ def test_only_what_will_happen_is_promised(mode: str, promise: str, job: Job) ->
         assert changes(job)[-1] == f"scancel --signal={number} 7"
 
 
+@pytest.mark.parametrize("saved", [(), (40, 120)])
+def test_preempt_says_first_from_where_this_run_would_start_again(
+    saved: tuple[int, ...], job: Job, capsys: Out
+) -> None:
+    for step in saved:
+        path = job.run.checkpoints / f"checkpoint_{step:07}"
+        path.mkdir(parents=True)
+        (path / "COMPLETE").touch()
+    job.attempt({"rank-0.log": ""}, **running())
+    queue(job, "RUNNING")
+    assert main(["preempt", RUN_ID]) == 0
+    told = capsys.readouterr().err
+    assert ("it resumes from checkpoint_0000120" if saved else "at step 0: no checkpoint is visible") in told
+
+
 def test_requeue_of_a_held_job_releases_and_starts_it(job: Job) -> None:
     job.attempt(**ended("requeue"))
     queue(job, "PENDING", "JobHeldUser")
@@ -450,14 +345,11 @@ def test_requeue_of_a_held_job_releases_and_starts_it(job: Job) -> None:
 
 
 @pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
-def test_a_packed_run_is_reached_by_its_own_step_and_not_at_all_without_a_controller(
-    verb: str, job: Job, capsys: Out
-) -> None:
+def test_a_packed_run_is_reached_by_its_own_step_and_not_at_all_without_a_controller(verb: str, job: Job) -> None:
     job.run.update_info(packed=True)
     job.slurm.fail("squeue", times=1)
     if verb != "requeue":
-        assert main([verb, RUN_ID]) == 1
-        assert "SLURM cannot be asked" in capsys.readouterr().err and not job.run.request_file.exists()
+        assert "SLURM cannot be asked" in refused(verb, RUN_ID, code=1) and not job.run.request_file.exists()
     job.attempt(**running(step_id="7.2"))
     queue(job, "RUNNING")
     assert said() == ("running", True) or verb == "requeue"
@@ -620,15 +512,13 @@ def long_ago(path: Path) -> None:
     os.utime(path, (1e9, 1e9))
 
 
-def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(job: Job, capsys: Out) -> None:
+def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(job: Job) -> None:
     local(job)
     job.attempt(**running())
     killed: list[int] = []
     job.monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert said() == ("unknown", True) and ELSEWHERE in sentence()
-    for verb in ("cancel", "preempt", "requeue", "resume"):
-        assert main([verb, RUN_ID]) == 1
-    told = capsys.readouterr().err
+    told = "".join(refused(verb, RUN_ID, code=1) for verb in ("cancel", "preempt", "requeue", "resume"))
     assert f"`cancel {RUN_ID}` there" in told and "is gone for good" in told and killed == []
     job.run.attempt(1).record_file.unlink()  # the way out that was named
     long_ago(job.run.attempt(1).path)
@@ -647,15 +537,14 @@ def test_a_local_run_on_this_host_lives_as_long_as_its_process(
 
 
 def test_a_process_that_only_has_the_pid_of_a_local_run_is_not_taken_for_it_and_not_signalled(
-    job: Job, alive_process: subprocess.Popen[bytes], capsys: Out
+    job: Job, alive_process: subprocess.Popen[bytes]
 ) -> None:
     local(job)
     job.attempt(pid=alive_process.pid, born="1", host=HERE)
     assert said() == ("lost", False)
     job.attempt(pid=alive_process.pid, pid_namespace="pid:[1]", host=HERE)
     assert said() == ("running", True)  # as far as is seen here
-    assert main(["cancel", RUN_ID]) == 1
-    assert f"runs in another container on {HERE}" in capsys.readouterr().err
+    assert f"runs in another container on {HERE}" in refused("cancel", RUN_ID, code=1)
     assert alive_process.poll() is None and not job.run.request_file.exists()
 
 
@@ -700,7 +589,7 @@ def test_following_asks_the_queue_seldom_and_outlives_its_errors(job: Job) -> No
 
     no_waiting(job.monkeypatch, at({20.0: lambda: job.slurm.fail("squeue"), 40.0: last_words}))
     assert printed("logs", RUN_ID, "-f") == "last words\n"
-    assert asked(job) in range(7, 10)  # 40 s, every 5 s
+    assert asked(job) in range(2, 5)  # 40 s, every 20 s
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "RUNNING"])
@@ -708,14 +597,14 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
     log(job, job.attempt(**ended("done")), "all of it\n")
     queue(job, state)
     assert printed("logs", RUN_ID, "-f") == "all of it\n"
-    assert job.slurm.calls() == []
+    assert len(job.slurm.calls()) <= 1  # it may have been resumed
 
 
 def test_a_resumed_run_is_followed_into_its_next_attempt_and_one_attempt_to_its_own_end(job: Job, capsys: Out) -> None:
     job.run.update_info(job_ids=["1", "7"])
     log(job, job.attempt(**ended("end", job="1", started=1.0)), "first\n")
     queue(job, "PENDING", "Resources")
-    no_waiting(job.monkeypatch, at({10.0: lambda: log(job, job.attempt(**ended("done")), "second\n")}))
+    no_waiting(job.monkeypatch, at({50.0: lambda: log(job, job.attempt(**ended("done")), "second\n")}))
     assert printed("logs", RUN_ID, "-f") == "first\nsecond\n"
     assert asked(job) in range(2, 5)
     assert capsys.readouterr().err.count("waiting: ") == 1  # what `status` says, once
@@ -776,17 +665,16 @@ def test_submit_that_follows_leaves_with_the_runs_own_code(
 
 
 def test_a_finished_run_is_changed_only_to_train_on_and_the_job_of_its_further_steps_has_something_left_to_do(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = submitted_run(project, "cluster=a100x4", job_ids=["1"])
+    run = submitted_run(project, "cluster=a100x4", "train.steps=500", job_ids=["1"])
     add_attempt(run, **ended("done", reason="finished", last_step=500, job_id="1"))
     before = run.info_file.read_text()
-    for words in (["--set", "train.steps=500"], ["--set", "optim.lr=1"], ["--code"]):
-        assert main(["resume", run.id, *words]) == EXIT_USAGE
-        told = capsys.readouterr().err
+    for words in (["train.steps=500"], ["optim.lr=1"], ["--code"]):
+        told = refused("resume", run.id, *words)
         assert "is finished, so it cannot be changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
     assert run.info_file.read_text() == before
-    assert main(["resume", run.id, "--set", "train.steps=900"]) == 0
+    assert main(["resume", run.id, "train.steps=900"]) == 0
     assert run.info()["job_ids"] == ["1", "101"] and run.info()["steps"] == 900
     now = shown("status", run.id)
     assert (now["state"], now["alive"]) == ("waiting", True)

@@ -13,7 +13,8 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.cli.columns import table_lines
-from slurmtrain.cli.usage import moment_of, table_of
+from slurmtrain.cli.units import moment
+from slurmtrain.cli.usage import table_of
 from slurmtrain.errors import EXIT_USAGE
 from slurmtrain.report import usage
 from slurmtrain.report.usage import Grouping, usage_of
@@ -59,9 +60,16 @@ def shown(*words: str) -> dict[str, Any]:
     return found
 
 
-def test_the_table_has_a_row_for_each_person_and_says_why_hours_were_lost(run: RunDir, root: Path) -> None:
+def test_rows_add_up_to_the_total_and_the_table_says_why_hours_were_lost(run: RunDir, root: Path) -> None:
     finished(root)
-    header, _, row = printed("usage").splitlines()
+    found = shown("--by", "run")
+    assert [row["who"] for row in found["rows"]] == [FIRST, SECOND]
+    for name in ("gpu_hours", "wall_s", "lost_gpu_hours"):
+        assert sum(row[name] for row in found["rows"]) == pytest.approx(found["total"][name])
+    assert found["rows"][0]["gpu_hours"] == pytest.approx(HELD * GPUS / 3600)
+    assert found["rows"][0]["seconds"]["hung"] == 40 and found["rows"][1]["goodput"] == 1.0
+    assert found["total"]["runs"] == 2 and found["left_out"] == []
+    header, _, row = printed("usage").splitlines()  # by person
     assert header.split()[:5] == ["user", "runs", "GPU", "h", "goodput"]
     assert row.split()[1:3] == ["2", f"{(HELD + 3600) * GPUS / 3600:.1f}"]
     assert f"hang {210 * GPUS / 3600:.2f}, crash {150 * GPUS / 3600:.2f}" in row
@@ -79,17 +87,6 @@ def test_a_narrow_terminal_leaves_out_the_columns_that_are_wanted_least(run: Run
     assert re.split(" {3,}", table_lines(header, rows)[0]) == header[:-1]  # a file or a pipe has all
 
 
-def test_rows_by_run_add_up_to_the_total(run: RunDir, root: Path) -> None:
-    finished(root)
-    found = shown("--by", "run")
-    assert [row["who"] for row in found["rows"]] == [FIRST, SECOND]
-    for name in ("gpu_hours", "wall_s", "lost_gpu_hours"):
-        assert sum(row[name] for row in found["rows"]) == pytest.approx(found["total"][name])
-    assert found["rows"][0]["gpu_hours"] == pytest.approx(HELD * GPUS / 3600)
-    assert found["rows"][0]["seconds"]["hung"] == 40 and found["rows"][1]["goodput"] == 1.0
-    assert found["total"]["runs"] == 2 and found["left_out"] == []
-
-
 def test_by_node_a_node_has_its_part_of_each_attempt(run: RunDir) -> None:
     found = {row["who"]: row for row in shown("--by", "node")["rows"]}
     assert set(found) == {"n1", "n2", "n3"}
@@ -100,13 +97,10 @@ def test_by_node_a_node_has_its_part_of_each_attempt(run: RunDir) -> None:
 
 def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path) -> None:
     other = finished(root)
-    os.chown(other.path, stranger.uid, -1)
-    for path in (other.info_file, other.attempts, other.checkpoints):
+    for path in (other.path, other.info_file, other.attempts, other.checkpoints):
         os.chown(path, stranger.uid, -1)
     other.info_file.write_text(json.dumps({**other.info(), "user": "root"}))
-    found = shown("--by", "user")
-    assert len(found["rows"]) == 2
-    assert sorted(row["runs"] for row in found["rows"]) == [1, 1]
+    assert [row["runs"] for row in shown("--by", "user")["rows"]] == [1, 1]
 
 
 def test_one_run_or_the_points_of_a_sweep_are_named(run: RunDir, root: Path) -> None:
@@ -134,8 +128,8 @@ def test_a_time_that_is_none_is_refused_in_a_sentence_and_others_are_understood(
         assert main(["usage", f"--since={text}"]) == EXIT_USAGE
         assert "is not a time in the past" in capsys.readouterr().err, text
     now = time.time()
-    assert moment_of("7D", now) == moment_of(" 7d", now) == now - 7 * 86400 and moment_of("90m", now) == now - 5400
-    assert time.localtime(moment_of("2026-01-31", 1.8e9))[:5] == (2026, 1, 31, 0, 0)
+    assert [moment(text) - now for text in ("7D", " 7d", "90m")] == pytest.approx([-604800, -604800, -5400], abs=60)
+    assert time.localtime(moment("2020-01-31"))[:5] == (2020, 1, 31, 0, 0)
 
 
 def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(run: RunDir, root: Path, slurm: FakeSlurm) -> None:
@@ -175,24 +169,13 @@ def test_without_accounting_the_table_is_that_of_the_run_directories(run: RunDir
 
 def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir) -> None:
     busy = GpuUse(0, "H100", sampled_s=1000, idle_s=100, utilization_s=80_000, power_ws=500_000)
-    broken = GpuUse(
-        1,
-        "H100",
-        sampled_s=1000,
-        idle_s=900,
-        utilization_s=2000,
-        power_ws=100_000,
-        ecc_errors=2,
-        xids=(79,),
-        lost_s=600,
-    )
+    errors: dict[str, Any] = {"ecc_errors": 2, "xids": (79,), "lost_s": 600}
+    broken = GpuUse(1, "H100", sampled_s=1000, idle_s=900, utilization_s=2000, power_ws=100_000, **errors)
     write_gpu_use(run.attempt(1), 0, NodeGpus("n1", (busy, broken)))
     (run.attempt(2).path / "gpus-0.json").write_text('{"node": 1, "gpus": [{"index": "x"}]}')
     (run.attempt(2).path / "gpus-1.json").write_text('{"node": "n2", "gpus": [7, {"index": 0, "xids": [null, -1e9]}]}')
     gpus = shown()["total"]["gpus"]
-    assert gpus["idle_gpu_hours"] == pytest.approx(1000 / 3600) and gpus["sampled_gpu_hours"] == pytest.approx(
-        2000 / 3600
-    )
+    assert (gpus["idle_gpu_hours"], gpus["sampled_gpu_hours"]) == pytest.approx((1000 / 3600, 2000 / 3600))
     assert (gpus["utilization"], gpus["power_w"], gpus["ecc_errors"]) == (41.0, 300.0, 2)
     assert gpus["xids"] == [{"node": "n1", "gpu": 1, "xid": 79}]
     lines = {line.split()[0]: line for line in printed("usage", "--by", "node").splitlines()}
@@ -237,9 +220,8 @@ def test_several_processes_find_what_one_finds(
 def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:
     files = RunFiles(run.evaluation(100).path, job_ids=["11"])
     files.event(300, "submitted", job_id="11")
-    files.attempt(
-        1, 305, job="11", kind="evaluate", started=310, stepping=320, ended=360, reason="finished", verdict="done"
-    )
+    times: dict[str, Any] = {"started": 310, "stepping": 320, "ended": 360}
+    files.attempt(1, 305, job="11", kind="evaluate", **times, reason="finished", verdict="done")
     (row,) = shown("--by", "run")["rows"]
     assert (row["who"], row["runs"]) == (FIRST, 1)
     assert row["seconds"]["evaluation"] == 10 + 40
@@ -248,9 +230,8 @@ def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:
 def test_status_says_what_is_known_of_a_program(root: Path) -> None:
     files = RunFiles(root / "own" / SECOND)
     files.event(0, "submitted", job_id="9")
-    files.attempt(
-        1, 0, kind="command", gpus=0.0, started=0, ended=100, last_logged=80, reason="finished", verdict="done"
-    )
+    times: dict[str, Any] = {"started": 0, "ended": 100, "last_logged": 80}
+    files.attempt(1, 0, kind="command", gpus=0.0, **times, reason="finished", verdict="done")
     assert "  goodput: not known of 2 min: unknown 100 %" in printed("status", SECOND).splitlines()
     files.event(20, "first report", 1, step=1)
     assert "  goodput: 100 % of what is known of 2 min: unknown 40 %" in printed("status", SECOND).splitlines()

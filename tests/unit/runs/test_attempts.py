@@ -39,6 +39,19 @@ def job(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, proje
     return made
 
 
+def taken_cancel(job: Job, number: int) -> None:
+    """A `cancel` that the outcome of an attempt had taken, and never recorded."""
+    asked = {"action": "cancel", "time": time.time(), "attempt": number}
+    (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, number_of_error: int = errno.ENOSPC) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(number_of_error, os.strerror(number_of_error))
+
+    monkeypatch.setattr(files, "_write", full)
+
+
 def budget(job: Job, attempts: int, **sections: object) -> None:
     job.files.config(cluster={"nodes": 2}, requeue={"max_attempts_without_progress": attempts}, **sections)
 
@@ -80,63 +93,36 @@ def test_a_run_crashes_goes_on_in_its_job_is_requeued_and_finishes_and_its_job_h
 
 # How an attempt ends.
 
-PREEMPTED_BY_LOG = "[{at}.008] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***\n"  # as 25.05 writes it
+PREEMPTED_BY_LOG = "[{at}.008] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO {why} ***\n"  # as 25.05 writes it
 OF_22_05 = "slurmstepd-n0: error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO {why} ***\n"
 REQUEUED = {"state": "COMPLETING", "restarts": 1}
 LOST_PEER = failure("Connection reset by peer", rank=1, because_of_peer=True)
 
 ENDS: list[tuple[str, dict[str, Any], dict[str, object], dict[str, Any], int, tuple[str, str, str]]] = [
     # what happened; fields of its record; what it left; what SLURM says -> exit code; reason, verdict, words
-    (
-        "preempted, with a grace time",
-        {"said": "stopped"},
-        {"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": None}},
-        {"preempted": "2099-01-01T00:00:00"},
-        75,
-        ("preempted", "requeue", "preempted; it is requeued"),
-    ),
-    (
-        "the file `stop`, whose request a full disk did not take",
-        {"said": "stopped"},
-        {"stop.json": {"cause": "the file stop", "time": 1.0, "facts": None}},
-        {},
-        75,
-        ("cancelled", "end", "stopped by the file `stop` in its directory"),
-    ),
+    ("preempted, with a grace time", {"said": "stopped"},
+     {"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": None}}, {"preempted": "2099-01-01T00:00:00"}, 75,
+     ("preempted", "requeue", "preempted; it is requeued")),
+    ("the file `stop`, whose request a full disk did not take", {"said": "stopped"},
+     {"stop.json": {"cause": "the file stop", "time": 1.0, "facts": None}}, {}, 75,
+     ("cancelled", "end", "stopped by the file `stop` in its directory")),
     ("nobody said that it has finished", {}, {}, {}, 0, ("crash", "requeue", "ended without a word")),
     ("a rank lost its peer", {}, {"failed-1.json": LOST_PEER}, {}, 1, ("crash", "requeue", "rank 1: Connection")),
-    (
-        "a rank was killed, and another one lost it",
-        {},
-        {"failed-1.json": LOST_PEER, "srun.log": "srun: error: n0: task 0: Killed\n"},
-        {},
-        137,
-        ("crash", "requeue", "n0: task 0: Killed"),
-    ),
-    (
-        "its nodes cannot be asked for",
-        {},
-        {"failed-0.json": failure("ValueError: no")},
-        {"state": "COMPLETED"},
-        1,
-        ("crash", "requeue", "crashed: rank 0: ValueError: no"),
-    ),
+    ("a rank was killed, and another one lost it", {},
+     {"failed-1.json": LOST_PEER, "srun.log": "srun: error: n0: task 0: Killed\n"}, {}, 137,
+     ("crash", "requeue", "n0: task 0: Killed")),
+    ("its nodes cannot be asked for", {}, {"failed-0.json": failure("ValueError: no")}, {"state": "COMPLETED"}, 1,
+     ("crash", "requeue", "crashed: rank 0: ValueError: no")),
     ("a set-up that fails", {}, {"setup-failed": "set-up failed: x\n"}, {}, 78, ("config", "end", "set-up failed: x")),
     ("finished", {"said": "finished"}, {}, {}, 0, ("finished", "done", "finished")),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("record", "left", "slurm_says", "exit_code", "end"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS]
-)
+@pytest.mark.parametrize("case", ENDS, ids=[row[0] for row in ENDS])
 def test_each_end_is_on_record_with_what_comes_next(
-    record: dict[str, Any],
-    left: dict[str, object],
-    slurm_says: dict[str, Any],
-    exit_code: int,
-    end: tuple[str, str, str],
-    job: Job,
+    case: tuple[str, dict[str, Any], dict[str, object], dict[str, Any], int, tuple[str, str, str]], job: Job
 ) -> None:
+    _, record, left, slurm_says, exit_code, end = case
     no_waiting(job.monkeypatch)
     job.slurm.change("7", **slurm_says)
     found = job.ends(job.attempt(left, **record), exit_code)
@@ -146,23 +132,18 @@ def test_each_end_is_on_record_with_what_comes_next(
     assert (row["reason"], row["verdict"], row["sentence"]) == (*end[:2], found["sentence"])
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (PREEMPTED_BY_LOG, "preempted"),
-        (PREEMPTED_BY_LOG.replace("PREEMPTION", "JOB REQUEUE"), "requeued"),
-        (OF_22_05.replace("{why}", "PREEMPTION"), "preempted"),
-        (OF_22_05.replace("{why}", "JOB REQUEUE"), "requeued"),
-    ],
-)
-def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(line: str, reason: str, job: Job) -> None:
+@pytest.mark.parametrize("line", [PREEMPTED_BY_LOG, OF_22_05])
+@pytest.mark.parametrize(("why", "reason"), [("PREEMPTION", "preempted"), ("JOB REQUEUE", "requeued")])
+def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(
+    line: str, why: str, reason: str, job: Job
+) -> None:
     job.slurm.change("7", **REQUEUED)
     log = job.run.path / "slurm-7.log"
     log.write_text(OF_22_05.format(at=stamp(time.time() - 60), why="PREEMPTION"))  # that was the attempt before
     assert job.ends(job.attempt(said="stopped"), 75)["reason"] == "requeued"
     number = job.attempt(said="stopped")
     with log.open("a") as file:
-        file.write(line.format(at=stamp(time.time())))
+        file.write(line.format(at=stamp(time.time()), why=why))
     found = job.ends(number, 75)
     assert (found["reason"], found["verdict"]) == (reason, "restarting")
     assert "SLURM starts it again" in found["sentence"]
@@ -191,9 +172,8 @@ def test_a_newer_attempt_supersedes_unless_it_has_failed_for_good_and_the_old_jo
     newer: dict[str, Any], fenced: bool, end: tuple[str, str, str], job: Job
 ) -> None:
     job.slurm.change("7", preempted="2099-01-01T00:00:00")
-    number = job.attempt(
-        {"failed-0.json": failure("may not commit", superseded=True)} if fenced else {}, said="stopped"
-    )
+    left: dict[str, object] = {"failed-0.json": failure("may not commit", superseded=True)} if fenced else {}
+    number = job.attempt(left, said="stopped")
     job.attempt(job="8", **newer)
     found = job.ends(number, 1 if fenced else 75)
     assert (found["reason"], found["verdict"]) == end[:2] and end[2] in found["sentence"]
@@ -266,17 +246,13 @@ def test_the_job_is_known_by_its_own_array_task(monkeypatch: pytest.MonkeyPatch)
 # What a person asks.
 
 
-@pytest.mark.parametrize(
-    ("action", "exit_code", "reason", "printed"),
-    [
-        ("preempt", 75, "asked", "requeue"),
-        ("requeue", 75, "asked", "requeue"),
-        ("cancel", 75, "cancelled", "end"),
-        ("stop", 75, "cancelled", "end"),
-        ("prune", 75, "pruned", "end"),
-        ("cancel", 0, "finished", "done"),
-    ],
-)
+REQUESTS = [
+    *(("preempt", 75, "asked", "requeue"), ("requeue", 75, "asked", "requeue"), ("cancel", 75, "cancelled", "end")),
+    *(("stop", 75, "cancelled", "end"), ("prune", 75, "pruned", "end"), ("cancel", 0, "finished", "done")),
+]
+
+
+@pytest.mark.parametrize(("action", "exit_code", "reason", "printed"), REQUESTS)
 def test_a_request_is_for_the_attempt_that_was_running_then_and_is_used_up_by_it(
     action: str, exit_code: int, reason: str, printed: str, job: Job
 ) -> None:
@@ -329,15 +305,10 @@ def test_a_cancel_that_comes_after_the_outcome_was_decided_keeps_the_job_from_it
 def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(job: Job, ended: str) -> None:
     number = job.attempt(said="stopped" if ended == "cancel" else "finished", cause="SIGTERM")
     verdict = "end" if ended == "cancel" else "done"
-    if ended == "cancel":  # the outcome has taken the request
-        asked = {"action": "cancel", "time": time.time(), "attempt": number}
-        (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+    if ended == "cancel":
+        taken_cancel(job, number)
     if "full" in ended:
-
-        def full(*arguments: object, **options: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        job.monkeypatch.setattr(files, "_write", full)
+        fill_disk(job.monkeypatch)
     assert job.starts() == verdict
     if "full" not in ended:
         assert job.record(number)["verdict"] == verdict and job.starts() == verdict
@@ -345,8 +316,7 @@ def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(jo
 
 def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(job: Job) -> None:
     number = job.attempt(said="stopped", cause="SIGTERM")
-    asked = {"action": "cancel", "time": time.time(), "attempt": number}
-    (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+    taken_cancel(job, number)
     job.slurm.forget("7")
     job.run.update_info(job_ids=["7", "8"])
     job.slurm.add("8", state="RUNNING")
@@ -375,20 +345,19 @@ def test_an_attempt_whose_node_died_is_closed_once_by_the_next_start_and_what_ha
     assert [event["attempt"] for event in job.run.events() if event["event"] == "attempt ended"] == [lost]
 
 
+TOLD = {"cause": "SIGTERM", "time": 5.0}
+
+
 @pytest.mark.parametrize(
     ("left_behind", "record", "reason"),
     [
-        ({"stop.json": {"cause": "SIGUSR2", "time": 5.0, "seconds_left": 60.0}}, {"said": "stopped"}, "time limit"),
-        ({"stop.json": {"cause": "SIGTERM", "time": 5.0}}, {"said": "stopped"}, "asked"),
+        ({"stop.json": {**TOLD, "cause": "SIGUSR2", "seconds_left": 60.0}}, {"said": "stopped"}, "time limit"),
+        ({"stop.json": TOLD}, {"said": "stopped"}, "asked"),
         ({}, {"said": "finished"}, "finished"),
         ({"failed-0.json": failure("ValueError: no")}, {"said": "finished"}, "crash"),
         ({"failed-0.json": failure("ValueError: no")}, {}, "crash"),
-        ({"stop.json": {"cause": "SIGTERM", "time": 5.0}, "cancel": ""}, {}, "cancelled"),
-        (
-            {"stop.json": {"cause": "SIGTERM", "time": 5.0, "facts": {"state": "RUNNING", "preempt_time": 5.0}}},
-            {},
-            "preempted",
-        ),
+        ({"stop.json": TOLD, "cancel": ""}, {}, "cancelled"),
+        ({"stop.json": {**TOLD, "facts": {"state": "RUNNING", "preempt_time": 5.0}}}, {}, "preempted"),
         ({}, {}, "node failure"),
     ],
 )
@@ -397,20 +366,16 @@ def test_the_outcome_of_an_attempt_that_nobody_judged_is_decided_by_what_it_left
 ) -> None:
     number = job.attempt({name: left for name, left in left_behind.items() if name != "cancel"}, **record)
     if "cancel" in left_behind:
-        asked = {"action": "cancel", "time": time.time(), "attempt": number}
-        (job.run.attempt(number).path / "request.json").write_text(json.dumps(asked))
+        taken_cancel(job, number)
     job.starts()
     assert job.record(number)["reason"] == reason
 
 
 @pytest.mark.parametrize("number_of_error", [errno.ENOSPC, errno.EDQUOT])
 def test_an_attempt_whose_end_a_full_disk_did_not_record_has_crashed_of_that(job: Job, number_of_error: int) -> None:
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(number_of_error, os.strerror(number_of_error))
-
     number = job.attempt()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_write", full)
+        fill_disk(patch, number_of_error)
         told = job.ends(number, 1)
     assert (told["printed"], told["reason"]) == ("requeue", None)
     assert job.starts() == "go"  # by now there is room again
@@ -475,60 +440,37 @@ def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(job
 # The budget of attempts without progress.
 
 
-@pytest.mark.parametrize(
-    ("history", "count"),
-    [
-        ([], 0),
-        (["crash"], 1),
-        (["crash", "crash"], 2),
-        (["crash", "time limit"], 2),
-        (["crash+", "crash"], 1),
-        (["crash", "crash+"], 0),
-        (["crash", "preempted", "crash"], 2),
-        (["crash", "node failure"], 1),
-        (["crash", "finished!", "crash"], 1),
-        (["crash", "crash!", "crash"], 1),
-        (["crash", "cancelled!"], 0),
-        (["crash", None], 1),
-        (["preempted", "preempted"], 0),
-    ],
-)
-def test_only_own_failures_since_the_last_progress_count(history: list[str | None], count: int) -> None:
-    """A plus marks an attempt that committed a newer checkpoint, an exclamation mark one after which the run ended."""
-    tries = [
-        Attempt(
-            number=index + 1,
-            reason=(reason or "").rstrip("+!") or None,
-            verdict="end" if reason and reason.endswith("!") else "requeue",
-            committed_before=10,
-            committed_step=20 if reason and reason.endswith("+") else 10,
-            stalled=bool(reason) and reason in ("crash", "time limit", "crash!"),
-        )
-        for index, reason in enumerate(history)
-    ]
+# A plus marks an attempt that committed a newer checkpoint, an exclamation mark one after which the run ended; - has no reason.
+HISTORIES = {"": 0, "crash": 1, "crash crash": 2, "crash time_limit": 2, "crash+ crash": 1, "crash crash+": 0}
+HISTORIES |= {"crash preempted crash": 2, "crash node_failure": 1, "crash finished! crash": 1, "crash crash! crash": 1}
+HISTORIES |= {"crash cancelled!": 0, "crash -": 1, "preempted preempted": 0}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_only_own_failures_since_the_last_progress_count(history: str) -> None:
+    tries = []
+    for number, each in enumerate(history.split(), 1):
+        reason = None if each == "-" else each.rstrip("+!").replace("_", " ")
+        verdict, committed = "end" if "!" in each else "requeue", 20 if "+" in each else 10
+        stalled = reason in ("crash", "time limit") and "+" not in each
+        record: dict[str, Any] = {"committed_before": 10, "committed_step": committed, "stalled": stalled}
+        tries.append(Attempt(number, reason=reason, verdict=verdict, **record))
     after = len(tries) + 1
-    assert len(stalled_numbers([*tries, Attempt(number=after, reason="crash")], after)) == count
+    assert len(stalled_numbers([*tries, Attempt(after, reason="crash")], after)) == HISTORIES[history]
 
 
-@pytest.mark.parametrize(
-    ("began_at", "count"),
-    [
+def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress() -> None:
+    for began_at, count in (
         ([0, 0, 0], 2),
         ([0, 50, 90], 0),  # each went on from a copy on the nodes of the one before
         ([0, 50, 50], 1),  # the second one got nowhere
         ([0, 50, None, 50], 2),
         ([0, 50, 0, 50], 2),  # the copies were lost, and the same steps were done again
         ([50, 50], 1),  # it began from another run's checkpoint
-    ],
-)
-def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress(
-    began_at: list[int | None], count: int
-) -> None:
-    tries = [
-        Attempt(number=index + 1, reason="crash", verdict="requeue", stalled=True, first_step=step)
-        for index, step in enumerate(began_at)
-    ]
-    assert len(stalled_numbers(tries, len(tries))) == count
+    ):
+        crashed: dict[str, Any] = {"reason": "crash", "verdict": "requeue", "stalled": True}
+        tries = [Attempt(number, first_step=step, **crashed) for number, step in enumerate(began_at, 1)]
+        assert len(stalled_numbers(tries, len(tries))) == count, began_at
 
 
 def test_a_crash_loop_ends_and_a_checkpoint_resets_it(job: Job) -> None:
@@ -628,15 +570,12 @@ def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None
     assert (found["reason"], found["verdict"]) == ("crash", "in-place") and found["printed"] == "in-place n0 n1"
 
 
-@pytest.mark.parametrize(
-    ("what", "verdict"),
-    [
-        ("a rank was killed", "in-place"),
-        ("killed ranks that do not go away", "requeue"),
-        ("nobody can start ranks again", "requeue"),
-        ("rank 0 says that it was stopped, by the signal after the crash", "in-place"),
-    ],
-)
+AFTER_A_KILL = {"a rank was killed": "in-place", "killed ranks that do not go away": "requeue"}
+AFTER_A_KILL["nobody can start ranks again"] = "requeue"
+AFTER_A_KILL["rank 0 says that it was stopped, by the signal after the crash"] = "in-place"
+
+
+@pytest.mark.parametrize(("what", "verdict"), AFTER_A_KILL.items())
 def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, what: str, verdict: str) -> None:
     no_waiting(job.monkeypatch, times=50)
     fields: dict[str, Any] = {"step_id": "7.0"}
@@ -867,30 +806,24 @@ SRUN_OF_ABORTED = "srun: error: n1: task 3: Aborted (core dumped)\nsrun: error: 
 SIGABRT = "python ended with signal 6 (SIGABRT)"
 
 
-@pytest.mark.parametrize(
-    ("left", "said", "blamed"),
-    [
-        # It is killed by SIGABRT before it can leave a record.
-        (
-            {"srun.log": SRUN_OF_ABORTED, "rank-3.log": ABORTED},
-            "n1: task 3: Aborted (core dumped) (CUDA error: uncorrectable ECC error encountered)",
-            {"n1": True},
-        ),
-        (
-            {"failed-3.json": failure(SIGABRT, -6, 3, node="n1"), "rank-3.log": ABORTED},
-            f"rank 3: {SIGABRT} (CUDA error: uncorrectable ECC error encountered)",
-            {"n1": True},
-        ),
-        *(
-            (
-                {"srun.log": "srun: error: n1: tasks 0-3: Aborted\n", **({"rank-0.log": log} if log else {})},
-                "n1: tasks 0-3: Aborted",
-                {},
-            )
-            for log in (None, "step 3\n", "terminate called without an active exception\n")
-        ),
-    ],
-)
+ECC = "(CUDA error: uncorrectable ECC error encountered)"
+NOTHING_OF_CUDA: list[dict[str, object]] = [
+    {}, {"rank-0.log": "step 3\n"}, {"rank-0.log": "terminate called without an active exception\n"}
+]  # fmt: skip
+ABORTS: list[tuple[dict[str, object], str, dict[str, bool]]] = [
+    # It is killed by SIGABRT before it can leave a record.
+    ({"srun.log": SRUN_OF_ABORTED, "rank-3.log": ABORTED}, f"n1: task 3: Aborted (core dumped) {ECC}", {"n1": True}),
+    (
+        {"failed-3.json": failure(SIGABRT, -6, 3, node="n1"), "rank-3.log": ABORTED},
+        f"rank 3: {SIGABRT} {ECC}",
+        {"n1": True},
+    ),
+    *(({"srun.log": "srun: error: n1: tasks 0-3: Aborted\n", **left}, "n1: tasks 0-3: Aborted", {})
+      for left in NOTHING_OF_CUDA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "said", "blamed"), ABORTS)
 def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
     left: dict[str, object], said: str, blamed: dict[str, bool], job: Job
 ) -> None:
@@ -901,24 +834,21 @@ def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
 
 # The config of it.
 
-SANDBOX = "cluster=sandbox"
+SANDBOX, CONTAINER = "cluster=sandbox", ("cluster.container.kind=apptainer", "cluster.container.image=a.sif")
 NO_SPARE_NODES = "ranks start again in the same job only with requeue.in_place=true"
 REFUSED = [
     ([SANDBOX, "cluster.spare_nodes=1", "requeue.in_place=false"], NO_SPARE_NODES),
     ([SANDBOX, "cluster.spare_nodes=1", "requeue=off"], NO_SPARE_NODES),  # what has stopped stays stopped
-    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "would disagree on its nodes"),
+    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "works only for a run with a job of its own"),
     ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
     (["cluster=local", "cluster.spare_nodes=1"], "has only this machine"),
     ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "only with requeue.in_place=true"),
     ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "job.kind=command has no ranks"),
-    (["cluster=local", "requeue.standby_ranks=true"], "has no job in which ranks could wait"),
+    (["cluster=local", "requeue.standby_ranks=true"], "has only this machine"),
     ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "may start on other nodes"),
     ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "may start on other nodes"),
-    (
-        [SANDBOX, "requeue.standby_ranks=true", "cluster.container.kind=apptainer", "cluster.container.image=a.sif"],
-        "a second container",
-    ),
-    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "runs share the job's memory"),
+    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "a second container"),
+    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "works only for a run with a job of its own"),
 ]
 
 

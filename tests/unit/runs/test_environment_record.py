@@ -50,7 +50,7 @@ def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
 ) -> None:
     a, b = (submitted_run(project, "cluster=local") for _ in range(2))
     assert main(["runs", "compare", a.id, b.id]) == 0
-    assert "what a and b used is not known: no attempt of them recorded it" in capsys.readouterr().out
+    assert "what a and b used is not known: no attempt recorded it" in capsys.readouterr().out
     many = {f"package-{number}": "1" for number in range(40)}
     ran_with(a, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n1"})
     ran_with(b, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n2"})

@@ -19,7 +19,7 @@ from slurmtrain.runs.outcome import (
     decide_abandoned_outcome,
     decide_outcome,
 )
-from slurmtrain.runs.reasons import Reason, Verdict, why_of
+from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord
 
@@ -54,55 +54,37 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         ("finished while being preempted", {"exit_code": 0, "said": "finished", "facts": PREEMPTED}, ""),
         ("finished after a pruning", {"exit_code": 0, "said": "finished", "request": "prune"}, ""),
         ("finished after a cancel", {"exit_code": 0, "said": "finished", "request": "cancel"}, ""),
-        (
-            "finished by the file that says so, after a signal",
-            {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
-            "done is there (job.finished_when)",
-        ),
-        (
-            "finished by the exit code that says so",
-            {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
-            "exit code 9 (job.finished_when)",
-        ),
+        ("finished by the file that says so, after a signal",
+         {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
+         "done is there (job.finished_when)"),
+        ("finished by the exit code that says so",
+         {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
+         "exit code 9 (job.finished_when)"),
     ],
     ("crash", "requeue"): [
         ("srun says 0, and no rank has said anything", {"exit_code": 0}, "ended without a word"),
         ("one rank killed", {**KILLED, "facts": RUNNING}, "crashed: n1: task 3: Killed; it is requeued"),
         ("one rank killed after a signal", {**KILLED, "cause": "SIGTERM"}, "task 3: Killed"),
-        (
-            "user code raised",
-            {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
-            "crashed: rank 2: ValueError: no",
-        ),
-        (
-            "user code raised while stopping",
-            {"exit_code": 1, "cause": "SIGTERM", "failure": (1, "rank 0: OSError: full"), "facts": RUNNING},
-            "OSError: full",
-        ),
-        (
-            "srun lost its ranks and says 0",
-            {"exit_code": 0, "killed": "io error and missing step on node 0", "facts": RUNNING},
-            "missing step on node 0",
-        ),
+        ("user code raised", {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
+         "crashed: rank 2: ValueError: no"),
+        ("user code raised while stopping",
+         {"exit_code": 1, "cause": "SIGTERM", "failure": (1, "rank 0: OSError: full"), "facts": RUNNING},
+         "OSError: full"),
+        ("srun lost its ranks and says 0",
+         {"exit_code": 0, "killed": "io error and missing step on node 0", "facts": RUNNING}, "missing step on node 0"),
         ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "exit code 139"),
     ],
     ("cancelled", "end"): [
         ("srun says 0, and no rank has said anything, cancelled", {"exit_code": 0, "facts": CANCELLED}, "scancel"),
         ("scancel, saved in time", {**SLURM_TERM, "facts": CANCELLED}, "scancel"),
         ("scancel, killed", {**KILLED, "facts": CANCELLED}, "scancel"),
-        (
-            "scancel in the grace time of a preemption",
-            {**SLURM_TERM, "facts": CANCELLED_IN_GRACE, "told": IN_GRACE, "preempted_when_told": True},
-            "scancel",
-        ),
+        ("scancel in the grace time of a preemption",
+         {**SLURM_TERM, "facts": CANCELLED_IN_GRACE, "told": IN_GRACE, "preempted_when_told": True}, "scancel"),
         ("`cancel RUN`", {**SLURM_TERM, "facts": CANCELLED, "request": "cancel"}, "`cancel RUN`"),
         ("`cancel RUN` of a local run", {**SLURM_TERM, "request": "cancel"}, "`cancel RUN`"),
         ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "Ctrl-C"),
-        (
-            "a program saved and exited with 0, cancelled",
-            {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
-            "scancel",
-        ),
+        ("a program saved and exited with 0, cancelled", {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
+         "scancel"),
         ("scancel in its second life", {**SLURM_TERM, "facts": REQUEUED, "restart_count": 1}, "scancel"),
         ("scancel, over by the time that SLURM is asked", {**KILLED, "facts": OVER}, "scancel"),
         ("a rank hangs, and a person cancels it", {"exit_code": 1, "hang": HUNG, "request": "cancel"}, ""),
@@ -117,55 +99,35 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         ("preempted with the job's own signal", {**STOPPED, "cause": "SIGUSR2", "facts": PREEMPTED}, "preempted"),
         ("preempted, and SLURM does not answer afterwards", {**SLURM_TERM, "preempted_when_told": True}, "preempted"),
         ("preempted before the first step", {"exit_code": 75, "facts": PREEMPTED}, "preempted"),
-        (
-            "preempted, grace time over, where SLURM cancels",
-            {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
-            "preempted",
-        ),
-        (
-            "preempted, grace time over, both times in the same second",
-            {**KILLED, "cause": "SIGTERM", "facts": GRACE_ENDS_NOW, "told": IN_GRACE, "preempted_when_told": True},
-            "preempted",
-        ),
-        (
-            "a set-up that a preemption interrupted",
-            {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED},
-            "preempted",
-        ),
-        (
-            "a program saved and exited with 0 when preempted",
-            {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
-            "exit code 0 after it was told to stop is not taken for finished",
-        ),
-        (
-            "told to stop, and nobody said that it has finished",
-            {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
-            "",
-        ),
+        ("preempted, grace time over, where SLURM cancels",
+         {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
+         "preempted"),
+        ("preempted, grace time over, both times in the same second",
+         {**KILLED, "cause": "SIGTERM", "facts": GRACE_ENDS_NOW, "told": IN_GRACE, "preempted_when_told": True},
+         "preempted"),
+        ("a set-up that a preemption interrupted",
+         {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED}, "preempted"),
+        ("a program saved and exited with 0 when preempted",
+         {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
+         "exit code 0 after it was told to stop is not taken for finished"),
+        ("told to stop, and nobody said that it has finished", {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
+         ""),
         ("a rank hangs in a preemption", {"exit_code": 1, "hang": HUNG, "preempted_when_told": True}, ""),
     ],
     ("preempted", "restarting"): [
-        (
-            "preempted, grace time over",
-            {**KILLED, "cause": "SIGTERM", "facts": PREEMPTED_BY_SLURM},
-            "SLURM starts it again",
-        ),
-        (
-            "preempted, and put back into the queue by the time that SLURM is asked",
-            {**SLURM_TERM, "facts": REQUEUED, "preempted_when_told": True},
-            "SLURM starts it again",
-        ),
+        ("preempted, grace time over", {**KILLED, "cause": "SIGTERM", "facts": PREEMPTED_BY_SLURM},
+         "SLURM starts it again"),
+        ("preempted, and put back into the queue by the time that SLURM is asked",
+         {**SLURM_TERM, "facts": REQUEUED, "preempted_when_told": True}, "SLURM starts it again"),
     ],
     ("time limit", "requeue"): [
         ("early warning of the time limit", {**EARLY, "facts": RUNNING}, "time limit is near"),
         ("the warning reached another rank", {**EARLY, "cause": "another rank", "facts": RUNNING}, "near"),
         ("the clock gave the warning", {**STOPPED, "cause": "deadline"}, "near"),
         ("time limit hit while saving", {**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT}, "before"),
-        (
-            "a program saved and exited with 0 before the time limit",
-            {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
-            "job.finished_when says when",
-        ),
+        ("a program saved and exited with 0 before the time limit",
+         {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
+         "job.finished_when says when"),
     ],
     ("asked", "requeue"): [
         ("`preempt RUN`", {**SLURM_TERM, "facts": RUNNING, "request": "preempt"}, "asked to stop by `preempt RUN`"),
@@ -173,16 +135,11 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         ("somebody's signal", {**SLURM_TERM, "facts": RUNNING}, "told to stop by SIGTERM"),
         ("somebody's USR2 long before the limit", {**EARLY, "seconds_left": 5000.0, "facts": RUNNING}, "SIGUSR2"),
         ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "SIGTERM"),
-        (
-            "exit code 0 without the file that says finished",
-            {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
-            "wants to be started again (its program ended with exit code 0, but done is not there",
-        ),
-        (
-            "an old preemption is not this one's",
-            {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
-            "SIGTERM",
-        ),
+        ("exit code 0 without the file that says finished",
+         {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
+         "wants to be started again (its program ended with exit code 0, but done is not there"),
+        ("an old preemption is not this one's", {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
+         "SIGTERM"),
         ("SLURM cannot be asked", {**SLURM_TERM, "facts": None}, "SIGTERM"),
     ],
     ("requeued", "restarting"): [("scontrol requeue", {**SLURM_TERM, "facts": REQUEUED}, "scontrol requeue")],
@@ -193,70 +150,39 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
     ("config", "end"): [
         ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "no GPU"),
         ("a set-up that fails", {"exit_code": 78, "set_up": "set-up failed with code 1: x"}, "code 1: x"),
-        (
-            "config error after it has trained",
-            {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
-            "no such set",
-        ),
+        ("config error after it has trained",
+         {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
+         "no such set"),
         ("exit code 78 alone", {"exit_code": 78}, "exit code 78"),
-        (
-            "config error of one rank, the others killed",
-            {**KILLED, "failure": (78, "rank 1: no GPU")},
-            "rank 1: no GPU",
-        ),
+        ("config error of one rank, the others killed", {**KILLED, "failure": (78, "rank 1: no GPU")},
+         "rank 1: no GPU"),
     ],
     ("bad node", "requeue"): [
-        (
-            "a node on which it cannot start, though it has trained elsewhere",
-            {
-                "exit_code": 78,
-                "failure": (78, "rank 0: no GPU"),
-                "failed_on": "n2",
-                "trained_before": True,
-                "facts": RUNNING,
-            },
-            "the fault of n2",
-        ),
-        (
-            "a set-up that fails, though it has worked elsewhere",
-            {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
-            "set-up failed with code 1: module (the fault of n2",
-        ),
+        ("a node on which it cannot start, though it has trained elsewhere",
+         {"exit_code": 78, "failure": (78, "rank 0: no GPU"), "failed_on": "n2", "trained_before": True,
+          "facts": RUNNING}, "the fault of n2"),
+        ("a set-up that fails, though it has worked elsewhere",
+         {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
+         "set-up failed with code 1: module (the fault of n2"),
     ],
     ("diverged", "end"): [
-        (
-            "numbers that broke",
-            {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "diverged": True, "facts": RUNNING},
-            "diverged: rank 0: step 7 has loss nan",
-        ),
-        (
-            "numbers that broke before it had trained again: no node's fault",
-            {
-                "exit_code": 78,
-                "failure": (78, "rank 0: step 7 has loss nan"),
-                "failed_on": "n2",
-                "trained_before": True,
-                "diverged": True,
-            },
-            "diverged: rank 0: step 7 has loss nan",
-        ),
+        ("numbers that broke",
+         {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "diverged": True, "facts": RUNNING},
+         "diverged: rank 0: step 7 has loss nan"),
+        ("numbers that broke before it had trained again: no node's fault",
+         {"exit_code": 78, "failure": (78, "rank 0: step 7 has loss nan"), "failed_on": "n2", "trained_before": True,
+          "diverged": True}, "diverged: rank 0: step 7 has loss nan"),
     ],
     ("superseded", "end"): [
-        (
-            "a newer job is at work for the run",
-            {
-                "exit_code": 1,
-                "failure": (1, "rank 0: may not commit"),
-                "superseded": "attempt 3 in job 12 goes on with this run",
-                "facts": RUNNING,
-            },
-            "superseded: attempt 3 in job 12 goes on",
-        )
+        ("a newer job is at work for the run",
+         {"exit_code": 1, "failure": (1, "rank 0: may not commit"),
+          "superseded": "attempt 3 in job 12 goes on with this run", "facts": RUNNING},
+         "superseded: attempt 3 in job 12 goes on"),
     ],
     ("hang", "requeue"): [
-        ("a rank hangs", {**KILLED, "hang": HUNG, "failed_on": "n2"}, f"hung: {HUNG}; it is requeued")
+        ("a rank hangs", {**KILLED, "hang": HUNG, "failed_on": "n2"}, f"hung: {HUNG}; it is requeued"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -292,6 +218,8 @@ WANTS_MORE = {"exit_code": 75, "said": "stopped"}
         (3, {**AT_THE_CLOCK, "stalled_before": 9, "progress_visible": False}, "requeue"),
         (3, {**WANTS_MORE, "stalled_before": 2}, "end"),
         (3, {**WANTS_MORE, "stalled_before": 2, "progressed": True}, "requeue"),
+        (3, {**BOOM, "stalled_before": 1, "alike_before": True, "lasted_s": 5.0, "trained_before": True}, "requeue"),
+        (3, {**BOOM, "stalled_before": 1, "alike_before": True, "lasted_s": QUICK_FAILURE_S}, "requeue"),
         # What is not the run's own fault
         (3, {**SLURM_TERM, "progressed": False, "facts": PREEMPTED, "stalled_before": 9}, "requeue"),
         (3, {**SLURM_TERM, "progressed": False, "facts": REQUEUED, "stalled_before": 9}, "restarting"),
@@ -321,11 +249,7 @@ EFFORTS = [
     # how it ended, evidence -> uses up the budget, that of long attempts, was long
     ("a short crash", {**SHORT, **BOOM}, (True, False, False)),
     ("a crash after hours", {**LONG, **BOOM}, (False, True, True)),
-    (
-        "a crash after hours, where progress is visible",
-        {**LONG, **BOOM, "progress_visible": True},
-        (True, False, False),
-    ),
+    ("a crash after hours, its progress is visible", {**LONG, **BOOM, "progress_visible": True}, (True, False, False)),
     ("a chunk done in a minute, and not reported", {**SHORT, **WANTS_MORE, "program_code": 75}, (True, False, False)),
     ("a chunk done, and reported", {**SHORT, **WANTS_MORE, "progressed": True}, (False, False, False)),
     ("a chunk of hours, not reported", {**LONG, **WANTS_MORE, "program_code": 75}, (False, True, True)),
@@ -441,52 +365,34 @@ def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, 
     finished = evidence.exit_code == 0 and evidence.said == "finished"
     assert (outcome.reason is Reason.FINISHED) == finished
     for each in (outcome, off, other, decide_abandoned_outcome(evidence, Policy())):
-        assert why_of(each.sentence, each.next_step) == each.why
         if each.verdict not in (Verdict.DONE, Verdict.END):
             assert each.next_step is not None
 
 
-VICTIM = {"exit_code": 1, "failure": (1, "rank 0: lost its connection to another rank"), "only_victims": True}
+ONLY_LOST = "rank 0: lost its connection to another rank"
+VICTIM = {"exit_code": 1, "failure": (1, ONLY_LOST), "only_victims": True}
 DEAD = (Reason.NODE_FAILURE, "node n1 failed")
+NO_WORD = f"a rank ended without a word: its node failed, or it was killed ({ONLY_LOST})"
+KILLED_1, RAISED_1 = (Reason.CRASH, "crashed: n1: task 1: Killed"), (Reason.CRASH, "crashed: rank 1: ValueError: x")
+LOST_NODES: dict[str, tuple[dict[str, Any], tuple[Reason, str], tuple[Reason, str]]] = {
+    # evidence -> reason and why by the batch script, also before SLURM's record of the job says so; and by the next start,
+    # if SLURM was faster
+    "srun says so": ({"exit_code": 1, "lost_node": "n1"}, DEAD, DEAD),
+    "a rank has lost another one, too": ({**VICTIM, "lost_node": "n1"}, DEAD, DEAD),
+    "its slurmstepd is gone": ({"killed": "io error and missing step on node 1", "lost_node": "n1"}, DEAD, DEAD),
+    "srun is gone with its node": (
+        VICTIM, (Reason.CRASH, f"crashed: {ONLY_LOST}"), (Reason.NODE_FAILURE, NO_WORD)
+    ),
+    "a rank was killed, and the other one has lost it": (
+        {**VICTIM, "failure": None, "killed": "n1: task 1: Killed"}, KILLED_1, KILLED_1
+    ),
+    "a rank failed by itself": ({"exit_code": 1, "failure": (1, "rank 1: ValueError: x")}, RAISED_1, RAISED_1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "evidence", "at_once", "in_the_next_start"),
-    [
-        ("srun says so", {"exit_code": 1, "lost_node": "n1"}, DEAD, DEAD),
-        ("a rank has lost another one, too", {**VICTIM, "lost_node": "n1"}, DEAD, DEAD),
-        ("its slurmstepd is gone", {"killed": "io error and missing step on node 1", "lost_node": "n1"}, DEAD, DEAD),
-        (
-            "srun is gone with its node",
-            VICTIM,
-            (Reason.CRASH, "crashed: rank 0: lost its connection to another rank"),
-            (
-                Reason.NODE_FAILURE,
-                "a rank ended without a word: its node failed, or it was killed "
-                "(rank 0: lost its connection to another rank)",
-            ),
-        ),
-        (
-            "a rank was killed, and the other one has lost it",
-            {**VICTIM, "failure": None, "killed": "n1: task 1: Killed"},
-            (Reason.CRASH, "crashed: n1: task 1: Killed"),
-            (Reason.CRASH, "crashed: n1: task 1: Killed"),
-        ),
-        (
-            "a rank failed by itself",
-            {"exit_code": 1, "failure": (1, "rank 1: ValueError: x")},
-            (Reason.CRASH, "crashed: rank 1: ValueError: x"),
-            (Reason.CRASH, "crashed: rank 1: ValueError: x"),
-        ),
-    ],
-)
-def test_a_node_that_failed_is_told_from_the_crash_of_those_that_have_lost_it(
-    case: str,
-    evidence: dict[str, Any],
-    at_once: tuple[Reason, str],
-    in_the_next_start: tuple[Reason, str],
-) -> None:
-    """By the batch script, also before SLURM's record of the job says so; and by the next start, if SLURM was faster."""
+@pytest.mark.parametrize("case", LOST_NODES)
+def test_a_node_that_failed_is_told_from_the_crash_of_those_that_have_lost_it(case: str) -> None:
+    evidence, at_once, in_the_next_start = LOST_NODES[case]
     found = Evidence(**{"exit_code": 0, "facts": RUNNING, **evidence})
     outcome = decide_outcome(found, Policy())
     assert (outcome.reason, outcome.why) == at_once
@@ -500,6 +406,9 @@ IN_PLACE = Policy(in_place=True, node_counts=(2,))
 NODES = ("n0", "n1")
 ON_NODES = dataclasses.replace(RUNNING, nodes="n[0-1]")
 CRASH = Evidence(137, killed="n1: task 3: Killed", failed_on="n1", facts=ON_NODES, usable_nodes=NODES, lasted_s=500.0)
+
+
+NO_GPU = {"killed": None, "failure": (78, "rank 1: no GPU"), "trained_before": True}
 
 
 def crash(**changes: Any) -> Evidence:
@@ -531,11 +440,7 @@ def crash(**changes: Any) -> Evidence:
         ("no time is left", crash(seconds_to_limit=120.0 + 90.0 + IN_PLACE_LEAST_S - 1), "requeue"),
         ("time enough is left", crash(seconds_to_limit=120.0 + 90.0 + IN_PLACE_LEAST_S), "in-place"),
         ("a set-up failed on a node", crash(killed=None, set_up="no GPU", trained_before=True), "requeue"),
-        (
-            "it cannot start on a node, and there is no other",
-            crash(killed=None, failure=(78, "rank 1: no GPU"), trained_before=True),
-            "requeue",
-        ),
+        ("it cannot start on a node, and there is no other", crash(**NO_GPU), "requeue"),
     ],
 )
 def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
@@ -557,26 +462,15 @@ def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: str) -> Non
 
 
 def test_a_node_without_a_gpu_is_replaced_by_a_spare_one() -> None:
-    evidence = crash(
-        killed=None,
-        failure=(78, "rank 1: no GPU"),
-        failed_on="n1",
-        trained_before=True,
-        usable_nodes=("n0", "n1", "n2"),
-    )
+    evidence = crash(**NO_GPU, failed_on="n1", usable_nodes=("n0", "n1", "n2"))
     outcome = decide_outcome(evidence, IN_PLACE)
     assert (outcome.verdict, outcome.reason, outcome.nodes) == ("in-place", "bad node", ("n0", "n2"))
     assert outcome.sentence.endswith("start again in the same job without n1")
 
 
 def test_nodes_that_the_checks_before_training_find_unfit_are_replaced_by_spare_ones_at_the_first_start() -> None:
-    unfit = crash(
-        killed=None,
-        failure=(78, "rank 0: preflight, gpu_missing: n1: 7 GPUs are visible"),
-        failed_on="n1",
-        unfit_nodes=("n1", "n3"),
-        usable_nodes=("n0", "n1", "n2", "n3"),
-    )
+    said = (78, "rank 0: preflight, gpu_missing: n1: 7 GPUs are visible")
+    unfit = crash(killed=None, failure=said, unfit_nodes=("n1", "n3"), usable_nodes=("n0", "n1", "n2", "n3"))
     outcome = decide_outcome(unfit, IN_PLACE)
     assert (outcome.verdict, outcome.nodes, outcome.bad_nodes) == ("in-place", ("n0", "n2"), ("n1", "n3"))
     outcome = decide_outcome(dataclasses.replace(unfit, usable_nodes=("n0", "n1", "n3")), IN_PLACE)
@@ -589,9 +483,8 @@ def test_every_mode_starts_ranks_in_place_also_where_no_other_job_is_left(mode: 
 
 
 def test_a_dead_node_is_what_the_attempt_failed_of() -> None:
-    outcome = decide_outcome(
-        crash(dead_nodes=("n1",), usable_nodes=("n0", "n2"), killed="n0: task 0: Killed"), IN_PLACE
-    )
+    evidence = crash(dead_nodes=("n1",), usable_nodes=("n0", "n2"), killed="n0: task 0: Killed")
+    outcome = decide_outcome(evidence, IN_PLACE)
     assert (outcome.reason, outcome.nodes) == (Reason.NODE_FAILURE, ("n0", "n2"))
     assert outcome.sentence.startswith("node n1 failed; ")
 
@@ -644,69 +537,44 @@ FAST: dict[str, Any] = {"exit_code": 1, "failed_on": "n3", "lasted_s": 1.0, "run
 RAISED: dict[str, Any] = {**FAST, "failure": (1, "rank 2: ValueError: no"), "failed_nodes": ("n3",)}
 
 
-@pytest.mark.parametrize(
-    ("what", "evidence", "reason", "event"),
-    [
-        ("a crash in the first second", RAISED, Reason.CRASH, NodeEvent.CRASH),
-        ("a crash after an hour", {**RAISED, "lasted_s": 3600.0}, Reason.CRASH, None),
-        ("a crash after progress", {**RAISED, "progressed": True}, Reason.CRASH, None),
-        ("ranks of two nodes that raise", {**RAISED, "failed_nodes": ("n3", "n4")}, Reason.CRASH, None),
-        ("a node that nobody knows", {**RAISED, "failed_on": None}, Reason.CRASH, None),
-        ("a segmentation fault", {**FAST, "killed": "n3: task 3: Segmentation fault"}, Reason.CRASH, NodeEvent.CRASH),
-        ("a rank that was killed", {**FAST, "killed": "n3: task 3: Killed"}, Reason.CRASH, None),
-        ("too little memory", {**FAST, "killed": "n3: task 3: Out Of Memory"}, Reason.CRASH, None),
-        (
-            "too little memory on the GPU",
-            {**RAISED, "failure": (1, "rank 0: torch.OutOfMemoryError: CUDA out of memory.")},
-            Reason.CRASH,
-            None,
-        ),
-        ("a full disk", {**FAST, "disk_full": True}, Reason.CRASH, None),
-        (
-            "a program that was killed",
-            {**RAISED, "failure": (137, "rank 0: python ended with signal 9 (SIGKILL)")},
-            Reason.CRASH,
-            None,
-        ),
-        (
-            "a rank whose peer has gone",
-            {**RAISED, "failure": (1, "rank 0: RuntimeError: Read error: Connection reset by peer")},
-            Reason.CRASH,
-            None,
-        ),
-        (
-            "broken memory of a GPU after an hour",
-            {**RAISED, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: uncorrectable ECC error encountered")},
-            Reason.CRASH,
-            NodeEvent.HARDWARE,
-        ),
-        (
-            "a program that has asked for no GPU",
-            {**FAST, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: no CUDA-capable device is detected")},
-            Reason.CRASH,
-            None,
-        ),
-        (
-            "a GPU that is gone",
-            {**RAISED, "failure": (1, "rank 1: GPU has fallen off the bus"), "failed_nodes": ("n3", "n4")},
-            Reason.CRASH,
-            NodeEvent.HARDWARE,
-        ),
-        (
-            "a bus error after an hour",
-            {**FAST, "lasted_s": 3600.0, "killed": "n3: task 3: Bus error"},
-            Reason.CRASH,
-            NodeEvent.CRASH,
-        ),
-        ("a start that fails", {**FAST, "set_up": "set-up failed: module"}, Reason.BAD_NODE, NodeEvent.BAD_START),
-        ("a rank that hangs", {**FAST, "hang": "rank 3 did not come", "lasted_s": 900.0}, Reason.HANG, NodeEvent.HANG),
-        ("a node that failed", {**FAST, "lost_node": "n3"}, Reason.NODE_FAILURE, NodeEvent.LOST),
-        ("a node that failed, nobody knows which", FAST, Reason.NODE_FAILURE, None),
-        ("a preemption", FAST, Reason.PREEMPTED, None),
-        ("the time limit", FAST, Reason.TIME_LIMIT, None),
-        ("a wrong config", {**RAISED, "exit_code": 78}, Reason.CONFIG, None),
-    ],
-)
+AGAINST_A_NODE: list[tuple[Any, ...]] = [
+    ("a crash in the first second", RAISED, Reason.CRASH, NodeEvent.CRASH),
+    ("a crash after an hour", {**RAISED, "lasted_s": 3600.0}, Reason.CRASH, None),
+    ("a crash after progress", {**RAISED, "progressed": True}, Reason.CRASH, None),
+    ("ranks of two nodes that raise", {**RAISED, "failed_nodes": ("n3", "n4")}, Reason.CRASH, None),
+    ("a node that nobody knows", {**RAISED, "failed_on": None}, Reason.CRASH, None),
+    ("a segmentation fault", {**FAST, "killed": "n3: task 3: Segmentation fault"}, Reason.CRASH, NodeEvent.CRASH),
+    ("a rank that was killed", {**FAST, "killed": "n3: task 3: Killed"}, Reason.CRASH, None),
+    ("too little memory", {**FAST, "killed": "n3: task 3: Out Of Memory"}, Reason.CRASH, None),
+    ("too little memory on the GPU", {**RAISED, "failure": (1, "rank 0: torch.OutOfMemoryError: CUDA out of memory.")},
+     Reason.CRASH, None),
+    ("a full disk", {**FAST, "disk_full": True}, Reason.CRASH, None),
+    ("a program that was killed", {**RAISED, "failure": (137, "rank 0: python ended with signal 9 (SIGKILL)")},
+     Reason.CRASH, None),
+    ("a rank whose peer has gone",
+     {**RAISED, "failure": (1, "rank 0: RuntimeError: Read error: Connection reset by peer")}, Reason.CRASH, None),
+    ("broken memory of a GPU after an hour",
+     {**RAISED, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: uncorrectable ECC error encountered")},
+     Reason.CRASH, NodeEvent.HARDWARE),
+    ("a program that has asked for no GPU",
+     {**FAST, "lasted_s": 3600.0, "failure": (1, "rank 1: CUDA error: no CUDA-capable device is detected")},
+     Reason.CRASH, None),
+    ("a GPU that is gone",
+     {**RAISED, "failure": (1, "rank 1: GPU has fallen off the bus"), "failed_nodes": ("n3", "n4")}, Reason.CRASH,
+     NodeEvent.HARDWARE),
+    ("a bus error after an hour", {**FAST, "lasted_s": 3600.0, "killed": "n3: task 3: Bus error"}, Reason.CRASH,
+     NodeEvent.CRASH),
+    ("a start that fails", {**FAST, "set_up": "set-up failed: module"}, Reason.BAD_NODE, NodeEvent.BAD_START),
+    ("a rank that hangs", {**FAST, "hang": "rank 3 did not come", "lasted_s": 900.0}, Reason.HANG, NodeEvent.HANG),
+    ("a node that failed", {**FAST, "lost_node": "n3"}, Reason.NODE_FAILURE, NodeEvent.LOST),
+    ("a node that failed, nobody knows which", FAST, Reason.NODE_FAILURE, None),
+    ("a preemption", FAST, Reason.PREEMPTED, None),
+    ("the time limit", FAST, Reason.TIME_LIMIT, None),
+    ("a wrong config", {**RAISED, "exit_code": 78}, Reason.CONFIG, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "evidence", "reason", "event"), AGAINST_A_NODE)
 def test_what_speaks_against_a_node(
     what: str, evidence: dict[str, Any], reason: Reason, event: NodeEvent | None
 ) -> None:
@@ -715,44 +583,29 @@ def test_what_speaks_against_a_node(
     assert fault is None or (fault.node, fault.run, fault.attempt, fault.time) == ("n3", "a", 2, NOW)
 
 
-def attempts_on(*nodes: str, texts: tuple[str, ...] = ("no",), budget: int = 3) -> list[bool]:
-    """Whether the run goes on after each of these attempts, which crash in their first second."""
+def attempts_on(*nodes: str, texts: str) -> str:
+    """A plus for each of these attempts, which crash in their first second, after which the run goes on; - for others."""
     found: list[NodeRecord] = []
-    goes_on = []
+    goes_on = ""
     for number, node in enumerate(nodes, start=1):
-        evidence = Evidence(
-            1,
-            failure=(1, f"rank 0: {texts[(number - 1) % len(texts)]}"),
-            failed_on=node,
-            lasted_s=1.0,
-            stalled_before=number - 1,
-            stalled_numbers=tuple(range(1, number)),
-            run="a",
-            number=number,
-            now=NOW + number,
-            node_records=tuple(found),
-        )
-        outcome = decide_outcome(evidence, Policy(max_attempts_without_progress=budget))
-        goes_on.append(outcome.verdict == Verdict.REQUEUE)
+        text = texts[(number - 1) % len(texts)]
+        history: dict[str, Any] = {
+            "stalled_before": number - 1,
+            "stalled_numbers": tuple(range(1, number)),
+            "number": number,
+        }
+        crashed: dict[str, Any] = {"failure": (1, f"rank 0: {text}"), "failed_on": node, "lasted_s": 1.0, "run": "a"}
+        evidence = Evidence(1, **crashed, **history, now=NOW + number, node_records=tuple(found))
+        outcome = decide_outcome(evidence, Policy(max_attempts_without_progress=3))
+        goes_on += "+" if outcome.verdict == Verdict.REQUEUE else "-"
         found += [outcome.fault] if outcome.fault is not None else []
     return goes_on
 
 
 def test_attempts_that_a_blamed_node_has_ended_within_seconds_do_not_use_up_the_budget() -> None:
-    assert attempts_on("n3", "n3", "n4", "n5", texts=("a", "a", "b", "c")) == [True] * 4
-    assert attempts_on("n3", "n3", "n4", "n5", "n6", texts=("a", "a", "b", "c", "d"))[-1] is False
-
-
-def test_a_program_that_crashes_everywhere_has_no_more_attempts_than_without_the_ledger() -> None:
-    assert attempts_on("n3", "n3", "n4") == [True, True, False]
-
-
-def test_a_run_that_comes_back_to_a_blamed_node_has_no_more_attempts() -> None:
-    """Its node cannot be left out: it is the only one."""
-    assert attempts_on("n3", "n3", "n3") == [True, True, False]
-
-
-def test_a_run_that_is_broken_in_another_way_each_time_ends() -> None:
+    assert attempts_on("n3", "n3", "n4", "n5", "n6", texts="aabcd") == "++++-"
+    # A program that crashes everywhere has no more attempts than without the ledger, nor one whose only node is blamed.
+    assert attempts_on("n3", "n3", "n4", texts="a") == attempts_on("n3", "n3", "n3", texts="a") == "++-"
+    # And one that is broken in another way each time ends.
     nodes = [f"n{number // 2}" for number in range(20)]
-    goes_on = attempts_on(*nodes, texts=tuple("abcdefghijklmnopqrst"))
-    assert goes_on.index(False) + 1 <= 2 * 3
+    assert attempts_on(*nodes, texts="abcdefghijklmnopqrst").index("-") + 1 <= 2 * 3

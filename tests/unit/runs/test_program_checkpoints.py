@@ -91,16 +91,9 @@ def step_of(job: Job, pattern: str = "out/*", complete: str | None = None) -> in
 
 
 def test_the_step_is_the_last_number_in_the_name(job: Job) -> None:
-    for name, step in (
-        ("last.ckpt", None),
-        ("checkpoint-1.5", 5),
-        ("v2-step-7", 7),
-        ("step_12.safetensors", 12),
-        ("global_step80", 80),
-        ("checkpoint-500", 500),
-        ("checkpoint_0001000.pt", 1000),
-        ("epoch=3-step=1200.ckpt", 1200),
-    ):
+    names = {"last.ckpt": None, "checkpoint-1.5": 5, "v2-step-7": 7, "step_12.safetensors": 12, "global_step80": 80}
+    names |= {"checkpoint-500": 500, "checkpoint_0001000.pt": 1000, "epoch=3-step=1200.ckpt": 1200}
+    for name, step in names.items():
         (job.run.path / "out" / name).mkdir()
         (job.run.path / "out" / name / "weights").write_text("w")
         assert step_of(job) == step
@@ -126,23 +119,19 @@ def write_zip(path: Path) -> None:
         file.writestr("data.pkl", "x" * 100)
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("step-7.safetensors", write_safetensors),
-        ("step-7.pt", write_zip),
-        ("step-7.ckpt", write_zip),
-        ("step-7.json", lambda path: path.write_text('{"a": [1, 2]}')),
-    ],
-)
-def test_a_file_that_a_kill_has_cut_is_told_by_its_format(job: Job, name: str, write: Callable[[Path], object]) -> None:
-    path = job.run.path / "out" / name
-    write(path)
+WRITERS: dict[str, Callable[[Path], object]] = {"safetensors": write_safetensors, "pt": write_zip, "ckpt": write_zip}
+WRITERS["json"] = lambda path: path.write_text('{"a": [1, 2]}')
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_that_a_kill_has_cut_is_told_by_its_format(job: Job, kind: str) -> None:
+    path = job.run.path / "out" / f"step-7.{kind}"
+    WRITERS[kind](path)
     whole = path.read_bytes()
     assert step_of(job) == 7
     for size in (0, 4, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        if not (size == 4 and name.endswith(("pt", "ckpt"))):  # the mere letters PK.. are no torn zip either
+        if not (size == 4 and kind in ("pt", "ckpt")):  # the mere letters PK.. are no torn zip either
             assert step_of(job) is None, size
 
 

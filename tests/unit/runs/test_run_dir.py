@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.cli import main
-from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
-from slurmtrain.launch.submit import note
+from slurmtrain.errors import EXIT_CONFIG
+from slurmtrain.launch.job import note
 from slurmtrain.runs import create
 from slurmtrain.runs.create import create_run_dir, new_run_id
 from slurmtrain.runs.events import Event
@@ -22,7 +21,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
-from tests.support.runs import no_waiting, printed, shown
+from tests.support.runs import no_waiting, printed, refused, shown
 
 Out = pytest.CaptureFixture[str]
 
@@ -49,10 +48,10 @@ def test_an_id_that_is_taken_is_never_reused_and_ids_sort_by_time_to_the_millise
     assert [create_run_dir(tmp_path, "train").id for _ in range(2)] == ["same", "other"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_config_error(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
+def test_a_folder_that_cannot_be_written_is_a_config_error(project: Path, slurm: FakeSlurm) -> None:
     (project / "file").write_text("")
-    assert main(["+cluster=a100x4", "job.runs_dir=file", "submit"]) == EXIT_CONFIG
-    assert "cannot create a run directory under" in capsys.readouterr().err and slurm.jobs == []
+    told = refused("+cluster=a100x4", "job.runs_dir=file", "submit", code=EXIT_CONFIG)
+    assert "cannot create a run directory under" in told and slurm.jobs == []
 
 
 def test_two_claimants_never_get_the_same_attempt_and_other_files_do_not_count(tmp_path: Path) -> None:
@@ -155,27 +154,18 @@ def test_a_run_is_found_by_its_id_its_beginning_last_or_its_path_and_runs_are_li
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = root / "zebra" / "20260101-100000-aaaa"
-    for reference, run_id in (
-        ("20260101-110000-bbbb", "bbbb"),
-        ("20260101-10", "aaaa"),
-        ("20260102", "cccc"),
-        ("last", "cccc"),
-    ):
-        assert shown("status", reference)["id"].endswith(run_id)
+    named = {"20260101-110000-bbbb": "bbbb", "20260101-10": "aaaa", "20260102": "cccc", "last": "cccc"}
+    assert {reference: shown("status", reference)["id"][-4:] for reference in named} == named
     assert [each["id"][-4:] for each in shown("status")] == ["aaaa", "bbbb", "cccc"]
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(root / "elsewhere"))
     for reference in (str(path), os.path.relpath(path), os.path.relpath(path) + "/"):
         assert shown("status", reference)["id"] == path.name
 
 
-def test_a_name_of_runs_and_a_sweep_that_are_named_where_a_run_is_meant_are_said_to_be_that(
-    root: Path, capsys: Out
-) -> None:
-    assert main(["status", "train"]) == EXIT_USAGE
-    assert "which is the name of 1 of them" in capsys.readouterr().err
+def test_a_name_of_runs_and_a_sweep_that_are_named_where_a_run_is_meant_are_said_to_be_that(root: Path) -> None:
+    assert "which is the name of 1 of them" in refused("status", "train")
     (root / "train" / "sweep.json").write_text("{}")
-    assert main(["logs", "train"]) == EXIT_USAGE
-    told = capsys.readouterr().err
+    told = refused("logs", "train")
     assert "train is a sweep, and not a run" in told
     assert "sweep status train" in told and "20260101-110000-bbbb" in told
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from slurmtrain.config.port_range import PortRange
+from slurmtrain.config.ranges import PortRange
 from slurmtrain.errors import ConfigError, RendezvousError
 from slurmtrain.runtime.addresses import HeldPort, bind_port, is_taken
 
@@ -28,26 +28,15 @@ def three_ports() -> PortRange:
     raise AssertionError("no three ports in a row are free")
 
 
-def test_a_range_is_read_as_it_is_typed() -> None:
-    assert PortRange.parse("29000-29100") == PortRange(29000, 29100) and PortRange.parse(" 29500 ") == PortRange(
-        29500, 29500
-    )
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("many", "is not a range of ports"),
-        ("29000-", "is not a range of ports"),
-        ("29100-29000", "29000 is less than 29100"),
-        ("80-90", "outside of the ports from 1024 to 65535"),
-        ("65000-70000", "outside of the ports from 1024 to 65535"),
-    ],
-)
-def test_what_is_no_range_of_ports_is_refused_with_the_value(typed: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
-        PortRange.parse(typed)
-    assert typed in str(error.value)
+def test_a_range_is_read_as_it_is_typed_and_what_is_none_is_refused_with_the_value() -> None:
+    assert PortRange.parse("29000-29100") == PortRange(29000, 29100)
+    assert PortRange.parse(" 29500 ") == PortRange(29500, 29500)
+    said = dict.fromkeys(("many", "29000-"), "is not a range of ports")
+    said |= dict.fromkeys(("80-90", "65000-70000"), "outside of the ports from 1024 to 65535")
+    for typed, why in {**said, "29100-29000": "29000 is less than 29100"}.items():
+        with pytest.raises(ConfigError, match=why) as error:
+            PortRange.parse(typed)
+        assert typed in str(error.value)
 
 
 def test_a_port_of_the_range_that_somebody_has_is_left_to_him(three_ports: PortRange) -> None:
@@ -71,20 +60,13 @@ def test_programs_of_several_jobs_hold_different_ports_of_a_range_and_one_that_w
     for each in held:
         each.release()
     only = PortRange(three_ports.first, three_ports.first)
-    with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
-        listener.accept()[0].close()
-    again = HeldPort(only)
-    with socket.create_server(("", again.take())):
-        again.release()
-
-
-def test_a_port_that_a_job_has_just_left_can_be_used_at_once(three_ports: PortRange) -> None:
-    """Its connections are still being closed, on the side that has closed them first."""
-    only = PortRange(three_ports.first, three_ports.first)
-    with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
-        listener.accept()[0].close()
-    with bind_port("127.0.0.1", only, "n3") as again:
-        assert again.getsockname()[1] == three_ports.first
+    for hold in (lambda: bind_port("127.0.0.1", only, "n3"), HeldPort(only).take):
+        # Its connections are still being closed, on the side that has closed them first.
+        with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+        again = hold()
+        with again if isinstance(again, socket.socket) else socket.create_server(("", again)) as listener:
+            assert listener.getsockname()[1] == three_ports.first
 
 
 @pytest.fixture

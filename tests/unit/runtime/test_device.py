@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,8 @@ from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from tests.support.commands import Cli
 
-RANK_3 = Environment(
-    source="slurm",
-    rank=3,
-    world_size=4,
-    local_rank=1,
-    local_world_size=2,
-    node_rank=1,
-    nodes=("n0", "n1"),
-    tasks_per_node=(2, 2),
-)
+OF_A_JOB: dict[str, Any] = {"world_size": 4, "local_world_size": 2, "nodes": ("n0", "n1"), "tasks_per_node": (2, 2)}
+RANK_3 = Environment("slurm", rank=3, local_rank=1, node_rank=1, **OF_A_JOB)
 HERE = (
     "+cluster=local",
     "cluster.gpus_per_node=1",
@@ -69,9 +62,8 @@ def test_a_rank_that_sees_fewer_gpus_than_it_should_names_the_node_and_what_was_
 ) -> None:
     last = dataclasses.replace(RANK_3, rank=7, world_size=8, local_rank=3, local_world_size=4, tasks_per_node=(4, 4))
     see(gpus, 3)
-    with pytest.raises(
-        EnvironmentMismatchError, match=r"4 ranks on n1, but only 3 GPUs of cluster\.gpus_per_node=4"
-    ) as caught:
+    said = r"4 ranks on n1, but only 3 GPUs of cluster\.gpus_per_node=4"
+    with pytest.raises(EnvironmentMismatchError, match=said) as caught:
         choose_device("auto", last, gpus_per_node=4)
     assert caught.value.exit_code == EXIT_CONFIG and "cluster.exclude=n1" in str(caught.value)
     assert isinstance(caught.value, PreflightError) and caught.value.nodes == ("n1",)
@@ -133,8 +125,6 @@ def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
     assert refused(4, "") and refused(4, "-1")
 
 
-@pytest.mark.parametrize(
-    ("setting", "threads"), [("4", 4), ("4,2", 4), (" 3 , 1", 3), ("", 8), ("0", 8), ("all", 8), ("-1", 8), ("²", 8)]
-)
-def test_threads_are_what_openmp_takes_them_for(setting: str, threads: int) -> None:
-    assert threads_of(setting, 8) == threads
+def test_threads_are_what_openmp_takes_them_for() -> None:
+    threads = {"4": 4, "4,2": 4, " 3 , 1": 3, "": 8, "0": 8, "all": 8, "-1": 8, "²": 8}
+    assert {setting: threads_of(setting, 8) for setting in threads} == threads

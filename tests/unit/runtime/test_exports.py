@@ -109,11 +109,8 @@ def test_exports_of_steps_that_were_taken_back_are_not_taken_for_those_of_the_ru
     assert training.folders() == {"step_0000004": "again 4", "rolled-back-step_0000008": "again 8"}
     training.while_it_exports = lambda: roll_back(8)
     training.do(8, "while it is exported")
-    assert training.folders() == {
-        "step_0000004": "again 4",
-        "rolled-back-step_0000008": "while it is exported",
-        ".asked-8": "",
-    }
+    back = {"rolled-back-step_0000008": "while it is exported", ".asked-8": ""}
+    assert training.folders() == {"step_0000004": "again 4", **back}
     training.do(8, "after")
     assert training.folders()["step_0000008"] == "after" and ".asked-8" not in training.folders()
 

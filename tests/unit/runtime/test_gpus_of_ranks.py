@@ -41,6 +41,10 @@ class FakeNvml:
         self.pending: list[tuple[int, int]] = []
         self.mig = False
         self.lost: int | None = None
+        self.answers(nvmlInit=None, nvmlShutdown=None, nvmlEventSetCreate=[], nvmlDeviceRegisterEvents=None)
+        self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
+        self.answers(nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=9)], nvmlDeviceGetMigMode=(0, 0))
+        self.answers(nvmlDeviceGetFieldValues=recovery_action(0))
 
     def answers(self, **answers: Any) -> FakeNvml:
         """Let functions return this, or raise it."""
@@ -53,12 +57,6 @@ class FakeNvml:
         for name, value in answers.items():
             setattr(self, name, lambda *_, value=value: give(value))
         return self
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlShutdown(self) -> None:
-        pass
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.utilization)
@@ -88,12 +86,6 @@ class FakeNvml:
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return self.errors[handle]
 
-    def nvmlEventSetCreate(self) -> list[int]:
-        return []
-
-    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
-        events.append(handle)
-
     def nvmlEventSetWait_v2(self, events: list[int], milliseconds: int) -> Any:
         if not self.pending:
             raise self.NVMLError("Timeout")
@@ -103,21 +95,6 @@ class FakeNvml:
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         self.check(handle)
         return handle
-
-    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
-        return 0, 0, 0, 0
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
-        return 0x4
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
-        return [SimpleNamespace(pid=9)]
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
-        return recovery_action(0)
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def recovery_action(number: int, code: int = 0) -> list[Any]:
@@ -169,9 +146,8 @@ def test_a_lost_gpu_ends_the_samples_of_no_other(
     first, second = node.gpus
     assert (first.sampled_s, first.lost_s, first.xids) == (120.0, 0.0, (31,))
     assert (second.sampled_s, second.lost_s) == ((0.0, 120.0) if from_the_start else (30.0, 90.0))
-    assert [message for message in caplog.messages if "does not answer" in message] == [
-        "GPU 1 of n1 does not answer its driver any more"
-    ]
+    said = [message for message in caplog.messages if "does not answer" in message]
+    assert said == ["GPU 1 of n1 does not answer its driver any more"]
     # The mean is over the GPUs and the time that were sampled.
     total = total_of([node])
     assert total.lost_s == second.lost_s
@@ -261,10 +237,7 @@ def test_nvml_is_read_into_facts() -> None:
         ({"nvmlDeviceGetTotalEccErrors": 7}, {"ecc_errors": 7}),
         ({"nvmlDeviceGetRemappedRows": (0, 3, 1, 1)}, {"remap_pending": True, "remap_failed": True}),
         ({"nvmlDeviceGetFieldValues": recovery_action(1)}, {"needs": "a reset", "needs_later": False}),
-        (
-            {"nvmlDeviceGetFieldValues": recovery_action(4)},
-            {"needs": "to be drained and reset", "needs_later": True},
-        ),
+        ({"nvmlDeviceGetFieldValues": recovery_action(4)}, {"needs": "to be drained and reset", "needs_later": True}),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 0x48}, {"slowed_by": ("a hardware slowdown", "heat (hardware)")}),
         ({"nvmlDeviceGetTotalEccErrors": FakeNvml.NVMLError("Not Supported")}, {"ecc_errors": None}),
         # A driver that is too old to say what a GPU needs.
@@ -294,14 +267,16 @@ RANK = Environment("slurm", rank=3, world_size=4, node_rank=1, nodes=("n0", "n1"
 SAID = "CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which"
 
 
-@pytest.mark.parametrize(
-    ("steps_done", "free_gib", "exit_code", "message"),
-    [
-        (0, 9, 78, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
-        (0, 3, 1, "in step 1, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5 and other processes 7.0"),
-        (120, 9, 1, "in step 121, for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"),
-    ],
-)
+TENSORS = "for 64.00 GiB more: of 80.0 GiB, its tensors take 69.5"
+OUT = [
+    # steps done, GiB that are free -> exit code, what it says
+    (0, 9, 78, f"in step 1, {TENSORS}"),
+    (0, 3, 1, f"in step 1, {TENSORS} and other processes 7.0"),
+    (120, 9, 1, f"in step 121, {TENSORS}"),
+]
+
+
+@pytest.mark.parametrize(("steps_done", "free_gib", "exit_code", "message"), OUT)
 def test_it_ends_a_run_that_has_never_done_a_step_unless_others_take_the_memory(
     steps_done: int, free_gib: int, exit_code: int, message: str
 ) -> None:

@@ -24,33 +24,28 @@ from tests.support.runs import submitted_run
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.3]:4321"
 
 
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        (ValueError("boom"), Failure(1, "ValueError: boom")),
-        (RuntimeError(GLOO), Failure(1, f"RuntimeError: {GLOO}", because_of_peer=True)),
-        (ValueError("Broken pipe"), Failure(1, "ValueError: Broken pipe")),  # of the user's own
-        (LostPeersError("rank 3 has gone"), Failure(1, "rank 3 has gone", because_of_peer=True)),
-        (
-            RendezvousError("rank 2 did not come", because_of_peer=True),
-            Failure(1, "rank 2 did not come", because_of_peer=True),
-        ),
-        (RendezvousError("no port is free"), Failure(1, "no port is free")),
-        (SupersededError("no"), Failure(1, "no", superseded=True)),
-        (CheckpointMismatchError("another model"), Failure(78, "another model", on_any_node=True)),
-        (DivergedError("nan"), Failure(78, "nan", diverged=True)),
-        (PreflightError("no GPU", nodes=("n2",)), Failure(78, "no GPU", bad_nodes=("n2",))),
-        (PreflightError("no GPU", told_all=True), Failure(78, "no GPU", because_of_peer=True)),
-        (
-            RuntimeError(
-                "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback:\n  File\nKeyError: 'x'\n"
-            ),
-            Failure(1, "RuntimeError: Caught KeyError in DataLoader worker process 0. ... KeyError: 'x'"),
-        ),
-        (KeyboardInterrupt(), Failure(1, "KeyboardInterrupt")),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
+DIED_IN_A_WORKER = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback:\n  File\nKeyError: 'x'\n"
+ERRORS: list[tuple[BaseException, Failure]] = [
+    (ValueError("boom"), Failure(1, "ValueError: boom")),
+    (RuntimeError(GLOO), Failure(1, f"RuntimeError: {GLOO}", because_of_peer=True)),
+    (ValueError("Broken pipe"), Failure(1, "ValueError: Broken pipe")),  # of the user's own
+    (LostPeersError("rank 3 has gone"), Failure(1, "rank 3 has gone", because_of_peer=True)),
+    (RendezvousError("no rank 2", because_of_peer=True), Failure(1, "no rank 2", because_of_peer=True)),
+    (RendezvousError("no port is free"), Failure(1, "no port is free")),
+    (SupersededError("no"), Failure(1, "no", superseded=True)),
+    (CheckpointMismatchError("another model"), Failure(78, "another model", on_any_node=True)),
+    (DivergedError("nan"), Failure(78, "nan", diverged=True)),
+    (PreflightError("no GPU", nodes=("n2",)), Failure(78, "no GPU", bad_nodes=("n2",))),
+    (PreflightError("no GPU", told_all=True), Failure(78, "no GPU", because_of_peer=True)),
+    (
+        RuntimeError(DIED_IN_A_WORKER),
+        Failure(1, "RuntimeError: Caught KeyError in DataLoader worker process 0. ... KeyError: 'x'"),
+    ),
+    (KeyboardInterrupt(), Failure(1, "KeyboardInterrupt")),
+]
+
+
+@pytest.mark.parametrize(("error", "failure"), ERRORS, ids=[type(row[0]).__name__ for row in ERRORS])
 def test_what_a_rank_records_of_the_error_that_ends_it(error: BaseException, failure: Failure) -> None:
     assert failure_of(error, rank=2) == failure
     told_all = isinstance(error, PreflightError) and error.told_all
@@ -60,15 +55,10 @@ def test_what_a_rank_records_of_the_error_that_ends_it(error: BaseException, fai
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_full_disk_below_a_ranks_log_does_not_change_its_exit_code(code: int) -> None:
     script = f"from slurmtrain.runtime.leaving import leave; print('the last words', end=''); leave({code})"
+    environment = {**clean_environment(), "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**clean_environment(), "PYTHONUNBUFFERED": ""},
-            stdout=full,
-            stderr=full,
-            timeout=60,
-            check=False,
-        )
+        words = [sys.executable, "-c", script]
+        done = subprocess.run(words, env=environment, stdout=full, stderr=full, timeout=60, check=False)
     assert done.returncode == code
 
 
@@ -97,19 +87,10 @@ def test_a_loop_of_the_users_own_leaves_with_the_code_of_its_failure_whatever_ca
 ) -> None:
     run = submitted_run(project, "cluster=local", "job=command", "job.command=true")
     run.new_attempt()
-    done = subprocess.run(
-        [sys.executable, "-c", LOOP, what],
-        env={
-            **clean_environment(),
-            "PYTHONUNBUFFERED": "",  # its last line is in a buffer when it leaves
-            "SLURMTRAIN_RUN_DIR": str(run.path),
-            "SLURMTRAIN_ATTEMPT": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    environment = {**clean_environment(), "SLURMTRAIN_RUN_DIR": str(run.path), "SLURMTRAIN_ATTEMPT": "1"}
+    environment["PYTHONUNBUFFERED"] = ""  # its last line is in a buffer when it leaves
+    words = [sys.executable, "-c", LOOP, what]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == code, done.stderr
     assert ("the last line" in done.stdout) == (what != "fails")
     assert len(Failures.read(run.attempt(1)).ranks) == recorded

@@ -22,51 +22,34 @@ from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, t
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
 
-ROWS = [
-    # the program's own code, told to stop, job.finished_when, its file is there -> the contract's code
-    (0, False, None, False, 0),
-    (0, True, None, False, 75),
-    (75, False, None, False, 75),
-    (78, True, None, False, 78),
-    (3, False, None, False, 3),
-    (3, True, None, False, 75),
-    (-15, True, None, False, 75),
-    (-15, False, None, False, -15),
-    (0, False, "done", False, 75),
-    (0, False, "done", True, 0),
-    (0, True, "done", True, 0),
-    (-15, True, "done", True, 0),  # it was done, and then died of the signal
-    (-15, False, "done", True, -15),  # somebody else has killed it
-    (-15, False, "done", False, -15),
-    (3, False, "done", True, 3),  # a crash is a crash: the file may be an old one
-    (75, True, "done", True, 75),
-    (0, True, "0", False, 0),  # a program whose 0 can be relied on
-    (9, False, "9", False, 0),
-    (9, True, "9", False, 0),
-    (0, False, "9", False, 75),
-    (3, False, "9", False, 3),
-]
+MEANINGS = {
+    # told to stop, job.finished_when, its file is there: {the program's own code: the contract's code}
+    (False, None, False): {0: 0, 75: 75, 3: 3, -15: -15},
+    (True, None, False): {0: 75, 78: 78, 3: 75, -15: 75},
+    (False, "done", False): {0: 75, -15: -15},
+    (False, "done", True): {
+        0: 0,
+        -15: -15,
+        3: 3,
+    },  # somebody else has killed it; a crash is a crash: the file may be old
+    (True, "done", True): {0: 0, -15: 0, 75: 75},  # it was done, and then died of the signal
+    (True, "0", False): {0: 0},  # a program whose 0 can be relied on
+    (False, "9", False): {9: 0, 0: 75, 3: 3},
+    (True, "9", False): {9: 0},
+}
 
 
-@pytest.mark.parametrize(("code", "told", "rule", "there", "meaning"), ROWS)
-def test_what_the_end_of_a_program_means(code: int, told: bool, rule: str | None, there: bool, meaning: int) -> None:
-    assert contract_code(code, told=told, rule=FinishedWhen.of(rule), there=there) == meaning
+def test_what_the_end_of_a_program_means() -> None:
+    for (told, rule, there), codes in MEANINGS.items():
+        for code, meaning in codes.items():
+            assert contract_code(code, told=told, rule=FinishedWhen.of(rule), there=there) == meaning, (rule, code)
 
 
-@pytest.mark.parametrize(
-    ("code", "after_s", "told"),
-    [
-        (0, 0.9, True),
-        (-15, 0.9, True),
-        (3, 0.2, True),
-        (3, 0.9, False),  # all were told to stop because of this crash
-        (-9, 0.1, False),
-    ],
-)
-def test_a_signal_that_is_noticed_after_the_end_of_a_program_may_have_been_its_cause(
-    code: int, after_s: float, told: bool
-) -> None:
-    assert (after_s <= signal_lag_s(code)) == told
+def test_a_signal_that_is_noticed_after_the_end_of_a_program_may_have_been_its_cause() -> None:
+    for code, after_s in ((0, 0.9), (-15, 0.9), (3, 0.2)):
+        assert after_s <= signal_lag_s(code)
+    for code, after_s in ((3, 0.9), (-9, 0.1)):  # all were told to stop because of this crash
+        assert after_s > signal_lag_s(code)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +79,11 @@ def test_a_crash_or_a_stop_of_one_process_outweighs_the_word_of_another_that_it_
         assert end_of_node(0, ends, DIED_OF_A_STOP, told=False, finished_code=9) == end
 
 
-@pytest.mark.parametrize(
-    ("options", "config", "needs"),
-    [
-        ([], None, True),
-        ([], {"distributed_type": "FSDP"}, False),
-        # A config of one process, made on somebody's laptop, would start one on each node.
-        ([], {"distributed_type": "NO"}, True),
-        (["--use_fsdp"], None, False),
-        (["--use_deepspeed"], None, False),
-        (["--multi_gpu"], None, False),
-    ],
-)
-def test_accelerate_is_told_to_start_several_processes_unless_the_person_has_said_how(
-    options: list[str], config: dict[str, Any] | None, needs: bool
-) -> None:
-    assert needs_kind(options, config) == needs
+def test_accelerate_is_told_to_start_several_processes_unless_the_person_has_said_how() -> None:
+    assert needs_kind([], None) and not needs_kind([], {"distributed_type": "FSDP"})
+    # A config of one process, made on somebody's laptop, would start one on each node.
+    assert needs_kind([], {"distributed_type": "NO"})
+    assert not any(needs_kind([option], None) for option in ("--use_fsdp", "--use_deepspeed", "--multi_gpu"))
 
 
 def test_the_config_of_accelerate_is_found_where_it_is_looked_for() -> None:
@@ -126,11 +98,8 @@ def test_the_config_of_accelerate_is_found_where_it_is_looked_for() -> None:
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 DEAF = [ProgramProcess(1, 10), ProgramProcess(2, 20)]
 HANDLES_USR2 = [ProgramProcess(1, 10, frozenset({USR2})), ProgramProcess(2, 10)]
-HANDLES_USR1 = [
-    ProgramProcess(1, 10, frozenset({USR1})),
-    ProgramProcess(2, 10),
-    ProgramProcess(3, 10, of_launcher=True),
-]
+HANDLES_USR1 = [ProgramProcess(1, 10, frozenset({USR1})), ProgramProcess(2, 10)]
+HANDLES_USR1.append(ProgramProcess(3, 10, of_launcher=True))
 
 
 @pytest.mark.parametrize(
@@ -159,16 +128,13 @@ def test_each_process_hears_of_a_stop_once_and_by_the_signal_that_it_wants(
     processes: list[ProgramProcess], stop_signal: signal.Signals, cause: StopCause, source: str, told: list[int]
 ) -> None:
     assert to_tell(processes, stop_signal, cause, source=source, own_group=10) == told
+    if (cause, stop_signal, source) == (StopCause.SIGTERM, TERM, "slurm"):  # one that was started after it is told, too
+        assert to_tell(processes, stop_signal, cause, source=source, own_group=10, missed=True) == [1, 2]
 
 
-def test_a_program_that_was_started_after_the_signal_is_told_all_the_same() -> None:
-    told = to_tell(DEAF, TERM, StopCause.SIGTERM, source="slurm", own_group=10, missed=True)
-    assert told == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("grace_s", "state", "left_s", "until"),
-    [
+def test_a_program_is_ended_before_slurm_would_lose_the_run() -> None:
+    """By SLURM's own clock, which is not that of the node."""
+    for grace_s, state, left_s, until in (
         (None, None, None, math.inf),
         (None, "RUNNING", None, math.inf),
         (None, "RUNNING", 120.0, 1110.0),  # before the time limit
@@ -177,15 +143,10 @@ def test_a_program_that_was_started_after_the_signal_is_told_all_the_same() -> N
         (60, "RUNNING", 120.0, 1060.0),
         (300, "RUNNING", 120.0, 1110.0),
         (60, "COMPLETING", 0.0, 1060.0),
-    ],
-)
-def test_a_program_is_ended_before_slurm_would_lose_the_run(
-    grace_s: float | None, state: str | None, left_s: float | None, until: float
-) -> None:
-    """By SLURM's own clock, which is not that of the node."""
-    end_time = None if left_s is None else 9000.0 + left_s
-    facts = JobFacts(state, end_time=end_time, as_of=9000.0) if state is not None else None
-    assert end_of_grace(1000.0, grace_s, facts) == until
+    ):
+        end_time = None if left_s is None else 9000.0 + left_s
+        facts = JobFacts(state, end_time=end_time, as_of=9000.0) if state is not None else None
+        assert end_of_grace(1000.0, grace_s, facts) == until, (grace_s, state, left_s)
 
 
 def test_a_shell_that_traps_the_early_warning_can_do_so(project: Path) -> None:

@@ -76,6 +76,7 @@ TWO = "cluster.tasks_per_node=2"
 OFF = "requeue=off"
 ONCE = "requeue.max_attempts_without_progress=1"
 TWICE = "requeue.max_attempts_without_progress=2"
+ITS_ADDRESS = ("+cluster.env.MASTER_ADDR=127.0.0.1", "+cluster.env.MASTER_PORT='${oc.env:TAKEN}'")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 PROGRAMS = {
@@ -141,15 +142,7 @@ PROGRAMS = {
         "echo $MASTER_ADDR $MASTER_PORT >at-$RANK", (TWO, "cluster.port_range=21000-31999", OFF)
     ),
     "finds its port in use": Program(
-        "touch started",
-        (
-            TWO,
-            ONCE,
-            "cluster.srun_wait_s=600",
-            "+cluster.env.MASTER_ADDR=127.0.0.1",
-            "+cluster.env.MASTER_PORT='${oc.env:TAKEN}'",
-        ),
-        env={"TAKEN": "0"},
+        "touch started", (TWO, ONCE, "cluster.srun_wait_s=600", *ITS_ADDRESS), env={"TAKEN": "0"}
     ),
     "wants a GPU": Program("touch started", ("cluster.gpus_per_node=1",), env=NO_GPU),
     "has a loop of its own": Program(
@@ -319,6 +312,7 @@ def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_sta
 def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(ended: Ended) -> None:
     end = ended("wants a GPU", 78)
     assert "cluster.gpus_per_node=1, but rank 0 on " in end.said and "CUDA_VISIBLE_DEVICES=''" in end.said
+    assert end.status()["sentence"].startswith("rank 0: cluster.gpus_per_node=1, but rank 0 on ")  # and not the hint
     assert not (end.folder / "started").exists()
     assert (ended("wants a GPU and no GPU", 0).folder / "started").exists()
     assert "device cpu" in ended("has a loop of its own", 0).said
@@ -329,7 +323,7 @@ def test_outside_of_a_run_the_verb_progress_says_so(capsys: pytest.CaptureFixtur
     assert main(["progress", "10"]) == 2
     assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
     assert main(["progress", "ten"]) == 2
-    assert "'ten' is not a number of steps" in capsys.readouterr().err
+    assert "STEP: 'ten' is not a whole number" in capsys.readouterr().err
 
 
 # Starts the processes of a node as the launchers do: when one fails, it ends the others and hides its code.
@@ -431,22 +425,16 @@ class Launched:
 
 def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(project: Path, slurm: FakeSlurm) -> None:
     folder = {name: project / name for name in ("crashes", "goes-on", "saves", "starts")}
-    crashes = Launched.submit(
-        folder["crashes"], "torchrun", f"{folder['crashes']}/python train.py --lr 1 crashes", slurm
-    )
-    accelerate, deepspeed = (
-        f"{folder['goes-on']}/accelerate launch --mixed_precision no",
-        f"{folder['saves']}/deepspeed",
-    )
+    command = {name: f"{folder[name]}/{program}" for name, program in (("crashes", "python"), ("starts", "torchrun"))}
+    accelerate = f"{folder['goes-on']}/accelerate launch --mixed_precision no"
+    crashes = Launched.submit(folder["crashes"], "torchrun", f"{command['crashes']} train.py --lr 1 crashes", slurm)
     goes_on = Launched.submit(folder["goes-on"], "accelerate", f"{accelerate} train.py goes-on", slurm)
-    saves = Launched.submit(folder["saves"], "deepspeed", f"{deepspeed} train.py saves", slurm)
-    starts = Launched.submit(folder["starts"], "torchrun", f"{folder['starts']}/torchrun --slow train.py", slurm)
+    saves = Launched.submit(folder["saves"], "deepspeed", f"{folder['saves']}/deepspeed train.py saves", slurm)
+    starts = Launched.submit(folder["starts"], "torchrun", f"{command['starts']} --slow train.py", slurm)
     leaked: dict[str, Any] = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
     with ThreadPoolExecutor(4) as pool:
-        jobs = {
-            each: pool.submit(slurm.run, each.job, timeout_s=240, **leaked)
-            for each in (crashes, goes_on, saves, starts)
-        }
+        all_of_them = (crashes, goes_on, saves, starts)
+        jobs = {each: pool.submit(slurm.run, each.job, timeout_s=240, **leaked) for each in all_of_them}
         for told, files in ((saves, [f"up-{rank}" for rank in range(4)]), (starts, ["node-0", "node-1"])):
             while not all((told.folder / file).exists() for file in files) and not jobs[told].done():
                 time.sleep(0.05)
@@ -476,11 +464,7 @@ def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(pr
         "--master-port=PORT --max-restarts=0 --no-python"
     )
     assert not {*OF_THE_TASK} & {*environment} and environment.items() >= OF_PEOPLE.items()
-    assert {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")} == {
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-        "NODE_RANK": "1",
-    }
+    assert environment.items() >= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}.items()
     words, _, environment = goes_on.node(0)
     assert words == (
         "-u -m accelerate.commands.launch --num_machines=2 --num_processes=4 --machine_rank=0 "

@@ -11,13 +11,7 @@ from slurmtrain.errors import PreflightError, RendezvousError
 from slurmtrain.runtime.preflight.findings import Fault
 from slurmtrain.runtime.preflight.peer_ports import Unreached
 from slurmtrain.runtime.preflight.peer_ports import error_of as error_of_ports
-from slurmtrain.runtime.preflight.reachability import (
-    Answer,
-    Unreachable,
-    diagnose,
-    error_of_reports,
-    kind_of,
-)
+from slurmtrain.runtime.preflight.reachability import Answer, Unreachable, diagnose, error_of_reports, kind_of
 
 NODES = ("n0", "n1", "n2", "n3")
 LOST = Unreachable("n3", 12, "10.0.0.5", 41233, Answer.TIMED_OUT, "eth1", host_answers=False)

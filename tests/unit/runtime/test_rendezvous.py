@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -74,20 +75,12 @@ def test_a_rank_gives_up_when_rank_0_does_not_get_on_and_leaves_word_for_it(look
     # Rank 0 was only held up. It must not begin with a rank that has left.
     store.set("here/2", "{}")
     store.set("here/0", "{}")
-    rendezvous_s = Clock(store, {})
     for rank in range(3):
         store.set(f"heard/{rank}", "")
+    clock = Clock(store, {})
+    told: dict[str, Any] = {"clock": clock.read, "pauses": clock.pauses}
     with pytest.raises(RendezvousError, match="rank 1 on n1 has left: rank 0 on n0 did not"):
-        _gather_presence(
-            store,
-            of_rank(0),
-            LIMIT_S,
-            LIMIT_S,
-            lambda: False,
-            None,
-            clock=rendezvous_s.read,
-            pauses=rendezvous_s.pauses,
-        )
+        _gather_presence(store, of_rank(0), LIMIT_S, LIMIT_S, lambda: False, None, **told)
     with pytest.raises(RendezvousError, match="rank 1 on n1 has left"):  # as all the others are told
         wait(store, Clock(store, {}))
 
@@ -95,14 +88,10 @@ def test_a_rank_gives_up_when_rank_0_does_not_get_on_and_leaves_word_for_it(look
 NOBODYS = Finding(FindingKind.BLOCKED_PORT, ("n1",), "cannot reach rank 0", "it can", True, Fault.CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("findings", "nodes"),
-    [
-        ([NOBODYS], ()),
-        ([replace(NOBODYS, nodes=("n1", "n2"))], ()),
-        ([replace(NOBODYS, fault=Fault.NODE)], ("n1",)),
-    ],
-)
+OF_TWO, OF_A_NODE = replace(NOBODYS, nodes=("n1", "n2")), replace(NOBODYS, fault=Fault.NODE)
+
+
+@pytest.mark.parametrize(("findings", "nodes"), [([NOBODYS], ()), ([OF_TWO], ()), ([OF_A_NODE], ("n1",))])
 def test_all_ranks_leave_with_the_exit_code_of_rank_0_and_nobodys_node_is_blamed_but_by_it(
     findings: list[Finding], nodes: tuple[str, ...]
 ) -> None:

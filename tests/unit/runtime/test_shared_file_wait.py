@@ -16,15 +16,9 @@ from slurmtrain.system.files import write_json
 
 
 def rank_on(node: int, local_rank: int, *, nodes: int, per_node: int) -> Environment:
-    return Environment(
-        rank=node * per_node + local_rank,
-        world_size=nodes * per_node,
-        local_rank=local_rank,
-        local_world_size=per_node,
-        node_rank=node,
-        nodes=tuple(f"n{each}" for each in range(nodes)),
-        source="slurm",
-    )
+    place: dict[str, Any] = {"rank": node * per_node + local_rank, "local_rank": local_rank, "node_rank": node}
+    sizes: dict[str, Any] = {"world_size": nodes * per_node, "local_world_size": per_node}
+    return Environment("slurm", **place, **sizes, nodes=tuple(f"n{each}" for each in range(nodes)))
 
 
 @pytest.fixture
@@ -81,9 +75,8 @@ def test_every_rank_gets_what_rank_0_has_published_through_the_first_of_its_node
     first.forget()
     assert second.look() is None
     monkeypatch.undo()
-    now = (
-        0.0  # a rank that the first of its node does not reach, as in another container, looks by itself after a while
-    )
+    # A rank that the first of its node does not reach, as in another container, looks by itself after a while.
+    now = 0.0
     alone = Published(folder / "x.json", rank_on(1, 1, nodes=2, per_node=2), clock=lambda: now)
     assert alone.look() is None
     now = 6.0

@@ -174,22 +174,20 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
     assert without_copies(staged) == {"PATH": "/bin", "HOME": "/home/me"}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["cluster.stage.dir=scratch"], "is not a folder on a node"),
-        (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
-        (["cluster.stage.data=[/a/x,/b/x]"], "x is a second of that name"),
-        (["cluster=local", "cluster.stage.code=true"], "has only this machine"),
-        (
-            ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif", "cluster.stage.code=true"],
-            "would not see the copies",
-        ),
-        (["sweep.pack=2", "cluster.stage.environment=true"], "make its own copies"),
-        (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
-        (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
-    ],
-)
+IN_A_CONTAINER = ("cluster.container.kind=apptainer", "cluster.container.image=/a.sif")
+REFUSED = [
+    (["cluster.stage.dir=scratch"], "is not a folder on a node"),
+    (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
+    (["cluster.stage.data=[/a/x,/b/x]"], "named after the last part of their path"),
+    (["cluster=local", "cluster.stage.code=true"], "has only this machine"),
+    ([*IN_A_CONTAINER, "cluster.stage.code=true"], "would not see the copies"),
+    (["sweep.pack=2", "cluster.stage.environment=true"], "works only for a run with a job of its own"),
+    (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
+    (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(compose(["cluster=a100x4", *words] if "cluster=local" not in words else words))

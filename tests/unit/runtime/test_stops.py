@@ -91,9 +91,8 @@ def test_a_job_stops_when_the_clock_or_slurm_says_so_and_its_program_ends_before
     assert ending("extended") == ("asked", "requeue")
     assert ending("preempted") == ("preempted", "requeue")
     (events,) = (project / "preempted").glob("runs/*/*/events.jsonl")
-    (killed,) = [
-        each for each in map(json.loads, events.read_text().splitlines()) if each["event"].startswith("killed")
-    ]
+    said = map(json.loads, events.read_text().splitlines())
+    (killed,) = [each for each in said if each["event"].startswith("killed")]
     assert 5 < killed["seconds"] < 13
 
 

@@ -60,15 +60,11 @@ def seconds(text: str) -> float:
 
 
 def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
-    assert parse_show_job(SHOW_JOB) == JobFacts(
-        state="RUNNING",
-        reason="None",
-        restarts=2,
-        start_time=seconds("2026-11-21T10:13:57"),
-        end_time=seconds("2026-11-21T11:13:57"),
-        preempt_time=None,
-        nodes="n[0-1]",
-    )
+    begin, end = seconds("2026-11-21T10:13:57"), seconds("2026-11-21T11:13:57")
+    facts = JobFacts("RUNNING", "None", 2, start_time=begin, end_time=end, preempt_time=None, nodes="n[0-1]")
+    assert parse_show_job(SHOW_JOB) == facts
+    for text in ("", "\n", "slurm_load_jobs error: Invalid job id specified\n", "No jobs in the system\n"):
+        assert parse_show_job(text) is None
 
 
 def test_a_job_that_is_being_signalled_is_running_and_an_array_is_its_first_element() -> None:
@@ -78,22 +74,11 @@ def test_a_job_that_is_being_signalled_is_running_and_an_array_is_its_first_elem
     assert parse_show_job(SHOW_JOB + second) == parse_show_job(SHOW_JOB)  # of an array, the first element
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n", "slurm_load_jobs error: Invalid job id specified\n", "No jobs in the system\n"]
-)
-def test_what_is_no_job_reads_as_none(text: str) -> None:
-    assert parse_show_job(text) is None
-
-
-@pytest.mark.parametrize(
-    ("preempt_time", "start_time", "preempted"),
-    [(None, 5.0, False), (7.0, 5.0, True), (5.0, 5.0, True), (4.0, 5.0, False), (4.0, None, True)],
-)
-def test_only_a_preemption_of_this_life_counts(
-    preempt_time: float | None, start_time: float | None, preempted: bool
-) -> None:
-    # 22.05 keeps PreemptTime of an earlier life after a restart.
-    assert JobFacts("RUNNING", start_time=start_time, preempt_time=preempt_time).preempted is preempted
+def test_only_a_preemption_of_this_life_counts() -> None:
+    """22.05 keeps PreemptTime of an earlier life after a restart."""
+    lives = {(None, 5.0): False, (7.0, 5.0): True, (5.0, 5.0): True, (4.0, 5.0): False, (4.0, None): True}
+    for (preempt_time, start_time), preempted in lives.items():
+        assert JobFacts("RUNNING", start_time=start_time, preempt_time=preempt_time).preempted is preempted
 
 
 FIELDS = st.sampled_from([" JobState=FAILED", " Restarts=9", " EndTime=Unknown", " NodeList=n7", "=", "  "])
@@ -104,20 +89,10 @@ def test_no_comment_of_a_job_changes_what_is_read(comment: str) -> None:
     assert parse_show_job(SHOW_JOB.replace('it\'s "mine"', comment)) == parse_show_job(SHOW_JOB)
 
 
-@pytest.mark.parametrize(
-    ("text", "duration"),
-    [
-        ("30 sec", 30),
-        ("120", 120),
-        ("00:02:00", 120),
-        ("1-01:00:01", 90001),
-        ("", None),
-        ("NONE", None),
-        ("(null)", None),
-    ],
-)
-def test_durations(text: str, duration: float | None) -> None:
-    assert parse_duration(text) == duration
+def test_durations() -> None:
+    unknown = dict.fromkeys(("", "NONE", "(null)"))
+    durations = {"30 sec": 30, "120": 120, "00:02:00": 120, "1-01:00:01": 90001, **unknown}
+    assert {text: parse_duration(text) for text in durations} == durations
 
 
 @pytest.mark.parametrize(
@@ -148,44 +123,27 @@ def test_a_glance_that_takes_too_long_is_no_answer(slurm: FakeSlurm) -> None:
 
 
 def test_a_job_is_found_by_a_word_of_its_comment(slurm: FakeSlurm) -> None:
-    client, _ = answers(
-        "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n8|PENDING|slurmtrain:RUN:1\n"
-    )
+    told = "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n"
+    client, _ = answers(f"{told}8|PENDING|slurmtrain:RUN:1\n")
     assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
     assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
     assert client.find_by_comment("slurmtrain:RUN:2") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "moved"),
-    [
-        ("afterok:12(unfulfilled)", "afterok:99"),
-        ("afterok:12", "afterok:99"),  # without a remark
-        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,afterok:99,singleton"),
-        ("afterany:12(unfulfilled)", None),  # a successor of its own
-        ("afterok:123(unfulfilled)", None),
-        ("afterok:12_1(unfulfilled)", None),
-        ("(null)", None),
-        ("", None),
-    ],
-)
-def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None) -> None:
-    assert moved_dependency(text, "12", "99") == moved
+SEVERAL = "afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)"
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("afterok:12(unfulfilled)", ""),
-        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,singleton"),
-        ("afterok:12(unfulfilled)?afterok:13(unfulfilled)", ""),  # one of them was enough
-        ("afterany:12(unfulfilled)", None),
-        ("afterok:123(unfulfilled)", None),
-        ("(null)", None),
-    ],
-)
-def test_who_waits_for_a_run_that_has_finished_waits_for_it_no_more(text: str, left: str | None) -> None:
-    assert met_dependency(text, "12") == left
+def test_who_waits_for_a_run_waits_for_its_next_job_and_no_more_when_it_has_finished() -> None:
+    # afterany waits for a successor of its own
+    others = dict.fromkeys(
+        ("afterany:12(unfulfilled)", "afterok:123(unfulfilled)", "afterok:12_1(unfulfilled)", "(null)", "")
+    )
+    moved = {"afterok:12(unfulfilled)": "afterok:99", SEVERAL: "afterok:3,afterok:99,singleton", **others}
+    moved["afterok:12"] = "afterok:99"  # without a remark
+    assert {text: moved_dependency(text, "12", "99") for text in moved} == moved
+    left = {"afterok:12(unfulfilled)": "", SEVERAL: "afterok:3,singleton", **others}
+    left["afterok:12(unfulfilled)?afterok:13(unfulfilled)"] = ""  # one of them was enough
+    assert {text: met_dependency(text, "12") for text in left} == left
 
 
 def test_a_sweep_that_waits_is_freed_with_one_call(slurm: FakeSlurm) -> None:
@@ -194,36 +152,24 @@ def test_a_sweep_that_waits_is_freed_with_one_call(slurm: FakeSlurm) -> None:
     assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [("22.05.8", (22, 5)), ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0-0rc1", (24, 11)), ("", None)],
-)
-def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, slurm: FakeSlurm) -> None:
-    assert parse_version(text) == version
-    assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
+def test_the_version_of_a_cluster(slurm: FakeSlurm) -> None:
+    versions = {"22.05.8": (22, 5), "slurm-wlm 22.05.8": (22, 5), "slurm 24.11.0-0rc1": (24, 11), "": None}
+    for text, version in versions.items():
+        assert parse_version(text) == version
+        assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
 
 
-@pytest.mark.parametrize(
-    ("shown", "lacks"),
-    [
-        ("up idle\nup mixed\nup idle~\nup completing\n", False),
-        ("up idle\nup drained\n", True),
-        ("up down*\n", True),
-        ("up idle*\n", True),  # it does not answer
-        ("down idle\n", True),
-        ("up reserved\n", True),
-        ("up idle\nup idle%\n", True),  # powers down, and is left out until it has
-        ("up idle\nup mixed#\n", True),
-        ("up idle!\n", True),
-        ("up idle^\n", True),
-        ("up idle~\nup mixed-\n", False),
-        ("", True),  # all of its nodes are in a cloud, and off
-        (None, True),
-    ],
-)
-def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, slurm: FakeSlurm) -> None:
-    client, _ = answers(shown or "", int(shown is None))
-    assert client.lacks_nodes("low") is lacks
+def test_whether_a_partition_has_all_its_nodes(slurm: FakeSlurm) -> None:
+    whole = ("up idle\nup mixed\nup idle~\nup completing\n", "up idle~\nup mixed-\n")
+    lacks = (
+        *("up idle\nup drained\n", "up down*\n", "down idle\n", "up reserved\n", "up idle!\n", "up idle^\n"),
+        "up idle*\n",  # it does not answer
+        *("up idle\nup idle%\n", "up idle\nup mixed#\n"),  # powers down, and is left out until it has
+        "",  # all of its nodes are in a cloud, and off
+    )
+    for shown in (*whole, *lacks):
+        assert answers(shown)[0].lacks_nodes("low") is (shown in lacks), shown
+    assert answers(returncode=1)[0].lacks_nodes("low")
 
 
 def test_nodes_of_a_hidden_partition_have_a_state_too(slurm: FakeSlurm) -> None:
@@ -252,31 +198,17 @@ esac""",
 # Asking.
 
 
-ANSWERS_CHANGED = {
-    "SQUEUE_PARTITION": "p",
-    "SQUEUE_STATES": "CD",
-    "SCONTROL_LOCAL": "1",
-    "SCANCEL_STATE": "PD",
-    "SINFO_ALL": "1",
-    "SACCT_FORMAT": "x",
-    "SLURM_TIME_FORMAT": "relative",
-    "SLURM_BITSTR_LEN": "1",
-    **dict.fromkeys(["SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CPU_BIND"], "7"),
-    **dict.fromkeys(["SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"], "7"),
-}
-WHERE_AND_WHO = {
-    "SLURM_CONF": "/etc/a.conf",
-    "SLURM_CONF_SERVER": "login:6817",
-    "SLURM_CLUSTERS": "b",
-    "SLURM_JWT": "token",
-    "SLURM_SACK_SOCKET": "/run/sack",
-}
+ANSWERS_CHANGED = {"SQUEUE_PARTITION": "p", "SQUEUE_STATES": "CD", "SCONTROL_LOCAL": "1", "SCANCEL_STATE": "PD"}
+ANSWERS_CHANGED |= {"SINFO_ALL": "1", "SACCT_FORMAT": "x", "SLURM_TIME_FORMAT": "relative", "SLURM_BITSTR_LEN": "1"}
+OF_A_JOB = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG")
+ANSWERS_CHANGED |= dict.fromkeys(OF_A_JOB, "7")
+WHERE_AND_WHO = {"SLURM_CONF": "/etc/a.conf", "SLURM_CONF_SERVER": "login:6817", "SLURM_CLUSTERS": "b"}
+WHERE_AND_WHO |= {"SLURM_JWT": "token", "SLURM_SACK_SOCKET": "/run/sack"}
 
 
 def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
     mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
-    of_a_job = dict.fromkeys(("SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"), "1")
-    assert clean_environment({**ANSWERS_CHANGED, **of_a_job, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
+    assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
 
 
 def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
@@ -291,34 +223,24 @@ def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
     assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
 
 
-@pytest.mark.parametrize(
-    ("stdout", "stderr"), [("", "slurm_load_jobs error: Invalid job id specified\n"), ("Job 12_99 not found\n", "")]
-)
-def test_an_unknown_job_is_none(stdout: str, stderr: str, slurm: FakeSlurm) -> None:
-    client, _ = answers(stdout, 1, stderr)
-    assert client.look("12_99") is None
+def test_an_unknown_job_is_none_and_an_answer_that_says_nothing_does_not_mean_that_it_is_gone(slurm: FakeSlurm) -> None:
+    for stdout, stderr in (("", "slurm_load_jobs error: Invalid job id specified\n"), ("Job 12_99 not found\n", "")):
+        assert answers(stdout, 1, stderr)[0].look("12_99") is None
+    for stdout in ("", "\n", "this login node is to be restarted at noon\n"):
+        client, _ = answers(stdout)
+        with pytest.raises(ClusterError, match="does not say what the job does"):
+            client.look("12")
+        assert client.job("12") is None
 
 
-@pytest.mark.parametrize("stdout", ["", "\n", "this login node is to be restarted at noon\n"])
-def test_an_answer_that_says_nothing_of_a_job_does_not_mean_that_it_is_gone(stdout: str, slurm: FakeSlurm) -> None:
-    client, _ = answers(stdout)
-    with pytest.raises(ClusterError, match="does not say what the job does"):
-        client.look("12")
-    assert client.job("12") is None
-
-
-@pytest.mark.parametrize(
-    ("shown", "code", "lives"),
-    [
+def test_a_step_that_slurm_does_not_know_any_more_is_over() -> None:
+    for shown, code, lives in (
         ("StepId=17.0 UserId=0 StartTime=2026-11-21T10:13:57", 0, True),
         ("StepId=17.01 UserId=0", 0, False),
         ("Job step 17.0 not found", 1, False),  # on stdout, of a job that goes on
         ("slurm_get_job_steps error: Invalid job id specified", 1, False),
-    ],
-)
-def test_a_step_that_slurm_does_not_know_any_more_is_over(shown: str, code: int, lives: bool) -> None:
-    client, _ = answers(shown, code)
-    assert client.step_lives("17.0") is lives
+    ):
+        assert answers(shown, code)[0].step_lives("17.0") is lives
 
 
 def test_a_machine_without_slurm_is_none_for_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,73 +18,43 @@ from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
 HOST = socket.gethostname()
 
-BATCH_SHELL = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_JOB_NODELIST": "n[0-1]",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
-STEP = BATCH_SHELL | {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[0-1]",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_RESTART_COUNT": "2",
-}
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29500",
-}
+
+def variables(*lines: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in " ".join(lines).split())
+
+
+BATCH_SHELL = variables(
+    "SLURM_JOB_ID=1234 SLURM_JOB_NODELIST=n[0-1] SLURM_NNODES=2 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)",
+    "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0",
+)
+STEP = BATCH_SHELL | variables(
+    "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[0-1] SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)",
+    "SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_RESTART_COUNT=2",
+)
+TORCHRUN = variables(
+    "TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+    "GROUP_RANK=1 MASTER_ADDR=n0 MASTER_PORT=29500",
+)
 
 
 def test_a_task_of_srun_is_a_rank_of_its_step() -> None:
-    assert Environment.detect(STEP) == Environment(
-        source="slurm",
-        rank=3,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        node_rank=1,
-        nodes=("n0", "n1"),
-        tasks_per_node=(2, 2),
-        job_id="1234",
-        step_id="0",
-        restart_count=2,
-    )
+    place: dict[str, Any] = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1}
+    job: dict[str, Any] = {"job_id": "1234", "step_id": "0", "restart_count": 2}
+    assert Environment.detect(STEP) == Environment("slurm", **place, nodes=("n0", "n1"), tasks_per_node=(2, 2), **job)
 
 
 def test_a_step_on_a_part_of_the_job_is_a_world_of_its_own() -> None:
-    part = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    found = Environment.detect(
-        STEP | part | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    part = variables(
+        "SLURM_STEP_ID=1 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_STEP_TASKS_PER_NODE=1",
+        "SLURM_NODEID=0 SLURM_LOCALID=0",
     )
+    found = Environment.detect(STEP | part)
     assert (found.world_size, found.nodes, found.step_id) == (1, ("n1",), "1")
 
 
 def test_uneven_tasks_per_node() -> None:
-    uneven = STEP | {
-        "SLURM_STEP_NODELIST": "n[0-2]",
-        "SLURM_STEP_NUM_TASKS": "5",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-        "SLURM_PROCID": "4",
-        "SLURM_NODEID": "2",
-        "SLURM_LOCALID": "0",
-    }
-    found = Environment.detect(uneven)
+    uneven = "SLURM_STEP_NODELIST=n[0-2] SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
+    found = Environment.detect(STEP | variables(uneven, "SLURM_PROCID=4 SLURM_NODEID=2 SLURM_LOCALID=0"))
     assert found.tasks_per_node == (2, 2, 1) and found.local_world_size == 1 and found.node == "n2"
     assert [found.expected_node(rank) for rank in range(6)] == ["n0", "n0", "n1", "n1", "n2", "an unknown node"]
 
@@ -93,27 +64,24 @@ def test_an_array_task_has_its_own_raw_id() -> None:
     assert Environment.detect(task).job_id == "1234"
 
 
-@pytest.mark.parametrize(
-    ("kind", "variables"),
-    [
-        ("batch shell", BATCH_SHELL),
-        ("batch shell with the batch step's id", BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}),
-        ("shell of salloc", {name: value for name, value in BATCH_SHELL.items() if "ID" not in name[6:]}),
-        ("salloc with use_interactive_step", STEP | {"SLURM_STEP_ID": "4294967290"}),
-        ("srun --pty bash", STEP | {"SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80"}),
-        ("extern step of ssh", STEP | {"SLURM_STEP_ID": "4294967292"}),
-        ("plain login shell", {}),
-        ("step id that is no number", STEP | {"SLURM_STEP_ID": "batch"}),
-    ],
-)
-def test_a_shell_in_a_job_is_one_process_and_not_a_rank(kind: str, variables: dict[str, str]) -> None:
-    assert not in_slurm_step(variables, terminal=True)
-    found = Environment.detect(variables, terminal=True)
-    assert (found.source, found.rank, found.world_size, found.nodes) == ("single", 0, 1, (HOST,)), kind
+SHELLS = {
+    "batch shell": BATCH_SHELL,
+    "batch shell with the batch step's id": BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"},
+    "shell of salloc": {name: value for name, value in BATCH_SHELL.items() if "ID" not in name[6:]},
+    "salloc with use_interactive_step": STEP | {"SLURM_STEP_ID": "4294967290"},
+    "srun --pty bash": STEP | {"SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80"},
+    "extern step of ssh": STEP | {"SLURM_STEP_ID": "4294967292"},
+    "plain login shell": {},
+    "step id that is no number": STEP | {"SLURM_STEP_ID": "batch"},
+}
 
 
-def test_what_srun_starts_from_a_pty_shell_are_ranks() -> None:
-    """They inherit the shell's SLURM_PTY_PORT, but have no terminal."""
+def test_a_shell_in_a_job_is_one_process_and_not_a_rank() -> None:
+    for kind, shell in SHELLS.items():
+        assert not in_slurm_step(shell, terminal=True), kind
+        found = Environment.detect(shell, terminal=True)
+        assert (found.source, found.rank, found.world_size, found.nodes) == ("single", 0, 1, (HOST,)), kind
+    # What srun starts from a pty shell inherits the shell's SLURM_PTY_PORT, but has no terminal.
     assert in_slurm_step(STEP | {"SLURM_PTY_PORT": "40001"}, terminal=False)
 
 
@@ -140,29 +108,27 @@ def test_cluster_local_starts_ranks_on_one_node() -> None:
     assert (found.source, found.rank, found.world_size, found.single_node) == ("local", 1, 2, True)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "change", "sentence"),
-    [
-        (STEP, {"SLURM_STEP_NUM_TASKS": "8"}, "8 ranks, but of 2 nodes with 2, 2 ranks each"),
-        (STEP, {"SLURM_STEP_NODELIST": "n[0-2]"}, "4 ranks, but of 3 nodes"),
-        (STEP, {"SLURM_PROCID": "4"}, "rank 4 of 4"),
-        (STEP, {"SLURM_NODEID": "2"}, "on node 2"),
-        (STEP, {"SLURM_LOCALID": ""}, "SLURM_LOCALID is ''"),
-        (STEP, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot read the task counts 'two'"),
-        (STEP, {"SLURM_STEP_NODELIST": "n[0-"}, "cannot read the node list 'n\\[0-'"),
-        (TORCHRUN, {"RANK": "8"}, "rank 8 of 8"),
-        (TORCHRUN, {"WORLD_SIZE": "7"}, "7 ranks, but of 1 nodes with 4 ranks each"),
-        (TORCHRUN, {"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
-        (TORCHRUN, {"GROUP_RANK": "2"}, "on node 2"),
-    ],
-)
-def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment(
-    launcher: dict[str, str], change: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(EnvironmentMismatchError, match=sentence) as caught:
-        Environment.detect(launcher | change)
-    assert caught.value.exit_code == EXIT_CONFIG
+CONTRADICTIONS = [
+    (STEP, "SLURM_STEP_NUM_TASKS=8", "8 ranks, but of 2 nodes with 2, 2 ranks each"),
+    (STEP, "SLURM_STEP_NODELIST=n[0-2]", "4 ranks, but of 3 nodes"),
+    (STEP, "SLURM_PROCID=4", "rank 4 of 4"),
+    (STEP, "SLURM_NODEID=2", "on node 2"),
+    (STEP, "SLURM_LOCALID=", "SLURM_LOCALID is ''"),
+    (STEP, "SLURM_STEP_TASKS_PER_NODE=two", "cannot read the task counts 'two'"),
+    (STEP, "SLURM_STEP_NODELIST=n[0-", "cannot read the node list 'n\\[0-'"),
+    (TORCHRUN, "RANK=8", "rank 8 of 8"),
+    (TORCHRUN, "WORLD_SIZE=7", "7 ranks, but of 1 nodes with 4 ranks each"),
+    (TORCHRUN, "WORLD_SIZE=many", "WORLD_SIZE is 'many'"),
+    (TORCHRUN, "LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE is 0"),
+    (TORCHRUN, "GROUP_RANK=2", "on node 2"),
+]
+
+
+def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment() -> None:
+    for launcher, change, sentence in CONTRADICTIONS:
+        with pytest.raises(EnvironmentMismatchError, match=sentence) as caught:
+            Environment.detect(launcher | variables(change))
+        assert caught.value.exit_code == EXIT_CONFIG
 
 
 def test_a_missing_variable_is_named() -> None:
@@ -174,34 +140,40 @@ def test_another_number_of_ranks_than_configured_names_both() -> None:
     found = Environment.detect(STEP)
     check_world_size(found, nodes=2, tasks_per_node=2)
     check_world_size(found, nodes=1, tasks_per_node=4)
-    with pytest.raises(
-        EnvironmentMismatchError, match=r"slurm started 4 ranks on 2 nodes.*nodes=2 x .*tasks_per_node=4 = 8"
-    ):
+    said = r"slurm started 4 ranks on 2 nodes.*nodes=2 x .*tasks_per_node=4 = 8"
+    with pytest.raises(EnvironmentMismatchError, match=said):
         check_world_size(found, nodes=2, tasks_per_node=4)
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("n0", "n0"),
-        ("localhost", "localhost"),
-        ("n[0-2]", "n0 n1 n2"),
-        ("n[3]", "n3"),
-        ("node[08-11]", "node08 node09 node10 node11"),
-        ("node[001,003,10-11]", "node001 node003 node10 node11"),
-        ("node[99-101]", "node99 node100 node101"),
-        ("rack[1-2]-node[01-02]", "rack1-node01 rack1-node02 rack2-node01 rack2-node02"),
-        ("a[1],b[2-3]", "a1 b2 b3"),
-        ("a,b[1,3]x,c", "a b1x b3x c"),
-        ("gpu-[1-2].cluster.local", "gpu-1.cluster.local gpu-2.cluster.local"),
-        ("n[1-2],n[1-2]", "n1 n2 n1 n2"),
-        ("dgx-b200-[000-001]", "dgx-b200-000 dgx-b200-001"),
-        ("x[1-2][3-4]", "x13 x14 x23 x24"),
-        ("[1-2]n", "1n 2n"),
-    ],
-)
-def test_the_odd_forms_too_are_expanded_in_order(text: str, hosts: str) -> None:
-    assert expand_nodelist(text) == hosts.split()
+EXPANDED = {
+    "n0": "n0",
+    "localhost": "localhost",
+    "n[0-2]": "n0 n1 n2",
+    "n[3]": "n3",
+    "node[08-11]": "node08 node09 node10 node11",
+    "node[001,003,10-11]": "node001 node003 node10 node11",
+    "node[99-101]": "node99 node100 node101",
+    "rack[1-2]-node[01-02]": "rack1-node01 rack1-node02 rack2-node01 rack2-node02",
+    "a[1],b[2-3]": "a1 b2 b3",
+    "a,b[1,3]x,c": "a b1x b3x c",
+    "gpu-[1-2].cluster.local": "gpu-1.cluster.local gpu-2.cluster.local",
+    "n[1-2],n[1-2]": "n1 n2 n1 n2",
+    "dgx-b200-[000-001]": "dgx-b200-000 dgx-b200-001",
+    "x[1-2][3-4]": "x13 x14 x23 x24",
+    "[1-2]n": "1n 2n",
+}
+
+
+def test_the_odd_forms_too_are_expanded_in_order_and_what_is_no_node_list_is_refused_and_shown() -> None:
+    assert {text: " ".join(expand_nodelist(text)) for text in EXPANDED} == EXPANDED
+    refused = (
+        *("", ",", "n[", "n]", "n[1-", "n[1-2", "n[2-1]", "n[a-b]", "n[1,]", "n[]", "n[[1]]", "a,,b", "n[1]]"),
+        "n[-1]",
+    )
+    for text in refused:
+        with pytest.raises(EnvironmentMismatchError, match="cannot read the node list") as caught:
+            expand_nodelist(text)
+        assert repr(text) in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["rack[1-2]-node[01-04]", "a[1],b[2-3]", "n[08-11,3],x", "node[99-101]"])
@@ -209,47 +181,9 @@ def test_scontrol_agrees(text: str, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     environment = {**os.environ, "SLURM_CONF": str(conf)}
-    answer = subprocess.run(
-        ["scontrol", "show", "hostnames", text], env=environment, capture_output=True, text=True, check=True
-    )
+    words = ["scontrol", "show", "hostnames", text]
+    answer = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert expand_nodelist(text) == answer.stdout.split()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", ",", "n[", "n]", "n[1-", "n[1-2", "n[2-1]", "n[a-b]", "n[1,]", "n[]", "n[[1]]", "a,,b", "n[1]]", "n[-1]"],
-)
-def test_what_is_no_node_list_is_refused_and_shown(text: str) -> None:
-    with pytest.raises(EnvironmentMismatchError, match="cannot read the node list") as caught:
-        expand_nodelist(text)
-    assert repr(text) in caught.value.message
-
-
-NAME = st.from_regex(r"[a-z][a-z.\-]{0,6}", fullmatch=True)
-
-
-@st.composite
-def compressed(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A node list, and the hosts it stands for."""
-    groups, hosts = [], []
-    for _ in range(draw(st.integers(1, 4))):
-        prefix, suffix = draw(NAME), draw(st.just("") | NAME)
-        width = draw(st.integers(1, 4))
-        parts, numbers = [], []
-        for _ in range(draw(st.integers(1, 3))):
-            first = draw(st.integers(0, 120))
-            last = first + draw(st.integers(0, 5))
-            numbers += [str(number).zfill(width) for number in range(first, last + 1)]
-            parts.append(str(first).zfill(width) + (f"-{str(last).zfill(width)}" if last > first else ""))
-        groups.append(f"{prefix}[{','.join(parts)}]{suffix}")
-        hosts += [prefix + number + suffix for number in numbers]
-    return ",".join(groups), hosts
-
-
-@given(compressed())
-def test_every_list_expands_to_the_hosts_it_was_made_of(pair: tuple[str, list[str]]) -> None:
-    text, hosts = pair
-    assert expand_nodelist(text) == hosts
 
 
 @given(st.text("abn0123-[],", max_size=12))
@@ -261,12 +195,9 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
     assert hosts and all(host and not set(host) & set("[],") for host in hosts)
 
 
-@pytest.mark.parametrize(("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2(x2),1", [1, 2, 2, 1])])
-def test_task_counts(text: str, counts: list[int]) -> None:
-    assert expand_counts(text) == counts
-
-
-@pytest.mark.parametrize("text", ["", "x", "2(x", "2(xa)", "2,,1"])
-def test_what_are_no_task_counts_is_refused(text: str) -> None:
-    with pytest.raises(EnvironmentMismatchError, match="cannot read the task counts"):
-        expand_counts(text)
+def test_task_counts_are_read_or_refused() -> None:
+    counts = {"2(x3),1": [2, 2, 2, 1], "4": [4], "1,2(x2),1": [1, 2, 2, 1]}
+    assert {text: expand_counts(text) for text in counts} == counts
+    for text in ("", "x", "2(x", "2(xa)", "2,,1"):
+        with pytest.raises(EnvironmentMismatchError, match="cannot read the task counts"):
+            expand_counts(text)

@@ -14,7 +14,6 @@ from slurmtrain.slurm.job_limits import bounds_of, job_limit, wall_limit
 from slurmtrain.slurm.parse_facts import (
     QOS_COLUMNS,
     first_name,
-    parse_accounts,
     parse_associations,
     parse_config,
     parse_gres,
@@ -26,7 +25,6 @@ from slurmtrain.slurm.parse_facts import (
 )
 from slurmtrain.slurm.preemption import Preemption, PreemptionTimes, preemption_of, preemption_times
 from slurmtrain.slurm.read_facts import FEDERATION, QOS, associations_command, read_facts, read_preemption
-from slurmtrain.slurm.versions import EXPEDITED_REQUEUE, SRUN_FORGETS_CPUS_PER_TASK
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 
 ALPHAS = ("alpha_22_05", "alpha_24_11", "alpha_25_05")
@@ -35,9 +33,7 @@ ALPHAS = ("alpha_22_05", "alpha_24_11", "alpha_25_05")
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_recorded_cluster_is_understood(name: str) -> None:
     facts = facts_of(name)
-    assert facts.name
-    assert facts.version is not None
-    assert facts.partitions
+    assert facts.name and facts.version is not None and facts.partitions
     for partition in facts.partitions:
         groups = facts.nodes_of(partition.name)
         assert sum(group.count for group in groups) == partition.nodes
@@ -48,10 +44,7 @@ def test_every_recorded_cluster_is_understood(name: str) -> None:
 def test_partitions_with_their_limits_are_read_from_each_version(name: str) -> None:
     facts = facts_of(name)
     gpu, debug, cpu, closed = (facts.partition(each) for each in ("gpu", "debug", "cpu", "closed"))
-    assert gpu is not None
-    assert debug is not None
-    assert cpu is not None
-    assert closed is not None
+    assert gpu is not None and debug is not None and cpu is not None and closed is not None
     assert facts.partition(None) == gpu
     assert (gpu.max_time_min, gpu.preempt_mode, gpu.grace_s, gpu.priority_tier) == (2880, "REQUEUE", 60.0, 1)
     assert "rack1-n[01-02]" in gpu.node_names
@@ -89,13 +82,10 @@ def test_accounts_and_qos_are_read_with_the_limits_that_hold_for_a_job() -> None
     # The QOS comes before the account.
     bounds = bounds_of(facts, gpu, "physics", "high")
     wall, gpus = wall_limit(bounds), job_limit(bounds, "gres/gpu")
-    assert wall is not None
-    assert (wall.most, wall.of) == (240, "QOS high")
-    assert gpus is not None
-    assert (gpus.most, gpus.of) == (8, "QOS high")
+    assert wall is not None and (wall.most, wall.of) == (240, "QOS high")
+    assert gpus is not None and (gpus.most, gpus.of) == (8, "QOS high")
     wall = wall_limit(bounds_of(facts, gpu, "biology", None))
-    assert wall is not None
-    assert (wall.most, wall.of) == (1440, "account biology")
+    assert wall is not None and (wall.most, wall.of) == (1440, "account biology")
 
 
 def test_the_default_account_is_not_known_where_several_clusters_share_a_database() -> None:
@@ -160,7 +150,7 @@ def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -
         assert facts.name == "alpha"
 
 
-def test_submit_asks_eight_commands_at_most_and_probe_ten() -> None:
+def test_submit_asks_seven_commands_at_most_and_probe_nine() -> None:
     answers = answers_of("alpha_22_05")
     asked: list[str] = []
 
@@ -169,92 +159,32 @@ def test_submit_asks_eight_commands_at_most_and_probe_ten() -> None:
         return answers[asked[-1]]
 
     read_facts(ask, whole=False, user="me")
-    assert len(asked) == 8
+    assert len(asked) == 7
     asked.clear()
     read_facts(ask, user="me")
-    assert len(asked) == 10
+    assert len(asked) == 9
 
 
-def test_accounts_above_the_persons_own_are_read_level_by_level_up_to_the_root() -> None:
-    answers = answers_of("alpha_22_05")
-    columns = "user= format=Cluster,Account,ParentName,GrpTRES,GrpJobs,GrpSubmit"
-    first = f"sacctmgr -nP show assoc account=physics,biology,root {columns}"
-    above = {"science": "science|faculty|gres/gpu=6|0|", "faculty": "faculty|root|||7", "maths": "maths|root|||"}
-    answers[first] = (
-        "alpha|root||||\nbeta|physics|other|gres/gpu=1||\nalpha|physics|Science|gres/gpu=12||9\nalpha|biology|root|||\n"
-    )
-    answers |= {f"sacctmgr -nP show assoc account={name} {columns}": f"alpha|{row}\n" for name, row in above.items()}
-    asked: list[str] = []
-
-    def ask(command: Sequence[str]) -> str | None:
-        asked.append(" ".join(command))
-        return answers[asked[-1]]
-
-    facts = read_facts(ask, whole=False, user="me")
-    assert facts.associations is not None
-    line = next(each.accounts for each in facts.associations if each.account == "physics")
-    assert [(each.name, dict(each.group_tres)) for each in line] == [
-        ("physics", {"gres/gpu": 12}),
-        ("science", {"gres/gpu": 6}),
-        ("faculty", {}),
-        ("root", {}),
-    ]
-    assert [dict(each.counts) for each in line] == [
-        {"submitted jobs of all": 9},
-        {"running jobs of all": 0},
-        {"submitted jobs of all": 7},
-        {},
-    ]
-    assert sum("ParentName" in command for command in asked) == 3
-    gpu = facts.partition("gpu")
-    assert gpu is not None
-    limit = job_limit(bounds_of(facts, gpu, "physics", None), "gres/gpu")
-    assert limit is not None and (limit.most, limit.of) == (6, "account science (all of its jobs together)")
+GRES = {
+    "gpu:a100:4(S:0-1)": (("a100", 4),),
+    "gpu:4(S:0,2)": (("", 4),),
+    "gpu:nvidia_h100_80gb_hbm3:8(S:0-1),nic:mlx:4": (("nvidia_h100_80gb_hbm3", 8),),
+    "gpu:a100:4,gpu:a100_1g.5gb:7,shard:8": (("a100", 4), ("a100_1g.5gb", 7)),
+    "gpu": (("", 1),),
+    "gpu:a100": (("a100", 1),),
+    "gpu:no_consume:4": (("", 4),),
+    "gpu:a100:no_consume:2K": (("a100", 2048),),
+    **dict.fromkeys(("gpu:0", "(null)", "craynetwork:4", "gpu:a100:many"), ()),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus"),
-    [
-        ("gpu:a100:4(S:0-1)", (("a100", 4),)),
-        ("gpu:4(S:0,2)", (("", 4),)),
-        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),nic:mlx:4", (("nvidia_h100_80gb_hbm3", 8),)),
-        ("gpu:a100:4,gpu:a100_1g.5gb:7,shard:8", (("a100", 4), ("a100_1g.5gb", 7))),
-        ("gpu", (("", 1),)),
-        ("gpu:0", ()),
-        ("(null)", ()),
-        ("craynetwork:4", ()),
-        ("gpu:a100:many", ()),
-        ("gpu:a100", (("a100", 1),)),
-        ("gpu:no_consume:4", (("", 4),)),
-        ("gpu:a100:no_consume:2K", (("a100", 2048),)),
-    ],
-)
-def test_gpus_are_read_from_the_words_for_gres(text: str, gpus: tuple[tuple[str, int], ...]) -> None:
-    assert parse_gres(text) == gpus
-
-
-@pytest.mark.parametrize(
-    ("names", "first"),
-    [
-        ("n0", "n0"),
-        ("n[07-12,15]", "n07"),
-        ("rack[1-2]-n[01-04],x", "rack1-n01"),
-        ("0c[1-3]", "0c1"),
-        ("gpu-a.b,gpu-c", "gpu-a.b"),
-        ("broken[1-", ""),
-        ("", ""),
-    ],
-)
-def test_the_first_name_of_a_list_of_nodes(names: str, first: str) -> None:
-    assert first_name(names) == first
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("2-00:00:00", 2880), ("00:05:00", 5), ("UNLIMITED", None), ("NONE", None), ("", None), ("soon", None)],
-)
-def test_limits_of_time_are_minutes(text: str, minutes: int | None) -> None:
-    assert parse_minutes(text) == minutes
+def test_gpus_names_of_nodes_and_limits_of_time_are_read_from_slurms_words() -> None:
+    assert {text: parse_gres(text) for text in GRES} == GRES
+    first = {"n0": "n0", "n[07-12,15]": "n07", "rack[1-2]-n[01-04],x": "rack1-n01", "0c[1-3]": "0c1", "broken[1-": ""}
+    first |= {"gpu-a.b,gpu-c": "gpu-a.b", "": ""}
+    assert {names: first_name(names) for names in first} == first
+    minutes = {"2-00:00:00": 2880, "00:05:00": 5, **dict.fromkeys(("UNLIMITED", "NONE", "", "soon"))}
+    assert {text: parse_minutes(text) for text in minutes} == minutes
 
 
 def test_amounts_of_accounting_are_read_with_memory_in_megabytes() -> None:
@@ -262,17 +192,10 @@ def test_amounts_of_accounting_are_read_with_memory_in_megabytes() -> None:
     assert found == {"cpu": 8, "mem": 1572864, "gres/gpu:a100": 2}
 
 
-def test_a_behaviour_that_a_later_release_has_taken_back_holds_for_the_releases_between() -> None:
-    releases = [(22, 5), (23, 2), (23, 11), (25, 5), None]
-    assert [SRUN_FORGETS_CPUS_PER_TASK.applies_to(each) for each in releases] == [True, True, False, False, False]
-    assert EXPEDITED_REQUEUE.applies_to(None)  # an unknown release counts as a current one
-
-
 @given(st.text(alphabet="PartionName=12,|:()[]-. \nabcALLgpu/", max_size=200))
 def test_odd_output_never_breaks_a_parser(text: str) -> None:
     of_all = [parse_config, parse_partitions, parse_groups, parse_qos, parse_tres]
-    of_alpha = [parse_associations, parse_accounts]
-    parsed = [*(parse(text) for parse in of_all), *(parse(text, "alpha") for parse in of_alpha)]
+    parsed = [*(parse(text) for parse in of_all), parse_associations(text, "alpha")]
     assert all(found is None or isinstance(found, dict | tuple) for found in parsed)
 
 

@@ -54,6 +54,7 @@ def names(*found: NodeRecord, run: str | None = "a", now: float = NOW, policy: B
 TWICE = [crash("n3", 1, ago=30), crash("n3", 2, ago=20)]
 ALIKE = [crash("n3", 1, said="rank 0: step 17 at 0x7f01 on n3"), crash("n3", 2, said="rank 4: step 9 at 0xaa on n3")]
 ON_ANOTHER = crash("n12", 3, said="rank 1: step 1 at 0xbc on n12")
+BROKEN = other(NodeEvent.HARDWARE, ago=20)
 # Somebody tries a program again and again, and SLURM gives it the first idle node each time.
 TRIED_AGAIN = [crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"]
 
@@ -73,12 +74,7 @@ TRIED_AGAIN = [crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"
         pytest.param([replace(each, proven=True) for each in TWICE], "b", ["n3"], id="another run, proven"),
         pytest.param(TRIED_AGAIN, "g", [], id="the programs of many runs"),
         pytest.param([*TWICE, trained("n3", "n4", ago=10)], "a", [], id="the run has trained there since"),
-        pytest.param(
-            [other(NodeEvent.HARDWARE, ago=20), trained("n3", ago=10)],
-            "a",
-            ["n3"],
-            id="trained since on what is broken",
-        ),
+        pytest.param([BROKEN, trained("n3", ago=10)], "a", ["n3"], id="trained since on what is broken"),
     ],
 )
 def test_which_nodes_crashes_speak_against(found: list[NodeRecord], run: str, left_out: list[str]) -> None:
@@ -111,14 +107,13 @@ def test_what_counts_how_much(event: NodeEvent, times: int, for_own: bool, for_o
 
 
 def test_a_node_that_was_slow_in_two_attempts_is_left_out_also_if_runs_have_trained_there_since() -> None:
-    slow = [
-        other(NodeEvent.SLOW, attempt=number, said="took 1.6 times as long for forward_backward") for number in (1, 2)
-    ]
+    said = "took 1.6 times as long for forward_backward"
+    slow = [other(NodeEvent.SLOW, attempt=number, said=said) for number in (1, 2)]
     assert names(slow[0]) == names(slow[0], slow[0]) == []
     assert names(*slow, trained("n3")) == names(*slow, run=None) == ["n3"]
     assert names(*slow, NodeRecord(NOW, "n3", NodeEvent.FORGIVEN)) == []
     (blamed,) = blamed_nodes(slow, POLICY, now=NOW)
-    assert blamed.why() == "slow in 2 attempts: took 1.6 times as long for forward_backward"
+    assert blamed.why() == f"slow in 2 attempts: {said}"
 
 
 def test_a_node_is_forgotten_after_the_expiry() -> None:
@@ -182,15 +177,9 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     append_to_ledger(path, [crash("n3", 1)])
     whole = path.read_text()
-    foreign = [
-        "[]",
-        "7",
-        '{"event": "no such"}',
-        json.dumps({**crash("n3", 2).values(), "time": "now"}),
-        json.dumps({**crash("n3", 2).values(), "node": "n3,n4"}),
-        json.dumps({**crash("n3", 2).values(), "node": "--all"}),
-        json.dumps({**crash("n3", 2).values(), "run": 7}),
-    ]
+    spoiled = ({"time": "now"}, {"node": "n3,n4"}, {"node": "--all"}, {"run": 7})
+    foreign = ["[]", "7", '{"event": "no such"}']
+    foreign += [json.dumps({**crash("n3", 2).values(), **values}) for values in spoiled]
     path.write_text(whole + "\n".join(foreign) + "\n" + whole[:20])
     append_to_ledger(path, [crash("n4", 2)])
     assert read_ledger(path) == [crash("n3", 1), crash("n4", 2)]

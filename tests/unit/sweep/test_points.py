@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.sweep.points import Composer, check, composing
+from slurmtrain.sweep.plan import Composer, composing, validated
 
 LINES = [
     "optim.lr=1e-4,3e-4 model.dim=64,128",
@@ -41,23 +42,15 @@ def composer(primary: Primary) -> Iterator[Composer]:
         yield composer
 
 
-def words_of(line: str) -> list[str]:
-    return shlex.split(line)
-
-
 @pytest.mark.parametrize("line", LINES)
-def test_points_are_those_of_hydras_own_sweeper(composer: Composer, line: str) -> None:
-    words = words_of(line)
-    parsed = OverridesParser.create(config_loader=composer._loader).parse_overrides(words)
+def test_points_are_those_of_hydras_own_sweeper_and_compose_as_they_do_alone(composer: Composer, line: str) -> None:
+    words = shlex.split(line)
+    parsed = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(words)
     (batch,) = BasicSweeper.split_arguments(parsed, None)
-    assert [list(point) for point in composer.expand(words).points] == batch
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_point_composes_to_the_same_config_as_alone(primary: Primary, line: str) -> None:
-    with composing(primary) as composer:
-        points = composer.expand(words_of(line)).points
-        found = [composer.compose(point) for point in points]
+    points = composer.expand(words).points
+    assert [list(point) for point in points] == batch
+    found = [composer.compose(point) for point in points]
+    GlobalHydra.instance().clear()
     assert found == [compose(point) for point in points]
 
 
@@ -79,11 +72,6 @@ def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(prima
     assert configs == [compose(point) for point in grid.points]
 
 
-def test_one_point_is_a_sweep_too(composer: Composer) -> None:
-    assert composer.expand(["optim.lr=0.1"]).points == [("optim.lr=0.1",)]
-    assert composer.expand([]).points == [()]
-
-
 def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "grid.yaml").write_text(
@@ -94,7 +82,7 @@ def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Pat
         grid = composer.expand(["experiment=grid", "optim.lr=5"])
         assert [point[0] for point in grid.points] == ["optim.lr=5", "optim.lr=5"]
         assert grid.keys == ("train.seed",)
-        assert [config.train.seed for config, _ in check(composer, grid)] == [0, 1]
+        assert [config.train.seed for config, _ in validated(composer, grid)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -114,10 +102,10 @@ def test_what_cannot_be_swept_is_refused(composer: Composer, words: list[str], s
 def test_a_wrong_point_is_named_before_anything_is_submitted(composer: Composer) -> None:
     grid = composer.expand(["train.seed=1,2", "optim.lr=0.1,fast"])
     with pytest.raises(ConfigError, match=r"point 1 \(train.seed=1 optim.lr=fast\): .*fast"):
-        list(check(composer, grid))
+        list(validated(composer, grid))
     grid = composer.expand(["train.steps=50,-1"])
     with pytest.raises(ConfigError, match=r"point 1 \(train.steps=-1\): .*train.steps"):
-        list(check(composer, grid))
+        list(validated(composer, grid))
 
 
 def test_a_point_composes_many_times_faster_than_hydra_alone(primary: Primary) -> None:
@@ -130,5 +118,5 @@ def test_a_point_composes_many_times_faster_than_hydra_alone(primary: Primary) -
         grid = composer.expand(words)
         composer.compose(grid.points[0])
         began = time.process_time()
-        assert len(list(check(composer, grid))) == 30
+        assert len(list(validated(composer, grid))) == 30
         assert time.process_time() - began < 30 * one / 3

@@ -6,7 +6,6 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.sweep.plan import identity_of
 from slurmtrain.sweep.scaling import parse_sizes, scaling_configs, sizes_up_to
 
 WORDS = ["cluster=h100x8", "model=llama3_8b", "train.global_batch_size=64"]
@@ -28,15 +27,6 @@ def test_runs_save_and_evaluate_at_the_end_only_and_are_not_requeued() -> None:
     saving = config.checkpoint
     assert (saving.every_steps, saving.every_minutes, saving.auto) == (0, 0, False)
     assert (config.train.eval_every, config.requeue.mode) == (0, "off")
-
-
-def test_the_same_test_is_the_same_sweep() -> None:
-    first, again = (
-        [identity_of(each) for each in scaling_configs(compose(WORDS), [1, 2], strong=False, steps=10)]
-        for _ in range(2)
-    )
-    assert first == again
-    assert len(set(first)) == 2
 
 
 @pytest.mark.parametrize(

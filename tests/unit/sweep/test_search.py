@@ -1,293 +1,87 @@
-"""What a sweeper that chooses by results is told, and what a Hydra job hands over; without SLURM."""
+"""A search with Optuna: what it chooses, what it does when it is killed at any moment, and what it refuses."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
-import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobReturn, JobStatus
+from optuna.storages.journal import JournalFileBackend
 
-from slurmtrain.choices import Backend
+from slurmtrain.choices import Pruner
 from slurmtrain.cli import main
 from slurmtrain.config.folders import Primary, search_folders
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.control.submitting import PointLook
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.submit_once import RefusedError, SubmitLimitError
+from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.runs.attempts import Attempt, write_attempt
-from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.runtime.jobs.hydra_task import _pickled
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.adaptive import Wanted, open_sweep
-from slurmtrain.sweep.create import find_same
-from slurmtrain.sweep.local import alone
-from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.sweep.points import composing
-from slurmtrain.sweep.search import Search, seeds
-from slurmtrain.system.file_claims import is_claimed
-from slurmtrain.system.files import write_json
-from slurmtrain.system.redaction import hide
-from tests.support.commands import Cli
+from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
+from slurmtrain.sweep.jobs import Submission
+from slurmtrain.sweep.plan import Composer, SweepPlan, composing
+from slurmtrain.sweep.search import Search, result_of, to_ask, to_report
+from slurmtrain.sweep.study import Study, Trial, TrialState
+from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import answers_of, play
-from tests.support.run_info import run_info
 
 PRIMARY = Primary("config", search_folders("config", None, None))
+FIXED = ["cluster=local", "job=command", "job.command=true", "job.snapshot=none"]
+HERE = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
 
 
-def test_only_what_has_no_seed_is_given_one_and_always_the_same() -> None:
-    sweeper = {"seed": 3, "sampler": {"seed": None, "name": "tpe"}, "deep": {"er": {"seed": None}}}
-    found = list(seeds(sweeper, "this search"))
-    keys, values = zip(*(word.split("=") for word in found), strict=True)
-    assert keys == ("hydra.sweeper.sampler.seed", "hydra.sweeper.deep.er.seed")
-    assert found == list(seeds(sweeper, "this search")) != list(seeds(sweeper, "another"))
-    assert all(0 <= int(value) < 2**31 for value in values)
+# From outside, on this machine.
 
 
-class Finished:
-    """An open sweep whose runs finish with the learning rate as their loss; lr=2 logs nothing, lr=3 fails."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def check(self, config: Config) -> None:
-        pass
-
-    def run(
-        self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
-    ) -> list[tuple[RunDir, RunState]]:
-        ended = []
-        for each in wanted:
-            run_dir = create_run_dir(self.path, "train")
-            varied = [f"{key}={value}" for key, value in each.varied.items()]
-            write_json(run_dir.info_file, run_info(varied=varied))
-            run_dir.metrics_file.write_text(
-                f'{{"step": 1, "valid_loss": {each.config.optim.lr}}}\n' if each.config.optim.lr != 2 else ""
-            )
-            failed = each.config.optim.lr == 3
-            word, sentence = (RunStatus.FAILED, "rank 0: no luck") if failed else (RunStatus.FINISHED, "finished")
-            state = RunState(word, sentence, False, [], None)
-            on_end(run_dir, state)
-            ended.append((run_dir, state))
-        return ended
-
-
-def test_a_point_gives_back_its_best_metric_or_the_words_of_its_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    points = [[f"optim.lr={lr}"] for lr in (1, 0.5, 2, 3)] + [["optim.lr=-1"]]
-    with composing(PRIMARY) as composer:
-        loader = GlobalHydra.instance().config_loader()
-        from hydra.types import RunMode
-
-        jobs = [(point, loader.load_configuration("config", point, RunMode.RUN)) for point in points]
-        opened: Any = Finished(tmp_path)
-        returned = Search(composer, opened, ["optim.lr"]).launch(jobs)
-    assert [each.status for each in returned] == [JobStatus.COMPLETED] * 2 + [JobStatus.FAILED] * 3
-    assert [each.return_value for each in returned[:2]] == [1, 0.5]
-    assert returned[0].overrides == ["optim.lr=1"] and returned[0].cfg is not None and "hydra" not in returned[0].cfg
-    for each, words in zip(returned[2:], ("logged no metric", "no luck", "optim.lr"), strict=True):
-        with pytest.raises(Exception, match=words):
-            _ = each.return_value
-    assert isinstance(returned[4]._return_value, ConfigError) and len(caplog.messages) == 4
-    assert "the best so far" in caplog.messages[1] and "no luck" in caplog.messages[3]
-
-
-def test_a_point_that_cannot_fit_into_the_gpus_is_a_point_that_has_failed(tmp_path: Path) -> None:
-    points = [["cluster=a100x4", "model=llama3_70b", "data.seq_len=4096"], ["optim.lr=1"]]
-    with composing(PRIMARY) as composer:
-        from hydra.types import RunMode
-
-        loader = GlobalHydra.instance().config_loader()
-        jobs = [(point, loader.load_configuration("config", point, RunMode.RUN)) for point in points]
-        opened: Any = Finished(tmp_path)
-        returned = Search(composer, opened, ["model"]).launch(jobs)
-    assert [each.status for each in returned] == [JobStatus.FAILED, JobStatus.COMPLETED]
-    assert "gpu_memory_gb" in str(returned[0]._return_value)
-
-
-class StubbornError(Exception):
-    """Cannot be read again: its constructor wants more than it was made of."""
-
-    def __init__(self, a: int, b: int):
-        super().__init__(f"{a} and {b}")
-
-
-@pytest.mark.parametrize(
-    ("status", "value", "words"),
-    [
-        (JobStatus.FAILED, StubbornError(1, 2), "StubbornError: 1 and 2"),
-        (JobStatus.COMPLETED, (number for number in range(0)), "cannot be handed over"),
-        (JobStatus.FAILED, ValueError("no luck"), "no luck"),
-    ],
-)
-def test_what_cannot_be_handed_over_says_so(status: JobStatus, value: object, words: str) -> None:
-    returned = JobReturn(overrides=[], status=status)
-    returned.return_value = value
-    with pytest.raises(Exception, match=words):
-        _ = pickle.loads(_pickled(returned)).return_value
-
-
-def test_the_same_search_asks_for_the_same_points_and_another_one_is_apart(
-    project: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Without a seed of its own, and on this machine; and stdout belongs to its JSON."""
+def test_the_same_search_goes_on_and_another_one_is_apart(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a seed of its own; and stdout belongs to its JSON."""
     result = """'{"step": 1, "valid_loss": 1}'"""
     (project / "point.sh").write_text(
         f"echo I am loud; cd $SLURMTRAIN_RUN_DIR; echo once >>started; echo {result} >metrics.jsonl"
     )
 
-    def searched(*words: str, lr: str = "interval(0.1,1)") -> tuple[dict[str, Any], str]:
-        line = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
-        assert main([*line, "hydra/sweeper=optuna", f"optim.lr={lr}", *words, "submit", "--json"]) == 0
-        out, said = capfd.readouterr()
-        found: dict[str, Any] = json.loads(out)
-        return found, said
+    def searched(trials: int, *words: str, lr: str = "interval(0.1,1)") -> dict[str, Any]:
+        how = ["hydra/sweeper=optuna", f"hydra.sweeper.n_trials={trials}", f"optim.lr={lr}"]
+        assert main([*HERE, *how, *words, "submit", "--json"]) == 0
+        found: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return found
 
-    import optuna  # which takes its time
-
-    kept = {"storage": f"sqlite:///{project}/kept.db", "study_name": "mine"}
-    storage = [f"hydra.sweeper.{name}={value}" for name, value in kept.items()]
-    first, said = searched("hydra.sweeper.n_trials=2", *storage)
-    assert first["points"] == 2 and "I am loud" in said
-    # The same choices by the same sampler, which may go on for longer.
-    longer, said = searched("hydra.sweeper.n_trials=3", *storage)
-    assert (longer["points"], longer["sweep"]) == (3, first["sweep"]) and "is there already" in said
-    assert [
-        trial.value for trial in optuna.load_study(study_name=kept["study_name"], storage=kept["storage"]).trials
-    ] == [1.0] * 3  # each told once
-    for words, lr in (
-        (["hydra.sweeper.n_trials=1"], "interval(0.1,2)"),
-        (["hydra.sweeper.n_trials=1", "train.seed=5"], "interval(0.1,1)"),
-    ):
-        other, _ = searched(*words, lr=lr)
+    first, longer = searched(2), searched(3)  # which goes on for longer
+    assert (first["points"], longer["points"], longer["sweep"]) == (2, 3, first["sweep"])
+    assert longer["trials"][:2] == first["trials"] and {each["state"] for each in longer["trials"]} == {"complete"}
+    for words, lr in ([], "interval(0.1,2)"), (["train.seed=5"], "interval(0.1,1)"):
+        other = searched(1, *words, lr=lr)
         assert other["points"] == 1 and other["sweep"] != first["sweep"]
     assert [path.read_text() for path in project.glob("runs/*/*/started")] == ["once\n"] * 5
+    assert main([*HERE, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optim.lr=interval(0.1,1)", "submit"]) == 0
+    shown = capfd.readouterr().out
+    assert "3 complete\n" in shown and "optim.lr" in shown  # nothing is left to do, and the table is there once more
 
 
-def test_what_holds_a_secret_is_not_handed_over() -> None:
-    hide({"HF_TOKEN": "hf_123456"})
-    for status, value, words in (
-        (JobStatus.FAILED, ValueError("no hf_123456"), r"ValueError: no \*\*\*HF_TOKEN\*\*\*"),
-        (JobStatus.COMPLETED, {"token": "hf_123456"}, "it holds a secret"),
-    ):
-        returned = JobReturn(overrides=[], status=status)
-        returned.return_value = value
-        pickled = _pickled(returned)
-        assert b"hf_123456" not in pickled
-        with pytest.raises(Exception, match=words):
-            _ = pickle.loads(pickled).return_value
-
-
-PROGRAM = """
-import os, hydra
-{beside}
-@hydra.main(version_base=None, config_path=None)
-def main(cfg):
-    print("with", os.environ["HF_TOKEN"])
-    {inside}
-main()
-"""
-LAUNCHED = ["-m", "+x=1,2", "hydra/launcher=slurmtrain", 'hydra.launcher.overrides=["+secrets.HF_TOKEN=env"]']
-
-
-@pytest.mark.parametrize(
-    ("beside", "inside", "words"),
-    [
-        (
-            "TOKEN = os.environ['HF_TOKEN']",
-            "return TOKEN",
-            "what the task function needs holds the value of the secret",
-        ),
-        ("", "raise ValueError('boom', os.environ['HF_TOKEN'])", "boom"),
-    ],
-)
-def test_no_secret_of_a_program_lies_on_disk(cli: Cli, project: Path, beside: str, inside: str, words: str) -> None:
-    (project / "program.py").write_text(PROGRAM.format(beside=beside, inside=inside))
-    done = cli(*LAUNCHED, program=("program.py",), HF_TOKEN="hf_123456")
-    assert done.returncode == 1 and words in done.stderr, done.stderr
-    assert ("waiting for jobs 0 to 1 of" in done.stdout) == ("raise" in inside)  # who waits is told for what
-    assert [path for path in project.rglob("*") if path.is_file() and b"hf_123456" in path.read_bytes()] == []
-
-
-@pytest.fixture
-def sweep_plan(project: Path) -> SweepPlan:
-    with composing(PRIMARY) as composer:
-        config = composer.compose(["cluster=local", "job=command", "job.command=true", "job.snapshot=none"])
-    return SweepPlan(with_absolute_paths(config, project), search="the same")
-
-
-def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(
-    sweep_plan: SweepPlan, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_trial_that_was_retried_counts_with_its_result(
+    project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    begun: list[Sequence[str]] = []
-
-    def run_here(sweep: Sweep, run_ids: Sequence[str], *_: object, **__: object) -> bool:
-        begun.append(run_ids)
-        for run_id in run_ids:
-            number = sweep.run_dir(run_id).new_attempt()
-            ended = Attempt(number, started=1.0, ended=2.0, reason="cancelled", verdict=Verdict.END, sentence="Ctrl-C")
-            done = Attempt(number, started=3.0, ended=4.0, reason="finished", verdict=Verdict.DONE)
-            write_attempt(sweep.run_dir(run_id), ended if len(begun) == 1 else done)
-        return len(begun) > 1
-
-    monkeypatch.setattr("slurmtrain.sweep.adaptive.run_here", run_here)
-    wanted = [Wanted({"optim.lr": "1"}, sweep_plan.first)]
-    with pytest.raises(KeyboardInterrupt):
-        open_sweep(sweep_plan, [], None).run(wanted, lambda run_dir, now: None)
-    ((_, now),) = open_sweep(sweep_plan, [], None, parallelism=3).run(wanted, lambda run_dir, now: None)
-    assert now.status == "finished" and len(begun) == 2 and begun[0] == begun[1]
-    assert find_same_info(sweep_plan)["parallelism"] == 3
-    open_sweep(sweep_plan, [], None).run(wanted, lambda run_dir, now: None)
-    assert begun[2:] == [[]]  # what has finished is not begun again
-
-
-def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPlan, cli: Cli) -> None:
-    opened = open_sweep(sweep_plan, [], None)
-    file = opened.sweep.points_file
-    with alone(opened.sweep):
-        assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
-        opened.add([Wanted({"optim.lr": "1"}, sweep_plan.first)])
-        whole = file.read_text()
-        file.write_text(f'{whole}{{"number": 1, "vari')
-        assert [point["point"] for point in json.loads(cli("sweep", "status", "last", "--json").stdout)["points"]] == [
-            0
-        ]
-        other = dataclasses.replace(sweep_plan.first, job=dataclasses.replace(sweep_plan.first.job, command="false"))
-        opened.add([Wanted({"optim.lr": "2"}, other)])
-    assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
-    assert not is_claimed(opened.sweep.path)
-
-
-def find_same_info(sweep_plan: SweepPlan) -> dict[str, Any]:
-    sweep = find_same(sweep_plan)
-    assert sweep is not None
-    return sweep.info()
-
-
-def test_a_point_that_was_removed_is_submitted_anew(sweep_plan: SweepPlan, slurm: FakeSlurm, project: Path) -> None:
-    cluster = dataclasses.replace(sweep_plan.first.cluster, backend=Backend.SLURM)
-    on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
-    wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
-    opened = open_sweep(on_slurm, [], SlurmClient(None))
-    for job_id, removed in (("101", False), ("102", True), ("102", False)):
-        if removed:
-            shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
-        opened.submit(opened.add(wanted))
-        run_dir = opened.sweep.run_dir(opened.sweep.points()[0].run_id)
-        assert run_dir.info()["job_ids"] == [job_id]
-    assert opened.sweep.array_numbers() == [0, 1]
+    (project / "point.sh").write_text(
+        """[ -e mended ] || exit 3; echo '{"step": 1, "valid_loss": 0.5}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl"""
+    )
+    line = [*HERE, "requeue.max_attempts_without_progress=1", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
+    line += ["optim.lr=interval(0.1,1)", "search.max_failures_in_a_row=2", "submit"]
+    assert main(line) == 1
+    assert "2 trials in a row have failed (search.max_failures_in_a_row)" in capfd.readouterr().err
+    (project / "mended").touch()
+    assert main(["sweep", "retry", "last"]) == 0 and main([*line, "--json"]) == 0
+    trials = json.loads(capfd.readouterr().out.partition("\n{")[2].join(["{", ""]))["trials"]
+    assert [trial["state"] for trial in trials] == ["fail", "fail", "complete", "complete"]
+    assert [trial["run"] for trial in trials[2:]] == [trial["run"] for trial in trials[:2]]
 
 
 @pytest.mark.parametrize(
@@ -295,23 +89,31 @@ def test_a_point_that_was_removed_is_submitted_anew(sweep_plan: SweepPlan, slurm
     [
         ("cluster=a100x4 --after nobody", 2, "there are no runs"),
         ("cluster=a100x4 requeue=chain", 78, "requeue.mode=chain"),
-        ("hydra.sweeper.direction=up", 2, "the sweeper gave up: ValueError"),
-        ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials: Value 'x'"),
+        ("hydra.sweeper.direction=up", 2, "direction"),
+        ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials=x: expected a number of trials"),
+        ("hydra.sweeper.n_jobs=0", 2, "hydra.sweeper.n_jobs=0: expected a number of trials"),
+        ("hydra/sweeper/sampler=grid", 2, "grid needs choices, but optim.lr is an interval"),
+        ("hydra.sweeper.sampler.n_startup_trials=x", 2, "the sampler of this search gave up"),
+        ("optim.lr=interval(2,1)", 2, "is no search space"),
+        ("optim.lr=3", 2, "a search needs values to choose"),
+        ("hydra.sweeper._target_=ax.Sweeper", 2, "works only with hydra/sweeper=optuna"),
+        ("cluster=a100x4 eval.mode=job", 2, "eval.mode=job in a search"),
         ("--dry-run", 2, "--dry-run cannot show a search"),
     ],
 )
 def test_what_a_search_cannot_be_is_said_in_one_sentence(
-    project: Path, slurm: FakeSlurm, words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, words: str, code: int, said: str
 ) -> None:
-    assert main(["-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words.split()]) == code
-    shown = capsys.readouterr().err
+    shown = refusal("-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words.split(), code=code)
     assert said in shown and "Traceback" not in shown
     assert slurm.submitted == []
 
 
-def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_where_it_is_as_they_are(
-    project: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
+REFUSING = """if grep -q "^#SBATCH --nodes=99" "${!#}"; then
+  echo "sbatch: error: Batch job submission failed: Invalid qos specification" >&2; exit 1; fi"""
+
+
+def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path, slurm: FakeSlurm) -> None:
     answers = answers_of("alpha_24_11")
     play(slurm, answers)
     words = ["cluster=a100x4", "cluster.partition=gpu", "cluster.cpus_per_task=15", "cluster.mem_per_node_gb=0"]
@@ -319,21 +121,345 @@ def test_each_point_of_a_search_is_compared_with_the_cluster_and_the_base_only_w
         large, small = (
             with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
         )
-    with pytest.raises(ConfigError, match="the job needs 99"):
-        PointLook(large, varies=False)
     look = PointLook(large, varies=True)  # whose points may have fewer nodes
     opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
-    opened.check(small)
-    with pytest.raises(ConfigError, match="the job needs 99"):
-        opened.check(large)
-    opened.add([Wanted({}, large)])
-    opened.check(large)  # a point already: what has become of the cluster since does not undo its result
-    drained = {
-        name: text.replace("State=UP", "State=DRAIN") for name, text in answers.items() if "show partition" in name
-    }
-    play(slurm, {**answers, **drained})
-    look = PointLook(small, varies=True)
-    with pytest.raises(ConfigError, match="State=DRAIN"):
-        look(small)
-    play(slurm, answers)
-    look(small)  # it is up again
+    opened.add({}, large)
+    slurm.command("sbatch", REFUSING)
+    opened.add({}, small)
+    opened.add({}, large)  # a point already: what has become of the cluster since does not undo its result
+    with pytest.raises(RefusedError, match="Invalid qos specification"):
+        opened.add(
+            {}, replace(large, train=replace(large.train, seed=9), cluster=replace(large.cluster, cpus_per_task=14))
+        )
+
+
+# Decisions.
+
+
+@pytest.mark.parametrize(
+    ("left", "running", "pack", "count"),
+    [
+        (10, 0, 1, 3),  # all slots at the beginning
+        (7, 2, 1, 1),  # one for each that has ended
+        (7, 3, 1, 0),
+        (1, 2, 1, 1),  # the last one
+        (0, 1, 1, 0),
+        (6, 2, 2, 0),  # one place in a job of two is not enough
+        (6, 1, 2, 2),
+        (1, 2, 2, 1),  # the last one does not wait for another
+        (6, 5, 1, 0),  # fewer slots than before the shell was killed
+    ],
+)
+def test_a_trial_is_asked_for_as_soon_as_one_has_ended(left: int, running: int, pack: int, count: int) -> None:
+    assert to_ask(left=left, running=running, slots=3, pack=pack) == count
+
+
+def test_a_pruner_is_told_each_step_once_and_a_long_log_thinned() -> None:
+    assert to_report([(1, 0.5), (2, 0.4), (2, 0.3), (1, 0.2), (4, 0.1)], -1) == [(1, 0.5), (2, 0.4), (4, 0.1)]
+    assert to_report([(1, 0.5), (2, 0.4)], 2) == []
+    every = to_report([(step, 0.0) for step in range(1, 100_001)], -1)
+    assert len(every) < 1000 and every[:100] == [(step, 0.0) for step in range(1, 101)]
+    in_parts, last = list[tuple[int, float]](), -1  # however often a log is looked at
+    for begin in range(1, 2001, 7):
+        in_parts += to_report([(step, 0.0) for step in range(begin, begin + 7)], last)
+        last = in_parts[-1][0]
+    assert in_parts == every[: len(in_parts)]
+
+
+# What a study chooses.
+
+
+@pytest.fixture
+def composer() -> Iterator[Composer]:
+    with composing(PRIMARY) as composer:
+        yield composer
+
+
+@pytest.fixture
+def base(composer: Composer, project: Path) -> Config:
+    return with_absolute_paths(composer.compose(FIXED), project)
+
+
+Studies = Callable[..., Study]
+
+
+@pytest.fixture
+def studies(composer: Composer, base: Config, tmp_path: Path) -> Studies:
+    """Open the study of a search, each time as another process does."""
+
+    def opened(*words: str, name: str = "s", **search: Any) -> Study:
+        line = [*FIXED, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", *words]
+        (tmp_path / name).mkdir(exist_ok=True)
+        study = Study(composer.sweeper(line), composer.space(line), replace(base, search=SearchConfig(**search)))
+        study.open(Sweep(tmp_path / name))
+        return study
+
+    return opened
+
+
+CHOICES: dict[str, Callable[[str], bool]] = {
+    "optim.lr=tag(log,interval(1e-5,1e-2))": lambda value: 1e-5 <= float(value) <= 1e-2,
+    "optim.lr=interval(0.5,2)": lambda value: 0.5 <= float(value) <= 2,
+    "train.seed=int(interval(1,4))": lambda value: value in ("1", "2", "3", "4"),
+    "train.seed=range(2,9,3)": lambda value: value in ("2", "5", "8"),  # as of a grid, without its end
+    "optim.lr=range(0,1,0.25)": lambda value: value in ("0.0", "0.25", "0.5", "0.75"),
+    "cluster.account=choice(1e5,ab)": lambda value: value in ("1e5", "ab"),
+    "model=glob(t*)": lambda value: value.startswith("t"),
+}
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "nsgaii"])
+def test_every_sampler_stays_within_the_search_space(studies: Studies, sampler: str) -> None:
+    words = [word for word in CHOICES if sampler != "grid" or "interval" not in word]  # a grid needs choices
+    for place, word in enumerate(words):
+        study = studies(f"hydra/sweeper/sampler={sampler}", word, name=f"s{place}")
+        for number in range(min(3, study.n_trials)):
+            (value,) = study.ask().chosen.values()
+            study.tell(number, TrialState.COMPLETE, 1.0)
+            assert CHOICES[word](value), (word, value)
+
+
+def search_until(study: Study, trials: int) -> list[Trial]:
+    """Trials of three values each, the loss being the learning rate plus 1 / step; one at a time, the third one fails."""
+    while len(study.trials) < trials:
+        trial = study.ask()
+        end, value = TrialState.COMPLETE, float(trial.chosen["optim.lr"])
+        for step in (1, 4, 16):
+            if study.report(trial.number, step, value + 1 / step):
+                end = TrialState.PRUNED
+                break
+        study.tell(trial.number, TrialState.FAIL if trial.number == 2 else end, value)
+    return study.trials
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "nsgaii"])
+@pytest.mark.parametrize("pruner", [Pruner.NONE, Pruner.MEDIAN, Pruner.ASHA])
+def test_a_study_that_is_opened_again_for_each_trial_chooses_and_prunes_as_if_it_had_not_been(
+    studies: Studies, pruner: Pruner, sampler: str
+) -> None:
+    words = ["optim.lr=interval(0.001,0.9)", "optim.weight_decay=interval(0.0,0.1)", f"hydra/sweeper/sampler={sampler}"]
+    search = {"pruner": pruner, "startup_trials": 2, "prune_after_steps": 1 if pruner == Pruner.ASHA else 0}
+    whole = search_until(studies(*words, name="whole", **search), 12)
+    assert (TrialState.PRUNED in {trial.state for trial in whole}) == (pruner != Pruner.NONE)
+    for trials in range(1, 13):
+        found = search_until(studies(*words, name="parts", **search), trials)
+    assert found == whole
+    # Its own words say nothing of a seed; another search has another.
+    other = search_until(studies(*words, "optim.lr=interval(0.002,0.9)", name="other", **search), 1)
+    assert other[0].chosen != whole[0].chosen
+
+
+def test_a_grid_is_searched_once_in_whatever_parts(studies: Studies) -> None:
+    words = ["optim.lr=0.1,0.2,0.3", "train.seed=range(2)", "hydra/sweeper/sampler=grid"]
+    assert studies(*words).n_trials == 6  # and not 9
+    found = [search_until(studies(*words), number)[-1].chosen for number in range(1, 7)]
+    assert sorted((each["optim.lr"], each["train.seed"]) for each in found) == [
+        (lr, seed) for lr in ("0.1", "0.2", "0.3") for seed in ("0", "1")
+    ]
+
+
+# Killed, and what is no longer what it was.
+
+TRIALS = 8
+LINE = ["hydra/sweeper=optuna", f"hydra.sweeper.n_trials={TRIALS}", "hydra.sweeper.n_jobs=3"]
+LINE += ["optim.lr=interval(0.01,1)", "hydra.sweeper.sampler.seed=10", "hydra.sweeper.sampler.n_startup_trials=8"]
+
+
+class KilledError(BaseException):
+    """The shell is killed."""
+
+
+def ended(status: RunStatus, why: str = "") -> RunState:
+    return RunState(status, why or str(status), False, [], None, Progress(3))
+
+
+class Finishing:
+    """Runs of a search that finish, in the order of their loss, which is the learning rate; those above 0.8 fail.
+
+    Those above 0.5 go on until they are pruned, or four looks long. All log 3 steps before somebody looks.
+
+    Attributes:
+        fault: what else happens: the shell is "killed" when it starts runs, the queue has room for two and is "full", or
+            the second run is "removed" or "unreadable".
+    """
+
+    def __init__(self, fault: str) -> None:
+        self.left: list[RunDir] = []
+        self.asked: list[str] = []
+        self.in_queue = True
+        self.fault, self._looks = fault, 0
+
+    def __enter__(self) -> Finishing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, run_dirs: Iterable[RunDir]) -> Submission:
+        if self.fault == "killed":
+            raise KilledError
+        for run_dir in run_dirs:
+            if run_dir not in self.left:
+                if self.fault == "full" and len(self.left) == 2:
+                    return Submission([], [], 1, SubmitLimitError("above a limit"))
+                self.left.append(run_dir)
+                if run_dir.path.exists() and not run_dir.metrics_file.exists():
+                    with (run_dir.path / "started").open("a") as file:
+                        file.write("once\n")
+                    loss = self.loss(run_dir)
+                    steps = (1, 2, 3) if loss <= 0.8 else ()
+                    lines = [{"step": step, "valid_loss": loss + 1 / step} for step in steps]
+                    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Submission([], [])
+
+    @staticmethod
+    def loss(run_dir: RunDir) -> float:
+        return float(str(run_dir.info()["varied"][0]).partition("=")[2])
+
+    def ended(self, *, soon: bool) -> list[tuple[RunDir, RunState]]:
+        second = next((run_dir for run_dir in self.left if run_dir.id.endswith("-0001")), None)
+        if second is not None and self.fault == "removed":
+            shutil.rmtree(second.path)
+            self.left.remove(second)
+            return [(second, ended(RunStatus.REMOVED, "its run directory is gone"))]
+        if second is not None and self.fault == "unreadable":
+            return [(second, ended(RunStatus.UNREADABLE, "attempt.json is torn"))]
+        self.left.sort(key=lambda run_dir: (run_dir.id not in self.asked, self.loss(run_dir)))
+        run_dir = self.left[0]
+        loss = self.loss(run_dir)
+        self._looks += 1
+        if 0.5 < loss <= 0.8 and run_dir.id not in self.asked and self._looks % 4:
+            return []
+        self.left.remove(run_dir)
+        pruned = run_dir.id in self.asked
+        return [
+            (run_dir, ended(RunStatus.PRUNED if pruned else RunStatus.FAILED if loss > 0.8 else RunStatus.FINISHED))
+        ]
+
+
+class Searches:
+    """Searches of `Finishing` runs; each call of `go` is another process."""
+
+    def __init__(self, composer: Composer, base: Config, monkeypatch: pytest.MonkeyPatch):
+        self._composer, self._patch, self._runs = composer, monkeypatch, Finishing("")
+        self._base = replace(base, search=SearchConfig(pruner=Pruner.MEDIAN, startup_trials=2))
+        monkeypatch.setattr("slurmtrain.sweep.search.Runs", lambda *_, **__: self._runs)
+        monkeypatch.setattr(
+            "slurmtrain.sweep.search.ask_to_end", lambda run_dir, _: self._runs.asked.append(run_dir.id)
+        )
+
+    def _study(self) -> Study:
+        return Study(self._composer.sweeper(LINE), self._composer.space(LINE), self._base)
+
+    def open(self, name: str = "the same") -> OpenSweep:
+        return open_sweep(SweepPlan(self._base, search=name), [], None, parallelism=3)
+
+    def go(self, opened: OpenSweep, fault: str = "") -> None:
+        self._runs = Finishing(fault)
+        with contextlib.suppress(KilledError):
+            Search(self._composer, opened, self._study(), self._base, FIXED, show=True).run()
+
+    def trials(self, opened: OpenSweep) -> list[Trial]:
+        study = self._study()
+        study.open(opened.sweep)
+        return study.trials
+
+
+@pytest.fixture
+def searches(composer: Composer, base: Config, monkeypatch: pytest.MonkeyPatch) -> Searches:
+    return Searches(composer, base, monkeypatch)
+
+
+def started(opened: OpenSweep) -> list[str]:
+    return [path.read_text() for path in opened.sweep.path.glob("*/started")]
+
+
+def test_a_search_that_is_killed_between_any_two_records_goes_on_exactly_once(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = JournalFileBackend.append_logs
+    states, found = set[TrialState](), []
+    for kill_at in (None, *range(1, 130, 9)):
+        count = [0]
+
+        def append(backend: Any, logs: Any, kill_at: int | None = kill_at, count: list[int] = count) -> None:
+            count[0] += 1
+            if count[0] - 1 == kill_at and kill_at % 2:
+                raise KilledError
+            written(backend, logs)
+            if count[0] - 1 == kill_at:
+                raise KilledError
+
+        monkeypatch.setattr(JournalFileBackend, "append_logs", append)
+        opened = searches.open(f"killed at {kill_at}")
+        for _ in range(2):
+            searches.go(opened)
+        assert started(opened) == ["once\n"] * TRIALS and len(opened.sweep.points()) == TRIALS
+        trials = searches.trials(opened)
+        assert len(trials) == TRIALS and TrialState.RUNNING not in {trial.state for trial in trials}
+        states.update(trial.state for trial in trials)
+        found.append([trial.chosen for trial in trials[:3]])
+    assert states == {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    assert all(each == found[0] for each in found)
+
+
+def test_a_trial_that_was_started_is_not_checked_again(searches: Searches) -> None:
+    """Its data may have moved meanwhile, or a newer version may refuse its config: its job runs all the same."""
+
+    def refused(config: Config) -> None:
+        raise ConfigError("the data are gone")
+
+    opened = searches.open()
+    searches.go(opened, "killed")
+    assert [trial.run for trial in searches.trials(opened)] == list(opened.sweep.run_dirs())
+    searches.go(replace(opened, look=refused))
+    trials = searches.trials(opened)
+    assert ["the data are gone" in trial.why for trial in trials] == [False] * 3 + [True] * 5
+    assert TrialState.COMPLETE in {trial.state for trial in trials[:3]} and started(opened) == ["once\n"] * 3
+
+
+def test_a_search_goes_on_below_a_limit_on_jobs(searches: Searches) -> None:
+    opened = searches.open()
+    searches.go(opened, "full")
+    states = [trial.state for trial in searches.trials(opened)]
+    assert len(states) == TRIALS and TrialState.RUNNING not in states and started(opened) == ["once\n"] * TRIALS
+
+
+def test_a_run_whose_directory_was_removed_is_a_failed_trial(searches: Searches) -> None:
+    opened = searches.open()
+    searches.go(opened, "removed")
+    trials = searches.trials(opened)
+    assert trials[1].state == TrialState.FAIL and trials[1].why.endswith("its run directory is gone")
+    with opened.sweep.trials_file.open("a") as file:
+        file.write('{"op_code": 4, "wor')  # a torn record is none
+    searches.go(opened)  # another process does not ask for the trial again
+    assert searches.trials(opened) == trials and len(trials) == TRIALS
+
+
+def test_a_run_whose_files_cannot_be_read_ends_the_search_and_fails_no_trial(searches: Searches) -> None:
+    opened = searches.open()
+    with pytest.raises(UnreadableRecordError, match=r"attempt\.json is torn"):
+        searches.go(opened, "unreadable")
+    assert TrialState.FAIL not in {trial.state for trial in searches.trials(opened)}
+    with opened.alone(), pytest.raises(ClusterError, match=r"process \d+ on .* is already running sweep"):
+        searches.go(opened)
+    searches.go(opened)
+    assert len(searches.trials(opened)) == TRIALS
+
+
+@pytest.mark.parametrize(
+    ("values", "best"), [(["NaN", "Infinity"], None), (["0.5", "NaN"], 0.5), (["-Infinity", "0.25"], 0.25)]
+)
+def test_a_result_is_a_finite_number(values: list[str], best: float | None, searches: Searches, base: Config) -> None:
+    run_dir = searches.open().add({"optim.lr": "1"}, base)
+    lines = [f'{{"step": {step}, "valid_loss": {value}}}\n' for step, value in enumerate(values)]
+    run_dir.metrics_file.write_text("".join(lines))
+    finite = contextlib.nullcontext() if best else pytest.raises(RunFailedError, match="valid_loss was never finite")
+    with finite:
+        assert result_of(run_dir, ended(RunStatus.FINISHED))[1] == best
+
+
+def test_without_optuna_a_search_says_what_to_install(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    said = refusal("-m", "+cluster=local", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit")
+    assert "needs Optuna" in said and "slurmtrain[search]" in said

@@ -18,9 +18,7 @@ from slurmtrain.launch.submit_once import Patience, submit_exactly_once
 from slurmtrain.runs import staging_dir
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep import create, jobs
-from slurmtrain.sweep import folder as sweeps
-from slurmtrain.sweep.folder import note_jobs
+from slurmtrain.sweep import jobs
 from slurmtrain.system import process
 from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
@@ -44,12 +42,6 @@ def the_sweep(project: Path) -> Sweep:
 
 
 # In the making.
-
-
-def test_points_that_differ_in_their_program_alone_are_one_array(project: Path, slurm: FakeSlurm) -> None:
-    words = ["-m", "+cluster=a100x4", "job=command", "job.command=true,false,ls", "job.snapshot=none", "submit"]
-    assert main(words) == 0
-    assert len(slurm.submitted) == 1 and "--array=0-2" in slurm.submitted[0]
 
 
 def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_else(
@@ -88,63 +80,40 @@ def as_others_see_it(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def closed(project: Path, slurm: FakeSlurm) -> Iterator[Callable[[Path], None]]:
-    """Give a folder away: mode 000 to those who own it is 0700 to those who do not."""
-    given: list[Path] = []
-
-    def close(path: Path) -> None:
-        given.append(path)
+def closed(project: Path, slurm: FakeSlurm) -> Iterator[list[Path]]:
+    """A sweep of two arrays and a run that were given away: mode 000 to those who own it is 0700 to those who do not."""
+    for line in (SWEEP, ["+cluster=a100x4", "submit"]):
+        assert main(line) == 0
+    paths = [the_sweep(project).path, next(project.glob("runs/train/*"))]
+    for path in paths:
         path.chmod(0)
-
-    yield close
-    for path in given:
+    yield paths
+    for path in paths:
         path.chmod(0o700)
 
 
-def test_what_belongs_to_others_is_left_out_and_counted(
-    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+def test_what_belongs_to_others_is_left_out_and_counted_and_named_in_one_sentence(
+    project: Path, closed: list[Path]
 ) -> None:
-    for line in (SWEEP, ["-m", "+cluster=a100x4", "job.name=mine", "submit"], ["+cluster=a100x4", "submit"]):
-        assert main(line) == 0
-    mine = Sweep(next(project.glob("runs/mine.sweep-*")))
-    closed(next(project.glob("runs/train.sweep-*")))
-    closed(next(project.glob("runs/train/*")))
-    run_id = mine.points()[0].run_id
-    for words, listed in {
-        "status": run_id,
-        "runs list": run_id,
-        "sweep list": mine.id,
-        "runs prune --dry-run": "",
-    }.items():
+    assert main(["-m", "+cluster=a100x4", "job.name=mine", "submit"]) == 0
+    mine = next(project.glob("runs/mine.sweep-*")).name
+    for words in ("status", "status --size", "sweep list", "runs prune --dry-run"):
         done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("2 folders are not shown, being somebody else's") == 1
-        assert listed in done.stdout and "train.sweep" not in done.stdout
+        assert ("prune" in words or mine in done.stdout) and "train.sweep" not in done.stdout
+    for verb, path in zip((["sweep", "status"], ["status"]), closed, strict=True):
+        for named in (path.name, str(path)):
+            done = as_others_see_it(*verb, named)
+            assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
+            assert done.stderr.startswith("slurmtrain: error: ") and path.name in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("how", ["name", "path"])
-@pytest.mark.parametrize("verb", [["status"], ["sweep", "status"]])
-def test_naming_what_belongs_to_somebody_else_gives_one_sentence(
-    verb: list[str], how: str, project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
-) -> None:
-    assert main(SWEEP if verb[0] == "sweep" else ["+cluster=a100x4", "submit"]) == 0
-    path = next(project.glob("runs/train.sweep-*" if verb[0] == "sweep" else "runs/train/*"))
-    closed(path)
-    done = as_others_see_it(*verb, path.name if how == "name" else str(path))
-    assert done.returncode != 0 and done.stdout == ""
-    assert done.stderr.startswith("slurmtrain: error: ") and path.name in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(
-    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
-) -> None:
-    assert main(SWEEP) == 0
-    closed(the_sweep(project).path)
+def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(closed: list[Path]) -> None:
     done = as_others_see_it(*SWEEP)
     assert done.returncode == 0, done.stderr
-    assert f"sweep {the_sweep(project).id}.2 of 4 points is submitted" in done.stdout
-    assert f"sweep {the_sweep(project).id}.2 is there already" in as_others_see_it(*SWEEP).stdout
+    assert f"sweep {closed[0].name}.2 of 4 points is submitted" in done.stdout
+    assert f"sweep {closed[0].name}.2 is there already" in as_others_see_it(*SWEEP).stdout
 
 
 # Cancelled.
@@ -168,39 +137,41 @@ def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     assert main(["sweep", "status", sweep.id]) == 0
     assert f"cancelled, sweep retry {sweep.id} goes on" in capsys.readouterr().out
     assert main(["sweep", "retry", sweep.id]) == 0
-    assert sweep.job_id(1) is not None and len(slurm.submitted) == 4  # what was left out, halved, and what was lost
+    assert sweep.job_id(1) is not None and len(slurm.submitted) == 3  # what was lost, and what was left out
     assert main(SWEEP) == 0
-    assert len(slurm.submitted) == 4
+    assert len(slurm.submitted) == 3
 
 
-def test_a_retry_submits_what_failed_was_stopped_or_is_lost(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+def ends(verdict: str, reason: str, sentence: str = "x", **fields: object) -> dict[str, object]:
+    return {"verdict": verdict, "reason": reason, "sentence": sentence, "started": 1.0, "ended": 6.0, **fields}
+
+
+def test_a_retry_submits_what_failed_and_says_what_will_fail_again_and_what_helps(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     no_waiting(monkeypatch)
-    assert main(["-m", "+cluster=a100x4", "train.seed=1,2,3,4", "submit"]) == 0
+    assert main(["-m", "+cluster=a100x4", "train.seed=range(7)", "submit"]) == 0
     sweep = the_sweep(project)
-    ends = [{"verdict": "done", "reason": "finished"}, {"verdict": "end", "reason": "crash"}]
-    ends += [{"verdict": "end", "reason": "asked"}, {}]
-    for point, end in zip(sweep.points(), ends, strict=True):
-        over = {"ended": time.time(), "sentence": "x"} if end else {}
-        add_attempt(sweep.run_dir(point.run_id), job_id=f"101_{point.number}", host="elsewhere", pid=1, **over, **end)
+    bad = ends("end", "crash", "ValueError: bad", failed_with="3: ValueError: bad")
+    refused = ends("end", "config", "data.path=/x is missing", exit_code=78)
+    history: list[list[dict[str, object]]] = [[ends("done", "finished")], [bad, bad], [refused], [bad], [refused]]
+    history += [[ends("end", "asked")], [{}]]
+    for point, attempts in zip(sweep.points(), history, strict=True):
+        for attempt in attempts:
+            place = {"job_id": f"101_{point.number}", "host": "elsewhere", "pid": 1}
+            add_attempt(sweep.run_dir(point.run_id), **place, **attempt)
     slurm.forget("101")
-    states = shown("sweep", "status", "last")["points"]
-    assert [point["state"] for point in states] == ["finished", "failed", "stopped", "lost"]
-    assert shown("sweep", "retry", "last")["runs"] == [point.run_id for point in sweep.points()[1:]]
-
-
-def test_a_retry_right_after_a_cancel_says_which_runs_have_not_ended_yet(
-    project: Path, slurm: FakeSlurm, capsys: Out
-) -> None:
-    assert main(SWEEP) == 0
-    sweep = the_sweep(project)
-    slurm.command("scancel", "exit 0")  # it takes a while
-    assert main(["sweep", "cancel", sweep.id]) == 0
-    capsys.readouterr()
-    assert main(["sweep", "retry", sweep.id]) == 0
+    states = [point["state"] for point in shown("sweep", "status", "last")["points"]]
+    assert states == ["finished", *["failed"] * 4, "stopped", "lost"]
+    assert main(["status", sweep.points()[2].run_id]) == 0
     said = capsys.readouterr().out
-    assert f"4 cancelled runs have not ended yet; when they have, `sweep retry {sweep.id}` submits" in said
+    assert "Other values need a sweep of their own" in said and "KEY=VALUE" not in said
+    assert main(["sweep", "retry", "last"]) == 0
+    said = capsys.readouterr().out
+    assert "6 runs of" in said and sweep.members(1) == [point.run_id for point in sweep.points()[1:]]
+    assert "point 1 will probably fail again for the same reason: ValueError: bad\n" in said
+    assert "points 2, 4 will probably fail again for the same reason: data.path=/x is missing\n" in said
+    assert "they keep their config; after a change of it, submit another sweep: -m ... submit --again" in said
 
 
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
@@ -213,39 +184,30 @@ def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
     assert slurm.calls("scancel") == ["scancel 101"]
 
 
-def test_an_array_waits_for_no_array_that_has_ended(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_waits_for_no_array_that_has_ended(project: Path, slurm: FakeSlurm) -> None:
     """SLURM may have forgotten it, and some versions refuse to wait for what they do not know."""
-    slurm.configure(MaxArraySize="2")
+    slurm.configure(MaxArraySize="1")
     slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
     words = ["-m", "+cluster=a100x4", "train.seed=1,2,3", "submit", "--array-parallelism", "1"]
     assert main(words) == 1
     slurm.mend()
-    sweep = the_sweep(project)
-    script = jobs._script(sweep, 1)
-    assert "#SBATCH --dependency=afterany:101" in script
-    monkeypatch.setattr(jobs, "is_over", lambda run_dir: True)
-    assert "#SBATCH --dependency" not in jobs._script(sweep, 1)
+    (run_id,) = the_sweep(project).members(0)
+    add_attempt(the_sweep(project).run_dir(run_id), job_id="101", ended=time.time(), verdict="done", reason="finished")
+    assert main(words) == 0
+    assert ["--dependency=afterany" in script for script in slurm.submitted] == [False, False, True]
 
 
-def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of_its_array(
-    project: Path, slurm: FakeSlurm
+def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(
+    project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
-    """Handed to sbatch by hand, that script would be the whole array once more."""
+    """Not with the script of its array, which would be all of it once more; its overrides are those of all points."""
     slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
     assert main(SWEEP) == 1
     sweep = the_sweep(project)
-    waiting = [now.explanation for now in sweeps.states_of(sweep).values() if now.status == "prepared"]
+    waiting = [
+        point["sentence"] for point in shown("sweep", "status", "last")["points"] if point["state"] == "prepared"
+    ]
     assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
-
-
-def test_the_status_of_a_run_says_which_point_of_its_sweep_it_is(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its overrides are those of the command, with the choices of all points."""
-    assert main(SWEEP) == 0
-    sweep = the_sweep(project)
     assert main(["status", sweep.points()[1].run_id]) == 0
     assert f"  point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in capsys.readouterr().out
 
@@ -300,19 +262,18 @@ def test_a_sweep_above_the_submit_limit_is_submitted_in_parts_each_run_once(
         ]
 
 
-def test_a_sweep_that_was_cut_short_while_it_was_halved_loses_no_run(
+def test_a_sweep_whose_shell_was_killed_right_before_sbatch_loses_no_run(
     project: Path, slurm: FakeSlurm, limited: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*arguments: object, **options: object) -> bool:
+    def killed(*arguments: object, **options: object) -> str:
         raise KeyboardInterrupt
 
     words = ["-m", "+cluster=a100x4", "train.seed=range(4)", "submit"]
     with monkeypatch.context() as patch:
-        patch.setattr(create, "append_arrays", killed)
+        patch.setattr("slurmtrain.sweep.jobs.submit_exactly_once", killed)
         assert main(words) == 130
     sweep = the_sweep(project)
-    assert sorted(sweep.planned(0)) == sorted(sweep.run_dirs()) and len(sweep.members(0)) == 2
-    assert main(words) == 1
+    assert main(words) == 1 and len(elements(sweep)) == 3
     limited()
     assert main(words) == 0
     assert len(set(elements(sweep))) == len(elements(sweep)) == 4
@@ -331,8 +292,8 @@ def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
     run = sweep.run_dir(sweep.members(0)[0])
     assert run.info()["job_ids"] == ["101_0"]
     write_json(sweep.array(0) / "job.json", {"job_id": "3", "time": time.time() + later_s})
-    note_jobs(sweep, 0)
-    note_jobs(sweep, 0)
+    jobs.note_jobs(sweep, 0)
+    jobs.note_jobs(sweep, 0)
     assert run.info()["job_ids"] == job_ids
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     for job_id, told in zip(job_ids, ("end", "go"), strict=True):

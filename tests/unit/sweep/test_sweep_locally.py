@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,11 +12,17 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.sweep.plan import Composer
 from slurmtrain.system import process
+from tests.support.commands import Cli, refusal
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import shown
 
+Out = pytest.CaptureFixture[str]
 # A program for every point; $POINT says which.
 COMMAND = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "requeue=off", "job.snapshot=none"]
+TWO = [*COMMAND, "+cluster.env.POINT=1,2", "submit"]
+UNTIL = "for _ in {{1..5000}}; do [ {0} ] && break; sleep 0.02; done; [ {0} ]"  # a program that waits also has an end
 
 
 def attempts_of(project: Path) -> list[int]:
@@ -43,47 +48,41 @@ def test_points_run_here_one_after_the_other_and_the_same_command_runs_what_is_l
     assert main(words) == 1
     out, said = capfd.readouterr()
     assert "this is 1" in out and "this is 3" in out and "2 finished, 1 failed" in out
-    assert "point 1 (cluster.env.POINT=2): crashed: rank 0: bash ended with exit code 1" in said
+    assert "point 1 (cluster.env.POINT=2): crashed: this is 2 (rank 0: bash ended with exit code 1)" in said
     assert attempts_of(project) == [1, 1, 1]
     (project / "mended").touch()
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["states"] == {"finished": 3}
+    assert shown(*words)["states"] == {"finished": 3}
     assert attempts_of(project) == [1, 2, 1]
 
 
 @pytest.mark.parametrize("words", [("--array-parallelism", "2"), ("sweep.pack=2",)])
 def test_several_points_can_run_here_at_the_same_time(project: Path, words: tuple[str, ...]) -> None:
-    (project / "point.sh").write_text('touch "here-$POINT"; until [ -e here-1 -a -e here-2 ]; do sleep 0.02; done')
-    assert main([*COMMAND, "+cluster.env.POINT=1,2", "submit", *words]) == 0
+    (project / "point.sh").write_text('touch "here-$POINT"; ' + UNTIL.format("-e here-1 -a -e here-2"))
+    assert main([*TWO, *words]) == 0
 
 
-def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "point.sh").write_text('touch "here-$POINT"; while [ ! -e go ]; do sleep 0.02; done')
-    words = [*COMMAND, "+cluster.env.POINT=1,2", "submit"]
-    shell = subprocess.Popen(
-        [sys.executable, "-m", "slurmtrain", *words], cwd=project, stderr=subprocess.PIPE, text=True
-    )
+def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(project: Path, cli: Cli) -> None:
+    (project / "point.sh").write_text('touch "here-$POINT"; ' + UNTIL.format("-e go"))
+    shell = subprocess.Popen([sys.executable, "-m", "slurmtrain", *TWO], stderr=subprocess.PIPE, text=True)
     try:
         wait_for(project / "here-1")
-        assert main(words) == 1 and "is already running sweep" in capsys.readouterr().err
+        second = cli(*TWO)
+        assert second.returncode == 1 and "is already running sweep" in second.stderr
         shell.send_signal(signal.SIGINT)
         _, said = shell.communicate(timeout=120)
     finally:
         shell.kill()
     assert shell.returncode == 75 and "stopped with Ctrl-C" in said, said
     assert attempts_of(project) == [1, 0]
-    capsys.readouterr()
-    assert main(["sweep", "status", "last", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["states"] == {"stopped": 1, "prepared": 1}
+    assert shown("sweep", "status", "last")["states"] == {"stopped": 1, "prepared": 1}
     (project / "go").touch()
     assert main(["sweep", "retry", "last"]) == 0
     assert attempts_of(project) == [2, 1]
 
 
 def test_a_launcher_that_is_killed_leaves_nobody_behind(project: Path) -> None:
-    (project / "point.sh").write_text('echo $$ >"pid"; mv pid pid-$POINT; while sleep 0.02; do :; done')
-    words = [*COMMAND, "+cluster.env.POINT=1,2", "submit"]
-    shell = subprocess.Popen([sys.executable, "-m", "slurmtrain", *words], cwd=project, stdout=subprocess.DEVNULL)
+    (project / "point.sh").write_text('echo $$ >"pid"; mv pid pid-$POINT; ' + UNTIL.format("-e never"))
+    shell = subprocess.Popen([sys.executable, "-m", "slurmtrain", *TWO], stdout=subprocess.DEVNULL)
     wait_for(project / "pid-1")
     shell.kill()
     shell.wait()
@@ -95,8 +94,11 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(project: Path) -> None:
     assert attempts_of(project) == [1, 0]
 
 
+# In arrays of a cluster.
+
+
 def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
     words = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=range(10)", "submit", "--array-parallelism", "6"]
     assert main([*words, "--dry-run"]) == 0
@@ -108,32 +110,58 @@ def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
     assert list(project.iterdir()) == [] and slurm.submitted == []
 
 
-@pytest.mark.parametrize("words", [["train.seed=1"], ["train.seed=1,2"]])
-def test_a_sweep_in_which_nothing_varies_is_told_to_be_one_run(
-    words: list[str], project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["-m", "+cluster=a100x4", *words, "submit", "--dry-run"]) == 0
-    said = "nothing varies, so this is a sweep of one run; choices are written key=1,2" in capsys.readouterr().err
-    assert said == (words == ["train.seed=1"])
-
-
-def test_a_pruner_in_a_sweep_of_given_points_is_refused_since_it_would_prune_nothing(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "search.pruner=median", "submit"]) == 2
-    said = capsys.readouterr().err
-    assert "search.pruner=median" in said and "hydra/sweeper=optuna" in said
-    assert list(project.iterdir()) == [] and slurm.submitted == []
-
-
-def test_what_a_dry_run_prints_is_what_is_submitted(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
     words = ["-m", "+cluster=a100x4", "sweep.pack=2", "train.seed=range(5)", "submit"]
     assert main([*words, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert main([*words]) == 0
+    printed = capsys.readouterr().out
+    assert main(words) == 0
     (info,) = (project / "runs").glob("*/sweep.json")
     stamp = Sweep(info.parent).points()[0].run_id.removesuffix("-0000")
     script = slurm.submitted[-1].replace(stamp, "RUN_ID")
-    assert shown.startswith(script) and "#SBATCH --array=0-2\n" in script
+    assert printed.startswith(script) and "#SBATCH --array=0-2\n" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("model=tiny model.dim=32 data.seq_len=64 model.n_heads=4,5", 78, "point 1 (model.n_heads=5)"),
+        ("train.seed=1,2 search.pruner=median", 2, "hint: hydra/sweeper=optuna"),  # it would prune nothing
+        ("train.seed=1 cluster.nodes=0", 78, "nothing varies, so this is a sweep of one run"),
+    ],
+)
+def test_what_a_point_cannot_be_is_said_before_any_is_queued(
+    words: str, code: int, said: str, project: Path, slurm: FakeSlurm
+) -> None:
+    assert said in refusal("-m", "+cluster=a100x4", *words.split(), "submit", code=code)
+    assert list(project.iterdir()) == [] and slurm.submitted == []
+
+
+def test_the_same_command_composes_one_point_and_another_config_file_is_another_command(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "conf" / "cluster").mkdir(parents=True)
+    (project / "conf" / "experiment").mkdir()
+    file = project / "conf" / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ntrain:\n  steps: 7\noptim:\n  warmup_steps: 0\n")
+    words = ["-m", "+cluster=a100x4", "experiment=smoke,mine", "train.seed=range(20)", "submit"]
+    composed = []
+    compose = Composer.compose
+
+    def noted(self: Composer, words: list[str]) -> object:
+        composed.append(words)
+        return compose(self, words)
+
+    monkeypatch.setattr(Composer, "compose", noted)
+
+    def submitted() -> tuple[str, int]:
+        composed.clear()
+        return shown(*words)["sweep"], len(composed)
+
+    sweep, points = submitted()
+    assert points >= 40 and submitted() == (sweep, 1) and len(slurm.submitted) == 1
+    monkeypatch.setenv("SLURMTRAIN_RUNS", "elsewhere")  # which only the first point tells
+    assert submitted()[1] >= 40 and len(slurm.submitted) == 2
+    monkeypatch.delenv("SLURMTRAIN_RUNS")
+    file.write_text("# @package _global_\ntrain:\n  steps: 8\noptim:\n  warmup_steps: 0\n")
+    other, points = submitted()
+    assert other != sweep and points >= 40 and len(slurm.submitted) == 3

@@ -81,9 +81,8 @@ def unsendable(items: Sequence[int]) -> tuple[int, list[int], Callable[[], None]
 
 
 def test_a_result_that_cannot_be_sent_is_made_here() -> None:
-    parts = work_in_chunks(unsendable, range(40), at_least=10)
-    assert everything([(pid, part) for pid, part, _ in parts]) == list(range(0, 80, 2))
-    assert {pid for pid, _, _ in parts} == {ME}
+    parts = [(pid, part) for pid, part, _ in work_in_chunks(unsendable, range(40), at_least=10)]
+    assert everything(parts) == list(range(0, 80, 2)) and {pid for pid, _ in parts} == {ME}
 
 
 @pytest.mark.parametrize("allowed", [0, 1])

@@ -26,10 +26,7 @@ from slurmtrain.system.gpu_health import broken_gpus, parse_health
         ("0, 0, Yes, No\n", "GPU 0 has uncorrectable memory that waits to be remapped"),
         ("0, 2, No, No\n", None),  # long ago, perhaps, and harmless since
         ("0, 2, [N/A], [N/A]\n", "GPU 0 has 2 uncorrectable ECC errors"),
-        (
-            "0, 0, No, Yes\n1, 1, Yes, No\n",
-            "GPU 0 has uncorrectable memory that cannot be remapped; GPU 1 has 1 uncorre",
-        ),
+        ("0, 0, No, Yes\n1, 1, Yes, No\n", "GPU 0 has uncorrectable memory that cannot be remapped; GPU 1 has 1 "),
     ],
 )
 def test_only_what_is_broken_is_said_and_counts_as_hardware(answer: str, said: str | None) -> None:

@@ -32,12 +32,8 @@ def test_a_message_is_one_line_that_names_us_and_how_bad_it_is(capsys: pytest.Ca
     log.debug("nobody sees this")
     logs.set_up()  # once more: nothing is shown twice
     log.info("done")
-    assert capsys.readouterr().err.splitlines() == [
-        "slurmtrain: 3 runs",
-        "slurmtrain: warning: 100% full",
-        "slurmtrain: error: no node",
-        "slurmtrain: done",
-    ]
+    said = [line.removeprefix("slurmtrain: ") for line in capsys.readouterr().err.splitlines()]
+    assert said == ["3 runs", "warning: 100% full", "error: no node", "done"]
 
 
 def test_a_rank_writes_the_time_and_its_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,12 +73,7 @@ def test_messages_and_tracebacks_hold_no_secret_for_whichever_handler(
         ("logging.getLogger('slurmtrain').setLevel('WARNING')", "", "", ""),
         ("", "logging.getLogger('slurmtrain').addHandler(logging.StreamHandler(sys.stdout))", "hello\n", ""),
         ("", "logging.getLogger('slurmtrain').addHandler(logging.NullHandler())", "", "slurmtrain: hello\n"),
-        (
-            "h = logging.StreamHandler(); h.setLevel('ERROR')",
-            "logging.getLogger().addHandler(h)",
-            "",
-            "slurmtrain: hello\n",
-        ),
+        ("h = logging.StreamHandler(); h.setLevel(40)", "logging.getLogger().addHandler(h)", "", "slurmtrain: hello\n"),
     ],
 )
 def test_a_program_of_the_users_own_silences_or_redirects_us_by_standard_logging(
@@ -102,12 +93,8 @@ def test_a_program_of_the_users_own_silences_or_redirects_us_by_standard_logging
     "quiet", ["logging.disable()", "import logging.config; logging.config.dictConfig({'version': 1})", "pass"]
 )
 def test_the_error_that_ends_a_program_is_shown_whatever_it_has_made_of_logging(quiet: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import logging, slurmtrain\nslurmtrain.init(device='cpu')\n{quiet}\n{FAILS}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = f"import logging, slurmtrain\nslurmtrain.init(device='cpu')\n{quiet}\n{FAILS}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 78
     assert done.stderr.count("slurmtrain: error: no such data") == 1 and "Traceback" not in done.stderr
 

@@ -23,9 +23,6 @@ def test_a_zombie_lives_no_more() -> None:
     assert not process.lives(child.pid) and process.born(child.pid) is None
     child.communicate()
     assert not process.lives(child.pid)
-
-
-def test_processes_that_are_there_live_and_numbers_of_none_do_not() -> None:
     assert process.lives(os.getpid()) and process.lives(1) and not process.lives(2**40)
 
 
@@ -37,9 +34,8 @@ def test_children_are_told_in_the_order_of_their_start_whatever_they_call_themse
         for program in (odd, sys.executable, odd)
     ]
     try:
-        assert [pid for pid in children(os.getpid()) if pid in {child.pid for child in started}] == [
-            child.pid for child in started
-        ]
+        pids = [child.pid for child in started]
+        assert [pid for pid in children(os.getpid()) if pid in pids] == pids
         assert {process.stats()[child.pid].parent for child in started} == {os.getpid()}
     finally:
         for child in started:
@@ -54,10 +50,7 @@ def test_a_mark_is_alive_as_long_as_its_process_also_when_it_was_read_back() -> 
         assert mark.lives()
         child.kill()
     assert mark.lives() is False
-
-
-def test_the_process_that_has_a_pid_after_another_one_is_not_taken_for_it() -> None:
-    assert replace(ProcessMark.own(), born="1").lives() is False
+    assert replace(me, born="1").lives() is False  # whose pid this process has got
 
 
 def test_a_process_of_another_host_or_container_is_neither_alive_nor_dead() -> None:

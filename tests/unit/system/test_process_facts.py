@@ -23,9 +23,8 @@ def install(folder: Path, name: str, version: str, direct_url: dict[str, object]
     """A distribution, as pip leaves it."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nVersion: 9 of the text\n"
-    )
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nVersion: 9 of the text\n"
+    (info / "METADATA").write_text(text)
     if direct_url is not None:
         (info / "direct_url.json").write_text(json.dumps(direct_url))
 
@@ -46,10 +45,8 @@ def test_packages_are_told_with_version_and_origin_and_no_password(
     monkeypatch.setattr(sys, "path", [str(first), str(second)])
     facts = gather_facts({}, tmp_path)
     assert facts.packages == {"forked": "2.0", "nvidia-nccl-cu12": "2.27.3", "some-thing": "1.2", "wheel-of-ours": "3"}
-    assert facts.origins == {
-        "forked": "git+https://host/forked.git@abc123",
-        "wheel-of-ours": "https://host/w.whl#sha256=f00",
-    }
+    origins = {"forked": "git+https://host/forked.git@abc123", "wheel-of-ours": "https://host/w.whl#sha256=f00"}
+    assert facts.origins == origins
     assert facts.gpu == {"cuda": "12.8", "torch_revision": "cafe", "nccl": "2.27.3"}
 
 
@@ -73,22 +70,13 @@ def test_a_node_tells_driver_gpus_and_adapters(tmp_path: Path) -> None:
 
 
 def test_variables_that_matter_are_kept_and_secrets_are_not() -> None:
-    given = {
-        "NCCL_DEBUG": "INFO",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_ENDPOINT": "https://me:pass@hub.example/x",
-        "HF_HUB_PROXY": "https://me:p@ss@hub.example/x?rev=1&access_token=secret#top",
-        "HF_TOKEN": "hf_secret",
-        "DS_PASS": "secret",
-        "TORCH_AUTH": "secret",
-        "TORCH_API_KEY": "k",
-        "WANDB_API_KEY": "w",
-        "PATH": "/bin",
-        "TORCHELASTIC_RUN_ID": "7",
-    }
-    assert variables_that_matter(given) == {
-        "NCCL_DEBUG": "INFO",
-        "TOKENIZERS_PARALLELISM": "false",
+    secrets = ("HF_TOKEN", "DS_PASS", "TORCH_AUTH", "TORCH_API_KEY", "WANDB_API_KEY")
+    others = {**dict.fromkeys(secrets, "secret"), "PATH": "/bin", "TORCHELASTIC_RUN_ID": "7"}
+    plain = {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"}
+    with_password = "https://me:p@ss@hub.example/x?rev=1&access_token=secret#top"
+    addresses = {"HF_ENDPOINT": "https://me:pass@hub.example/x", "HF_HUB_PROXY": with_password}
+    assert variables_that_matter({**others, **plain, **addresses}) == {
+        **plain,
         "HF_ENDPOINT": "https://hub.example/x",
         "HF_HUB_PROXY": "https://hub.example/x?rev=1&access_token=***#top",
     }

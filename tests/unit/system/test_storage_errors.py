@@ -145,16 +145,6 @@ def test_an_event_is_written_although_the_lock_server_does_not_answer(
         os.close(other)
 
 
-def test_events_of_many_threads_are_all_there(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    threads = [threading.Thread(target=run.event, args=(Event.SUBMITTED,)) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(run.events()) == 16
-
-
 def test_a_switch_works_once_and_without_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path)
     assert not run.take_switch(run.stop_switch, Event.STOP_FILE_FOUND)

@@ -42,7 +42,7 @@ def phases_section(facts: RunFacts, span: tuple[float, float]) -> Section:
 def phases_of(series: Mapping[str, Series]) -> list[tuple[str, Series]]:
     """Return the phases of a step in seconds, by name, those that are never more than 0 left out.
 
-    Where the phases are not logged, as by earlier versions, a step is the wait for its data and the rest.
+    Where the phases are not logged, a step is the wait for its data and the rest.
     """
     found = [(units.name_of(name), series[name]) for name in PHASES if name in series]
     if found:

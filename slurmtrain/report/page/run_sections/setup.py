@@ -15,7 +15,7 @@ MOST_SETTINGS = 2000
 MOST_GPUS = 512  # rows
 SHOWN_ELSEWHERE = frozenset(
     """name overrides backend user host created slurm_conf job_ids config_hash steps code workdir submit_dir packed
-    own_checkpoints chain chain_after varied changing id""".split()
+    own_checkpoints chain chain_after varied id""".split()
 )
 
 

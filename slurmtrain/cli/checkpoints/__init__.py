@@ -1,1 +1,0 @@
-"""The verb `checkpoints`: one module for each of its actions."""

@@ -1,1 +1,0 @@
-"""The verb `runs`: one module for each of its actions."""

@@ -1,1 +1,0 @@
-"""Checks of the parts of a config, one module for each subject; `config.validate` calls them in order."""

@@ -1,0 +1,211 @@
+"""From plain values to a dataclass of the schema: the types of fields, their ranges, and everything that is wrong at once.
+
+A field's type says all that can be checked by the field alone: `Annotated[int, Range(1)]`, a `Choice`, a `Pattern`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, Union
+
+from slurmtrain.choices import Choice, JobKind
+from slurmtrain.config.ranges import share_in
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest, shown
+
+T = TypeVar("T")
+
+LINES = "lines"  # in Annotated: text that may have several lines, such as a command for bash
+MISSING = "???"  # a value that a config file leaves to the person
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NULL = {"None": "null", "True": "true", "False": "false"}
+_HINT = "python -m slurmtrain --cfg job shows all fields; quote text that looks like something else: '\"[a]\"'"
+
+
+def typed(values: Any, schema: type[T]) -> T:
+    """Build an object of the schema from plain values; fields that they lack have their defaults.
+
+    Raises:
+        UsageError, ConfigError: for all unknown fields, or for all values that cannot be used.
+    """
+    problems: list[SlurmtrainError] = []
+    built = _group(values, schema, "", problems)
+    raise_all(problems)
+    return built
+
+
+def raise_all(problems: list[SlurmtrainError]) -> None:
+    """Raise one error for all problems, if there are any; unknown names hide what is wrong with values."""
+    found = [error for error in problems if isinstance(error, UsageError)] or problems
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = [f"{each.message} ({each.hint})" if each.hint else each.message for each in found]
+        raise type(found[0])(f"{len(found)} things are wrong:\n  " + "\n  ".join(dict.fromkeys(lines)))
+
+
+@functools.cache
+def hints(schema: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with their constraints."""
+    return {field.name: field.type for field in dataclasses.fields(schema)}
+
+
+def plain(kind: Any) -> Any:
+    """Return a type without its constraints, and without None where it is optional."""
+    if typing.get_origin(kind) is Annotated:
+        return plain(typing.get_args(kind)[0])
+    others = [each for each in _alternatives(kind) if each is not type(None)]
+    return plain(others[0]) if len(others) == 1 and others[0] is not kind else kind
+
+
+def words_of(choice: type[Choice]) -> list[str]:
+    """Return the words that a person may type for a Choice."""
+    return [str(word) for word in choice if word not in (JobKind.EVALUATE, JobKind.PREFLIGHT)]
+
+
+def wrong(key: str, value: Any, expected: str, hint: str = _HINT) -> ConfigError:
+    """Return the error for a value of a wrong type."""
+    return ConfigError(f"{key}={_NULL.get(repr(value), shown(value))} is not {expected}", hint=hint)
+
+
+def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainError]) -> T:
+    kinds, found = hints(schema), dict[str, Any]()  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        key = where.removesuffix(".") or "the config"
+        problems.append(wrong(key, values, "a group of fields", f"write {where}FIELD=VALUE"))
+        return schema()
+    for name in values:
+        if name not in kinds:
+            problems.append(_unknown(name, where, kinds))
+    for name, kind in kinds.items():
+        if name not in values or (values[name] is None and share_in(kind) is not None):
+            continue
+        if dataclasses.is_dataclass(kind):
+            found[name] = _group(values[name], typing.cast("type", kind), f"{where}{name}.", problems)
+            continue
+        try:
+            found[name] = _value(f"{where}{name}", values[name], kind)
+        except SlurmtrainError as error:
+            problems.append(error)
+    return schema(**found)
+
+
+def _unknown(name: Any, where: str, known: Mapping[str, Any]) -> UsageError:
+    what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
+    return UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), known))
+
+
+def _value(key: str, value: Any, kind: Any, *, lines: bool = False) -> Any:
+    """Return a value as the field's type has it, or raise ConfigError."""
+    if value == MISSING:
+        raise ConfigError(f"{key} is not set, and has no default", hint=f"write {key}=VALUE")
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        kind, *constraints = typing.get_args(kind)
+        value = _value(key, value, kind, lines=LINES in constraints)
+        for constraint in constraints:
+            value = constraint.check(key, value) if hasattr(constraint, "check") else value
+        return value
+    if kind is Any:
+        return _open(key, value)
+    if origin is list:
+        # A single word is a list of one.
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise wrong(key, value, "a list", f"write {key}=[a,b]")
+        return [_value(f"{key}[{at}]", item, typing.get_args(kind)[0]) for at, item in enumerate(items)]
+    if origin is tuple:
+        kinds = typing.get_args(kind)
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise wrong(key, value, f"a list of {len(kinds)} numbers", f"write {key}=[0.9,0.95]")
+        return tuple(_value(f"{key}[{at}]", *pair) for at, pair in enumerate(zip(value, kinds, strict=True)))
+    if origin is dict:
+        return _mapping(key, value, *typing.get_args(kind))
+    kinds = _alternatives(kind)
+    for each in kinds:
+        found, fits = _scalar(value, each)
+        if fits:
+            return _checked_text(key, found, lines) if isinstance(found, str) else found
+    for each in kinds:  # a range or a pattern of an optional field
+        if typing.get_origin(each) in (Annotated, list):
+            return _value(key, value, each, lines=lines)
+    choice = next((each for each in kinds if isinstance(each, type) and issubclass(each, Choice)), None)
+    if choice is not None and isinstance(value, str):
+        known = [*(["null"] if type(None) in kinds else []), *words_of(choice)]
+        raise ConfigError(f"{key}={shown(value)} is not known", hint=f"one of: {', '.join(known)}")
+    names = [_NAMES.get(each, "text") for each in kinds if each is not type(None)]
+    raise wrong(key, value, " or ".join([*names, *(["null"] if type(None) in kinds else [])]))
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _scalar(value: Any, kind: Any) -> tuple[Any, bool]:
+    """Return a value as this type, and whether it can be one: YAML has 1e-3 and quoted numbers as text."""
+    if kind is type(None):
+        return None, value is None
+    if kind is bool:
+        found = value if isinstance(value, bool) else _BOOLEANS.get(value.lower()) if isinstance(value, str) else None
+        return found, found is not None
+    if kind is str:
+        if isinstance(value, bool):
+            return str(value).lower(), True
+        return str(value), isinstance(value, str | int | float)
+    if isinstance(kind, type) and issubclass(kind, Choice):
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's word for `off`
+        return (kind(word), True) if isinstance(word, str) and word in list(kind) else (None, False)
+    if kind in (int, float) and not isinstance(value, bool) and isinstance(value, str | int | float):
+        try:
+            number = kind(value)
+            return number, math.isfinite(number) and (number == value or isinstance(value, str))
+        except (ValueError, OverflowError):
+            return None, False
+    return None, False
+
+
+def _checked_text(key: str, text: str, lines: bool = False) -> str:
+    """Return the text if it can be a part of a script and of a file."""
+    if not lines and CONTROL.search(text):
+        raise wrong(key, repr(text), "a single line", "control characters such as a line end are not allowed in it")
+    if "\0" in text:
+        raise wrong(key, repr(text), "text", "no command and no file can contain a null byte")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python keeps such bytes of the command line and of variables, but no file can
+        raise wrong(key, text, "text in UTF-8", "check the locale of the shell, or the file it came from") from None
+    return text
+
+
+def _mapping(key: str, value: Any, names: Any, kind: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "a mapping of keys to values", f"write +{key}.NAME=VALUE, or {key}='{{NAME: VALUE}}'")
+    for name in value:
+        if not isinstance(name, str):
+            raise wrong(f"a key of {key}", name, "text")
+        if typing.get_origin(names) is Annotated:
+            pattern = typing.get_args(names)[1]
+            if not re.fullmatch(pattern.regex, name):
+                raise ConfigError(f"{key} has {shown(name)!r}, which is not {pattern.what}", hint=pattern.hint)
+        _checked_text(f"a key of {key}", name)
+    return {name: _value(f"{key}.{name}", item, kind) for name, item in value.items()}
+
+
+def _open(key: str, value: Any) -> Any:
+    """Return a value of an open group, which has to be one that yaml can hold."""
+    if isinstance(value, Mapping):
+        return _mapping(key, value, str, Any)
+    if isinstance(value, list | tuple):
+        return [_value(f"{key}[{at}]", item, Any) for at, item in enumerate(value)]
+    if isinstance(value, str):
+        return _checked_text(key, value, lines=True)
+    if not isinstance(value, int | float | type(None)):
+        raise wrong(key, value, "text, a number, true, false, null, a list or a mapping of them")
+    return value

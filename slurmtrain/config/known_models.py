@@ -1,0 +1,284 @@
+"""The models that a config may name: our own decoder, and the families of Hugging Face's folders that it computes.
+
+Those are Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3. A folder's config.json has the decoder's sizes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.choices import DECODERS
+from slurmtrain.errors import ConfigError
+
+SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "max_seq_len")
+CONFIG = "config.json"
+HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"  # the _target_ of a model of transformers
+ROPE_TYPES = ("default", "llama3")
+ANY_FAMILY = "model=huggingface model.path=... takes any family that transformers has"
+OUTPUTS = ("output", "lm_head")  # layers that predict tokens, which get no adapters unless they are named
+EMBEDDINGS = ("embedding", "embed_tokens")
+# Fields of the decoder that a person may set for a model that begins with weights.
+FREE = ("max_seq_len", "dropout", "path", "_target_")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart.
+
+    Attributes:
+        architecture: the class of transformers that has a language model's head.
+        qkv_bias, qk_norm: as in the decoder.
+        n_kv_heads, head_dim: values of config.json that leaves them out; None: n_heads, and hidden_size / n_heads.
+        window: value of sliding_window that is left out.
+        window_is_optional: a window counts only with use_sliding_window.
+    """
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    window_is_optional: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", n_kv_heads=8, window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, n_kv_heads=32, window_is_optional=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, n_kv_heads=32, head_dim=128, window_is_optional=True),
+}
+
+# The decoder's linear layers, and Hugging Face's names of them.
+LINEAR_LAYERS = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "output": "lm_head",
+}
+
+
+def is_our_decoder(model: Any) -> bool:
+    """Return whether this is the config of our own decoder."""
+    return isinstance(model, Mapping) and model.get("_target_") in DECODERS
+
+
+def check_sizes(model: Mapping[str, Any]) -> None:
+    """Check the sizes of a decoder, as far as the config group `model` has them.
+
+    Raises:
+        ConfigError: a size is not possible, or two do not fit together.
+    """
+    sizes = {name: size for name in SIZES if (size := model.get(name)) is not None}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"model.{name}={size!r} is not a whole number of at least 1", hint=f"set model.{name}")
+    heads, groups = sizes.get("n_heads"), sizes.get("n_kv_heads")
+    if heads and "dim" in sizes and "head_dim" not in sizes:
+        _check_split(sizes["dim"], heads)
+    if heads and groups and heads % groups:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"model.n_heads={heads} cannot share model.n_kv_heads={groups} evenly",
+            hint=f"set model.n_kv_heads to one of {', '.join(map(str, fitting))}",
+        )
+    if "head_dim" in sizes and sizes["head_dim"] % 2:
+        raise ConfigError(
+            f"model.head_dim={sizes['head_dim']} is odd; rotary positions turn pairs of components",
+            hint=f"set model.head_dim={sizes['head_dim'] + 1}",
+        )
+    dropout = model.get("dropout", 0.0)
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise ConfigError(f"model.dropout={dropout!r} is not a probability", hint="write a value in [0, 1), often 0")
+
+
+def _check_split(dim: int, heads: int) -> None:
+    """Raise unless heads of an even size are together as wide as the residual stream."""
+    if dim % heads:
+        fitting = [n for n in range(1, dim + 1) if dim % n == 0 and (dim // n) % 2 == 0] or [1]
+        near = min(fitting, key=lambda n: abs(n - heads))
+        raise ConfigError(
+            f"model.dim={dim} cannot be divided among model.n_heads={heads}",
+            hint=f"set model.n_heads={near}, or model.dim={-(-dim // (2 * heads)) * 2 * heads}, or model.head_dim",
+        )
+    if (dim // heads) % 2:
+        raise ConfigError(
+            f"model.dim={dim} gives each of model.n_heads={heads} an odd size; rotary positions turn pairs of components",
+            hint=f"set model.dim={heads * (dim // heads + 1)}, or another number of heads",
+        )
+
+
+def ties_embeddings(model: Mapping[str, Any]) -> bool | None:
+    """Return whether the config group `model` is of a model whose output has the weights of its embedding.
+
+    None: nothing here says so.
+    """
+    if is_our_decoder(model):
+        return bool(model.get("tie_embeddings", True))
+    if model.get("_target_") != HUGGING_FACE:
+        return None
+    values = model.get("config")
+    if isinstance(model.get("path"), str):
+        try:
+            values = read_config(Path(model["path"]).expanduser())
+        except ConfigError:
+            return None  # the folder may be seen on the nodes only
+    tied = values.get("tie_word_embeddings") if isinstance(values, Mapping) else None
+    return None if tied is None else bool(tied)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json in `folder`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.path={folder} has no {CONFIG}"
+            if folder.is_dir()
+            else f"model.path={folder}: there is no such folder",
+            hint="name a folder written by save_pretrained, or a snapshot from the Hub, that is also visible here",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.path: {path} holds no object", hint="name a folder written by save_pretrained")
+    return values
+
+
+def with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config group `model` with the fields that the folder model.path has, if it is our decoder without sizes.
+
+    Raises:
+        ConfigError: the decoder does not compute what the folder's model computes, or a field says otherwise.
+    """
+    path = model.get("path")
+    if not is_our_decoder(model) or not isinstance(path, str) or model.get("vocab_size") is not None:
+        return dict(model)
+    values = read_config(Path(path).expanduser())
+    fields = decoder_fields(values, path)
+    given = {name: value for name, value in model.items() if value is not None}
+    check_agrees(given, fields, path)
+    window, longest = window_of(values), given.get("max_seq_len")
+    if window is not None and isinstance(longest, int) and longest > window:
+        raise ConfigError(
+            f"model.max_seq_len={longest}, but the layers of model.path={path} attend to the last {window} tokens only, and "
+            "our decoder's to all",
+            hint=f"model.max_seq_len={window} at most: up to that length, both are the same",
+        )
+    return {**fields, **given}
+
+
+def check_agrees(model: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if the config group `model` says otherwise than `fields`, those of the folder `where`."""
+    for name, value in fields.items():
+        if name in FREE or model.get(name) is None:
+            continue
+        if model[name] != value:
+            raise ConfigError(
+                f"model.{name}={model[name]}, but the weights in model.path={where} are of a model with {value}",
+                hint=f"leave model.{name} out: model=hf takes it from there",
+            )
+
+
+def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of the decoder that computes what the model of a config.json computes.
+
+    Args:
+        values: what is in config.json.
+        where: its folder, for messages.
+
+    Raises:
+        ConfigError: the decoder does not; the message says what it does.
+    """
+    kind = values.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise _refusal(where, f"its model_type is {kind!r}", f"one of {', '.join(FAMILIES)}")
+    for name, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("partial_rotary_factor", 1.0),
+        ("quantization_config", None),
+    ):
+        found = values.get(name, wanted)
+        if found != wanted and not (name == "attention_bias" and found is None):
+            if isinstance(found, Mapping):
+                raise ConfigError(
+                    f"model.path={where}: its {name} is set: quantised weights cannot be read",
+                    hint="name a folder with the unquantised weights, for example in bfloat16",
+                )
+            raise _refusal(where, f"its {name} is {found}", f"{name}={json.dumps(wanted)}")
+    try:
+        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
+        kv_heads = values.get("num_key_value_heads", family.n_kv_heads if "num_key_value_heads" not in values else None)
+        fields: dict[str, Any] = {
+            "vocab_size": int(values["vocab_size"]),
+            "dim": dim,
+            "n_layers": int(values["num_hidden_layers"]),
+            "n_heads": heads,
+            "n_kv_heads": int(kv_heads if kv_heads is not None else heads),
+            "head_dim": int(values.get("head_dim", family.head_dim) or dim // heads),
+            "hidden_dim": int(values["intermediate_size"]),
+            "max_seq_len": _longest(values, family),
+            **_rope(values, where),
+            "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
+            "qkv_bias": family.qkv_bias,
+            "qk_norm": family.qk_norm,
+            "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
+        }
+    except KeyError as error:
+        raise ConfigError(f"model.path={where}: its {CONFIG} lacks {error.args[0]}") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"model.path={where}: its {CONFIG} has a value that is not a number: {error}") from None
+    return fields
+
+
+def window_of(values: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens that some layer of a config.json's model attends to at most; None: to all."""
+    family = FAMILIES[str(values.get("model_type"))]
+    used = bool(values.get("use_sliding_window", False)) if family.window_is_optional else family.window is not None
+    if not used or "sliding_attention" not in (values.get("layer_types") or ["sliding_attention"]):
+        return None
+    window = values.get("sliding_window", family.window or 4096)
+    return int(window) if window is not None else None
+
+
+def _longest(values: Mapping[str, Any], family: Family) -> int:
+    """Return the longest sequence: within a sliding window, every token attends to all before it, as the decoder's do."""
+    longest, window = int(values["max_position_embeddings"]), window_of(values)
+    return longest if window is None else min(longest, window)
+
+
+def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling, which transformers 5 writes as one entry, rope_parameters."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise _refusal(where, f"its rope_type is {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refusal(where, f"its partial_rotary_factor is {rope['partial_rotary_factor']}", "1.0")
+    theta = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    scaling = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    original = rope.get("original_max_position_embeddings")
+    original = values["max_position_embeddings"] if original is None else original
+    return {"rope_theta": theta, "rope_scaling": {**scaling, "original_seq_len": int(original)}}
+
+
+def _refusal(where: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"model.path={where}: {what}; our decoder computes {expected}", hint=ANY_FAMILY)

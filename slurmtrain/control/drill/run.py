@@ -1,0 +1,443 @@
+"""A drill: scratch runs, one for each way and an undisturbed one, started at once, interrupted, compared and removed.
+
+They are tiny ones, or have the config and the code of a run, of a config or of a program of one's own. Their folder is
+`drills/<time>` below the runs. What is removed or cancelled here are runs of this drill alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurmtrain.choices import Backend, JobKind, SnapshotMode
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.control import stop
+from slurmtrain.control.checks import check
+from slurmtrain.control.drill.comparison import Comparison, compare_runs
+from slurmtrain.control.drill.judge import Evidence, Result, Verdict, judge
+from slurmtrain.control.drill.ways import (
+    Plan,
+    Way,
+    preemptor_script,
+    preemptors,
+    scratch_config,
+    tiny_config,
+    why_not_here,
+)
+from slurmtrain.control.runs import start
+from slurmtrain.control.submitting import ask_cluster
+from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.queue_check import with_choices_of_the_shell
+from slurmtrain.launch.snapshot import CodeSource, find_source
+from slurmtrain.launch.submit_once import RefusedError, sbatch
+from slurmtrain.launch.submit_once import check as ask_slurm
+from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.report.leaving_time import time_to_leave
+from slurmtrain.report.progress import read_progress
+from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import RunState
+from slurmtrain.runs.attempts import Attempt, all_attempts
+from slurmtrain.runs.create import make_folder, new_run_id
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.reached_step import last_logged_step
+from slurmtrain.runs.reasons import Verdict as Next
+from slurmtrain.runs.run_dir import DRILLS, RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.job_states import GONE
+from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
+from slurmtrain.system.files import write_text
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25  # at the runs' own files
+ASK_EVERY_S = 4.0  # SLURM, about all of them
+LEAVE_S = 20.0  # longest wait for cancelled jobs to be gone
+STOP_AFTER_S = 30.0  # the default of Plan.stop_after_s
+
+
+@dataclass
+class ScratchRun:
+    """A run of a drill, while it goes on.
+
+    Attributes:
+        way: None: it is not interrupted.
+        launcher: the process of a local run.
+        state: what `status` says of it, when it was asked last.
+        told_at: when it was told to stop, or SLURM to preempt it, in unix seconds; None: not yet.
+        refused: why SLURM refused that.
+        done: its program was cancelled, since it had done all steps.
+    """
+
+    way: Way | None
+    config: Config
+    run_dir: RunDir
+    launcher: subprocess.Popen[bytes] | None
+    state: RunState | None = None
+    told_at: float | None = None
+    refused: str | None = None
+    done: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.way or "undisturbed"
+
+    @property
+    def is_program(self) -> bool:
+        return self.config.job.kind == JobKind.COMMAND
+
+    @property
+    def over(self) -> bool:
+        return self.refused is not None or (self.state is not None and not self.state.alive)
+
+    @property
+    def finished(self) -> bool:
+        tries = all_attempts(self.run_dir)
+        return self.done or (bool(tries) and tries[-1].verdict == Next.DONE)
+
+    @property
+    def explanation(self) -> str:
+        return f"{self.state.status}: {self.state.explanation}" if self.state is not None else "nothing is known of it"
+
+    @property
+    def shown_step(self) -> int:
+        """The furthest step that it shows, in its log or by its checkpoints; 0 if it shows none."""
+        own = self.run_dir.info().get("own_checkpoints")
+        return read_progress(self.run_dir, None, own, running_since=None).step or 0
+
+
+@dataclass
+class Drill:
+    """The runs of a drill, and what it has shown and left behind when it is over.
+
+    Attributes:
+        preemptor: options of sbatch for the job that preempts one of the runs.
+        preempting: ids of such jobs.
+        verdicts: those of its ways, in their order.
+        keep: keep the folder of its runs; so it is with a drill that is broken off.
+        kept: that folder; None: it was removed.
+        jobs_left: some of its jobs, which are cancelled, have not ended yet.
+    """
+
+    plan: Plan
+    folder: Path
+    client: SlurmClient | None
+    runs: list[ScratchRun] = field(default_factory=list)
+    preemptor: Sequence[str] = ()
+    preempting: list[str] = field(default_factory=list)
+    verdicts: list[tuple[Evidence, Verdict]] = field(default_factory=list)
+    keep: bool = True
+    kept: Path | None = None
+    jobs_left: bool = False
+    began: float = field(default_factory=time.monotonic)
+    took_s: float = 0.0
+
+    def follow(self) -> None:
+        """Follow the runs, and interrupt each when it is time, until all have ended or the time of the plan is over."""
+        asked, said, until = -ASK_EVERY_S, "", self.began + 60 * self.plan.within_min
+        while (left := [run for run in self.runs if not run.over]) and time.monotonic() < until:
+            for run in left:
+                self._act(run)
+            if self.client is None or time.monotonic() - asked >= ASK_EVERY_S:
+                asked, now = time.monotonic(), states(run.run_dir for run in self.runs)
+                for run in self.runs:
+                    run.state = now[run.run_dir.id]
+            line = ", ".join(f"{run.name} {run.state.status if run.state else 'submitted'}" for run in self.runs)
+            if line != said:
+                log.info("%s", line)
+            said = line
+            time.sleep(LOOK_EVERY_S)
+
+    def _act(self, run: ScratchRun) -> None:
+        """Interrupt a run when it is time, once; end a program that has done its steps. What kills a rank is in the run."""
+        tries = all_attempts(run.run_dir)
+        if not tries or not tries[-1].started or tries[-1].ended is not None or run.done:
+            return
+        to_tell = run.way is not None and not run.way.kills and run.told_at is None
+        try:
+            if to_tell and is_due(run, self.plan, tries[-1], time.time()):
+                told_at = time.time()
+                self._interrupt(run, tries[-1])
+                run.told_at = told_at
+            elif run.is_program and not to_tell and has_done(run, self.plan, tries):
+                stop.cancel(run.run_dir)
+                run.done = True
+        except NoAnswerError:  # SLURM is asked again at the next look; a second interruption does no harm
+            return
+        except SlurmtrainError as error:  # a local run is still setting up, or has just left
+            if self.client is not None and to_tell:
+                run.refused = error.message
+
+    def _interrupt(self, run: ScratchRun, attempt: Attempt) -> None:
+        if self.client is None:
+            stop.requeue(run.run_dir)
+            return
+        job_id = attempt.job_id or str(run.run_dir.info()["job_ids"][0])
+        if run.way is Way.EARLY_SIGNAL:
+            self.client.signal(job_id, "USR2")
+        elif run.way is Way.REQUEUE:
+            self.client.requeue(job_id, ended=True)
+        elif not attempt.nodes:
+            raise ClusterError("it is not known on which node its job runs")
+        else:
+            options = [*self.preemptor, f"--nodelist={attempt.nodes[0]}"]
+            script = preemptor_script(run.config.cluster.account, options)
+            self.preempting.append(sbatch(script, run.run_dir.path / "submitit", self.client.slurm_conf, []))
+
+    def end(self) -> None:
+        """End what is left of the runs, and remove their folder. It stays if it is to be kept, or a job may write there."""
+        launchers = [run.launcher for run in self.runs if run.launcher is not None]
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGTERM)  # it tells the ranks, and starts no others
+        if self.client is not None:
+            for run_dir in all_runs(self.folder):  # also one that Ctrl-C has cut off while it was submitted
+                with contextlib.suppress(SlurmtrainError):
+                    stop.cancel(run_dir)
+            if self.preempting:
+                with contextlib.suppress(SlurmtrainError):
+                    self.client.cancel(*self.preempting)
+        until, pause = time.monotonic() + LEAVE_S, LOOK_EVERY_S
+        while any(launcher.poll() is None for launcher in launchers) or self._has_jobs():
+            self.jobs_left = time.monotonic() >= until
+            if self.jobs_left:
+                for launcher in launchers:
+                    launcher.kill()
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, ASK_EVERY_S)
+        if self.jobs_left or (self.keep and self.runs):
+            self.kept = self.folder
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another drill has left something there
+                self.folder.parent.rmdir()
+
+    def _has_jobs(self) -> bool:
+        if self.client is None:
+            return False
+        try:
+            jobs = [*self.preempting, *(job for run_dir in all_runs(self.folder) for job in run_dir.info()["job_ids"])]
+            return any(queued.state not in GONE for queued in self.client.queue(jobs).values())
+        except SlurmtrainError:
+            return True
+
+
+@contextlib.contextmanager
+def drilling(plan: Plan, runs_dir: Path, client: SlurmClient | None) -> Iterator[Drill]:
+    """Make the folder of a drill, and end all of its runs, in whatever way it ends: TERM and HUP are as Ctrl-C.
+
+    Raises:
+        ConfigError: somebody else can replace files in it.
+        OSError: it cannot be made.
+    """
+    made = Drill(plan, make_folder(runs_dir, DRILLS, new_run_id()), client)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+    handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield made
+    except BaseException:
+        if made.runs:
+            log.info("the drill was interrupted; its jobs are cancelled, and its runs are kept: %s", made.folder)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        made.end()
+        made.took_s = time.monotonic() - made.began
+
+
+def drill(
+    config: Config,
+    plan: Plan,
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    source: CodeSource | None = None,
+    given: Collection[str] | None = None,
+) -> Drill:
+    """Run a drill. All of its jobs are cancelled at the end, also after Ctrl-C.
+
+    The folder of its runs is removed, unless a way has failed or could not be judged, a job may still write there, the
+    drill was broken off, or the plan is to keep it.
+
+    Args:
+        config: a composed config, or that of a run.
+        overrides: for the record.
+        cwd: the folder to which paths are relative.
+        source: the code of a run; None: that of `cwd`.
+        given: keys that a person has set, where the runs are to be tiny ones on one rank; None: runs as in the config.
+
+    Raises:
+        ConfigError, ClusterError: a run cannot be prepared, or submitted, or its job does not suit the cluster.
+    """
+    if config.job.kind not in (JobKind.TRAIN, JobKind.COMMAND):
+        raise ConfigError(f"drill works with runs that train, but job.kind is {config.job.kind}")
+    if (config.job.checkpoints or "").startswith(("/", "~")):
+        raise ConfigError(
+            f"job.checkpoints={config.job.checkpoints} is outside of the run directory: the runs of the drill would also "
+            "write there",
+            hint="make the program write below $SLURMTRAIN_RUN_DIR, and give job.checkpoints relative to it",
+        )
+    config = with_absolute_paths(config, cwd)
+    job, client, facts = config.job, None, ClusterFacts()
+    may_be_in_place = source is None and job.kind == JobKind.COMMAND and job.snapshot == SnapshotMode.AUTO
+    if may_be_in_place and find_source(job, cwd).root is None:  # there, all runs would find the files of each other
+        config = dataclasses.replace(config, job=dataclasses.replace(job, snapshot=SnapshotMode.CWD))
+    if config.cluster.backend != Backend.LOCAL:
+        config = dataclasses.replace(config, cluster=with_choices_of_the_shell(config.cluster, os.environ))
+        client, facts = ask_cluster(config)
+    if given is not None:
+        config = tiny_config(config, plan, given)
+
+    with drilling(plan, Path(config.job.runs_dir), client) as made:
+        cannot = {way: why for way in plan.ways if (why := why_not_here(way, config)) is not None}
+        if client is not None and Way.PREEMPTION in plan.ways:
+            try:
+                made.preemptor = find_preemptor(config, client, facts, made.folder)
+            except ClusterError as error:
+                cannot[Way.PREEMPTION] = error.message
+
+        def begin(way: Way | None) -> ScratchRun:
+            its = scratch_config(config, plan, way, made.folder)
+            dims = validate(its)
+            check(its, dims, cwd, look_at_files=source is None)
+            made.runs.append(ScratchRun(way, its, *start(its, dims, overrides, cwd, source)))
+            return made.runs[-1]
+
+        # A whole node is wanted for the preemption, so its job comes first.
+        order = sorted((way for way in plan.ways if way not in cannot), key=lambda way: way is not Way.PREEMPTION)
+        by_way: dict[Way | None, ScratchRun] = {way: begin(way) for way in [*order, *([None] if order else [])]}
+
+        def judged(twin: Comparison | None = None) -> list[tuple[Evidence, Verdict]]:
+            its = [
+                Evidence(way, cannot=cannot[way])
+                if way in cannot
+                else evidence_of(by_way[way], way, by_way[None], plan, facts, twin)
+                for way in plan.ways
+            ]
+            return [(each, judge(each, plan)) for each in its]
+
+        made.follow()
+        made.verdicts = judged()
+        if any(verdict.result is Result.FAILED and its.comparison is not None for its, verdict in made.verdicts):
+            log.info("the bits differ; are those of two undisturbed runs the same?")
+            twin = begin(None)
+            made.follow()
+            if twin.finished:
+                made.verdicts = judged(compare_runs(by_way[None].run_dir, twin.run_dir, config.job, plan.tolerance))
+        made.keep = plan.keep or any(each.result in (Result.FAILED, Result.NOT_JUDGED) for _, each in made.verdicts)
+    return made
+
+
+def is_due(run: ScratchRun, plan: Plan, attempt: Attempt, now: float) -> bool:
+    """Return whether it is time to interrupt a run: a training holds, a program shows its step, or else by the clock.
+
+    Args:
+        now: unix seconds.
+    """
+    if not run.is_program:
+        return run.run_dir.interrupted_file.exists()
+    if shown := run.shown_step:
+        return shown >= plan.stop_at
+    if plan.stop_after_s is None and run.config.job.checkpoints is not None:  # its first checkpoint is still to come
+        return False
+    # A program that restores with our Checkpointer has loaded its libraries and its model when it is stepping.
+    return now - (attempt.stepping or attempt.started) >= (plan.stop_after_s or STOP_AFTER_S)
+
+
+def has_done(run: ScratchRun, plan: Plan, tries: Sequence[Attempt]) -> bool:
+    """Return whether a program has done the steps of the plan, and the first one after it was interrupted, too.
+
+    One that shows steps only by its checkpoints may be far beyond the plan when it is interrupted, so that the undisturbed
+    one has to go on.
+    """
+    if run.way is None:
+        return (last_logged_step(run.run_dir) or 0) >= plan.steps
+    return len(tries) > 1 and run.shown_step >= max(plan.steps, (tries[0].last_step or tries[0].seen_step or 0) + 1)
+
+
+def find_preemptor(config: Config, client: SlurmClient, facts: ClusterFacts, folder: Path) -> Sequence[str]:
+    """Return options of sbatch for a job that may preempt one of this config, and that SLURM accepts of this user.
+
+    Raises:
+        ClusterError: there is none, with the reason.
+    """
+    cluster = config.cluster
+    found = preemptors(facts, partition=cluster.partition, account=cluster.account, qos=cluster.qos)
+    if isinstance(found, str):
+        raise ClusterError(found)
+    refusals, script = [], folder / "preemptor.sbatch"
+    for options in found:
+        write_text(script, preemptor_script(cluster.account, options))
+        try:
+            ask_slurm(script, client)
+        except RefusedError as error:
+            refusals.append(f"you may not use {options[-1]} ({error.message})")
+        else:
+            return options
+    raise ClusterError("; ".join(refusals))
+
+
+def evidence_of(
+    run: ScratchRun, way: Way, undisturbed: ScratchRun, plan: Plan, facts: ClusterFacts, twin: Comparison | None
+) -> Evidence:
+    """Return what the records say of a run that was interrupted."""
+    tries = all_attempts(run.run_dir)
+    time_s, time_of = time_given(way, run.config, facts)
+    both = run.finished and undisturbed.finished
+    return Evidence(
+        way,
+        is_program=run.is_program,
+        mode=run.config.requeue.mode,
+        attempts=tries,
+        over=run.over,
+        finished=run.finished,
+        explanation=run.explanation,
+        told=run.told_at is not None,
+        refused=run.refused,
+        time_s=time_s,
+        time_of=time_of,
+        resumed_at=_resumed_at(run.run_dir, tries),
+        undisturbed=undisturbed.explanation,
+        comparison=compare_runs(undisturbed.run_dir, run.run_dir, run.config.job, plan.tolerance) if both else None,
+        twin=twin,
+    )
+
+
+def _resumed_at(run_dir: RunDir, tries: Sequence[Attempt]) -> int | None:
+    """Return the steps done when a run was resumed; None: not known. Of a program its log shows it, if it went back."""
+    if len(tries) < 2 or tries[1].first_step is not None:
+        return tries[1].first_step if len(tries) > 1 else None
+    steps = [int(record["step"]) for record in read_metrics(run_dir.metrics_file)]
+    back = next((step for before, step in itertools.pairwise(steps) if step < before), None)
+    return max(0, back - 1) if back is not None else tries[0].last_step
+
+
+def time_given(way: Way, config: Config, facts: ClusterFacts) -> tuple[float | None, str]:
+    """Return the seconds from the signal until SLURM kills, and what gives them."""
+    cluster = config.cluster
+    if cluster.backend == Backend.LOCAL or way.kills:
+        return None, ""
+    if way is Way.EARLY_SIGNAL:
+        return float(cluster.signal_lead_s), "cluster.signal_lead_s"
+    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    if way is Way.PREEMPTION:
+        return time_to_leave(times), (times.grace_of if times is not None else "") or "KillWait"
+    return (times or PreemptionTimes()).kill_wait_s, "KillWait"

@@ -1,0 +1,242 @@
+"""Overrides of the command line: text stays as it is typed where a field takes text, and all that is wrong is said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from slurmtrain.config.fields import hints, plain
+from slurmtrain.config.overrides import parse
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError, UsageError
+
+
+def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, kind in hints(schema).items():
+        if dataclasses.is_dataclass(kind):
+            yield from fields_of(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, plain(kind)
+
+
+FIELDS = dict(fields_of(Config))
+TEXTS = [key for key, kind in FIELDS.items() if kind is str]
+LISTS = [key for key, kind in FIELDS.items() if kind == list[str]]
+LOOKS = ["1e5", "1_000", "true", "007", "nan", "-3", "1.10", "False"]
+
+
+def value(word: str) -> Any:
+    return parse(word).value()
+
+
+@pytest.mark.parametrize("text", LOOKS)
+def test_text_stays_as_it_is_typed_in_every_field_of_text(text: str) -> None:
+    assert {"cluster.account", "job.name", "job.command"} <= set(TEXTS) and "cluster.modules" in LISTS
+    for key in [*TEXTS, "+cluster.env.NAME", "++eval.cluster.account"]:
+        assert value(f"{key}={text}") == text and value(f"{key}={text} ") == text, key
+    for key in LISTS:
+        assert value(f"{key}=[{text},a, {text}]") == [text, "a", text], key
+    config = compose([f"job.command={text}", f"cluster.modules={text}", f"cluster.env={{A: {text}}}"])
+    assert (config.job.command, config.cluster.modules, config.cluster.env) == (text, [text], {"A": text})
+    assert value("cluster={account: 1e5, nodes: 2, env: {A: true}}") == {
+        "account": "1e5",
+        "nodes": 2,
+        "env": {"A": "true"},
+    }
+
+
+@pytest.mark.parametrize("words", ["1e5,true", "choice(1e5,true)", "tag(a,choice(1e5,true))"])
+@pytest.mark.parametrize("key", ["cluster.account", "job.name", "cluster.modules", "+cluster.env.A"])
+def test_each_choice_of_a_sweep_stays_as_it_is_typed(key: str, words: str) -> None:
+    assert list(parse(f"{key}={words}").sweep_string_iterator()) == ["1e5", "true"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        (["cluster.account=int(3)"], "cluster.account", "3"),
+        (["job.name='1e5'"], "job.name", "1e5"),
+        (["cluster.account=null"], "cluster.account", None),
+        (["cluster.modules=[a]", "prepare.inputs=${cluster.modules}"], "prepare.inputs", ["a"]),
+        (["prepare.inputs='my texts/*.txt'"], "prepare.inputs", ["my texts/*.txt"]),
+        (["prepare.inputs='\"a,b\"'"], "prepare.inputs", ['"a,b"']),
+        (["job.command=run-${train.seed}", "train.seed=3"], "job.command", "run-3"),
+        (["optim.lr=1e-3"], "optim.lr", 1e-3),
+        (["optim.lr='1e-3'"], "optim.lr", 1e-3),
+        (["train.steps='7'"], "train.steps", 7),
+        (["+train.steps=7"], "train.steps", 7),
+        (["requeue.mode=off"], "requeue.mode", "off"),
+        (["checkpoint.allow=config"], "checkpoint.allow", ["config"]),
+        (["~cluster.gpu_type", "cluster=a100x4"], "cluster.gpu_type", None),
+        (["parallel.reshard_after_forward=2"], "parallel.reshard_after_forward", 2),
+        (["parallel.reshard_after_forward=true"], "parallel.reshard_after_forward", True),
+        (["cluster.nodes=2-4"], "cluster.nodes", "2-4"),
+        (["cluster.nodes='4'"], "cluster.nodes", 4),
+    ],
+)
+def test_a_value_becomes_what_its_field_takes(words: list[str], key: str, expected: object) -> None:
+    found: Any = compose(words)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == expected and isinstance(found, type(expected))
+
+
+def test_yaml_files_may_write_numbers_and_switches_as_yaml_1_1_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim/mine.yaml").write_text("lr: 1e-3\nwarmup_steps: '5'\n")
+    (tmp_path / "requeue").mkdir()
+    (tmp_path / "requeue/mine.yaml").write_text("mode: off\n")
+    config = compose(["optim=mine", "requeue=mine"], config_dir=str(tmp_path))
+    assert (config.optim.lr, config.optim.warmup_steps, config.requeue.mode) == (1e-3, 5, "off")
+
+
+def test_a_defaults_list_that_names_no_configs_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    for listed in ("{a: b}", "[3]", "[{3: x}]"):
+        (tmp_path / "optim/mine.yaml").write_text(f"defaults: {listed}\n")
+        with pytest.raises(ConfigError, match=r"optim/mine\.yaml: defaults is not a list of configs"):
+            compose(["optim=mine"], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "said"),
+    [
+        ("train.stepz=20", EXIT_USAGE, "train has no field 'stepz' (in 'train.stepz=20')\n  hint: did you mean steps"),
+        ("trainer.steps=20", EXIT_USAGE, "there is no config key 'trainer'"),
+        ("model.dimm=3", EXIT_USAGE, "model has no key 'dimm'\n  hint: did you mean dim"),
+        ("~model.dimm", EXIT_USAGE, "model has no key 'dimm'"),
+        ("~nosuch", EXIT_USAGE, "there is no config key 'nosuch'"),
+        ("cluster=a100x5", EXIT_USAGE, "there is no cluster called 'a100x5'\n  hint: did you mean a100x8 or a100x4"),
+        ("cluster=3", EXIT_USAGE, "there is no cluster called '3'"),
+        ("=3", EXIT_USAGE, "cannot read the override '=3'"),
+        ("+train.steps=", EXIT_CONFIG, "train.steps= is not a whole number"),
+        ("train.steps=null", EXIT_CONFIG, "train.steps=null is not a whole number"),
+        ("optim.lr=high", EXIT_CONFIG, "optim.lr=high is not a number"),
+        ("cluster.modules={a: 1}", EXIT_CONFIG, "cluster.modules={'a': 1} is not a list"),
+        ("cluster.env=x", EXIT_CONFIG, "cluster.env=x is not a mapping of keys to values"),
+        ("model=base", EXIT_CONFIG, "model.vocab_size is not set, and has no default"),
+        ("cluster.account=${nope}", EXIT_USAGE, "${nope} refers to another config key, but there is no key called"),
+        ("+model.x=${oc.env:NOPE}", EXIT_CONFIG, "Environment variable 'NOPE' not found"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_with_the_key_the_value_and_what_was_expected(
+    word: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+cluster=local", word, "submit", "--dry-run"]) == code
+    answer = capsys.readouterr().err
+    assert answer.startswith("slurmtrain: error: ") and said in answer and "Traceback" not in answer
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as unknown:
+        compose(["train.stepz=1", "optim.lrr=2", "train.seed=x", "cluster=nosuch"])
+    assert all(word in unknown.value.message for word in ("stepz", "lrr", "nosuch")) and "seed" not in str(
+        unknown.value
+    )
+    with pytest.raises(ConfigError) as wrong:
+        compose(["train.steps=0", "optim.lr=high", "preflight.ignore=[clok]"])
+    first, *others = wrong.value.message.splitlines()
+    assert first == "3 things are wrong:" and [line.partition(" (")[0] for line in others] == [
+        "  optim.lr=high is not a number",
+        "  train.steps=0 must be at least 1",
+        "  preflight.ignore[0]=clok is not known",
+    ]
+    with pytest.raises(ConfigError) as rules:
+        validate(compose(["cluster=a100x4", "cluster.mem_per_cpu_gb=1", "cluster.venv=a", "cluster.conda_env=b"]))
+    assert "mem_per_node_gb=480 and cluster.mem_per_cpu_gb=1" in rules.value.message
+    assert "cluster.venv='a' and cluster.conda_env='b' exclude each other" in rules.value.message
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value", "said"),
+    [
+        ("secrets", "A", "env", None),
+        (
+            "secrets",
+            "A$(touch x)",
+            "env",
+            "secrets has 'A$(touch x)', which is not a valid name of an environment variable",
+        ),
+        ("secrets", "A;id", "env", "secrets has 'A;id', which is not a valid name"),
+        ("secrets", "A\nid", "env", "which is not a valid name"),
+        ("cluster", "env", {"A B": "x"}, "cluster.env has 'A B', which is not a valid name"),
+        ("cluster", "env", {"A": "x\ny"}, "cluster.env.A='x\\ny' is not a single line"),
+        ("cluster", "partition", "a\n#SBATCH --x", "is not a single line"),
+        ("cluster", "python", "a\tb", "is not a single line"),
+        ("cluster", "sbatch", {"comment": "a\nb"}, "control characters are not allowed"),
+        ("cluster", "setup", ["a\nb"], None),
+        ("job", "runs_dir", "a\ntouch x", "job.runs_dir='a\\ntouch x' is not a single line"),
+        ("checkpoint", "mirror", "s3://a\nb", "is not a single line"),
+        ("hooks", "on_finish", "a\nb", None),
+        ("hooks", "on_finish", "a\0b", "null byte"),
+    ],
+)
+def test_nothing_that_bash_would_run_reaches_the_script_as_a_name_or_a_path(
+    group: str,
+    name: str,
+    value: object,
+    said: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("A", "a-secret-of-mine")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/hostile.yaml").write_text(f"# @package _global_\n{yaml.safe_dump({group: {name: value}})}")
+    code = main(["--config-dir", ".", "+cluster=a100x4", "+experiment=hostile", "submit", "--dry-run"])
+    answer = capsys.readouterr().err
+    assert (code, answer.count("\n  hint: ")) == ((0, 0) if said is None else (EXIT_CONFIG, 1)), answer
+    assert said is None or said in answer
+
+
+@pytest.mark.parametrize(
+    ("steps", "words", "expected"),
+    [
+        (20, [], (1, 1, 5, 4)),
+        (500, [], (30, 10, 125, 100)),
+        (100_000, [], (2000, 10, 500, 100)),
+        (1, [], (1, 1, 1, 1)),
+        (20, ["optim.warmup_steps=0", "train.eval_every=0", "checkpoint=auto"], (0, 1, 0, 0)),
+    ],
+)
+def test_what_nobody_has_set_follows_the_length_of_the_run(
+    steps: int, words: list[str], expected: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose([f"train.steps={steps}", *words])
+    validate(config)
+    found = config.optim.warmup_steps, config.train.log_every, config.train.eval_every, config.checkpoint.every_steps
+    assert found == expected
+    assert main(["--cfg", "job", f"train.steps={steps}", *words]) == 0
+    assert f"  warmup_steps: {expected[0]}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.n_heads=5"], "model.dim=32 cannot be divided among model.n_heads=5"),
+        (["model.n_kv_heads=3"], "model.n_heads=4 cannot share model.n_kv_heads=3 evenly"),
+        (["model.head_dim=7"], "model.head_dim=7 is odd"),
+        (["model.dim=12"], "gives each of model.n_heads=4 an odd size"),
+        (["model.n_layers=0"], "model.n_layers=0 is not a whole number of at least 1"),
+        (["model.dropout=1"], "model.dropout=1 is not a probability"),
+    ],
+)
+@pytest.mark.parametrize("sweep", [False, True])
+def test_sizes_of_a_model_that_do_not_fit_together_are_refused_before_anything_is_queued(
+    words: list[str], said: str, sweep: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, _, wrong = words[0].partition("=")
+    right = {"model.dropout": 0, "model.dim": 32}.get(key, 2)
+    varied = ["data=stdlib_tiny", f"{key}={right},{wrong}"]
+    line = ["-m", "model=tiny", "+cluster=a100x4", *varied] if sweep else ["model=tiny", "+cluster=a100x4", *words]
+    assert main([*line, "submit", "--dry-run"]) == EXIT_CONFIG
+    assert said in capsys.readouterr().err

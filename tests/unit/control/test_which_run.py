@@ -1,0 +1,211 @@
+"""Which run a command means: `last` is the one that was submitted last, and a copy of a run has no jobs of the original."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.process_mark import ProcessMark
+from tests.support.commands import refusal
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import add_attempt, printed, shown, submitted_run
+from tests.support.stranger import Stranger
+
+SUBMIT = ["+cluster=a100x4", "submit"]
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def zones(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The time zone of this process can be changed by the variable TZ and `time.tzset`."""
+    with monkeypatch.context() as patch:
+        yield patch
+    time.tzset()
+
+
+def submit() -> Path:
+    """A run that was submitted by a command line."""
+    before = {*Path("runs").glob("*/2*")}
+    assert main(SUBMIT) == 0
+    (run,) = {*Path("runs").glob("*/2*")} - before
+    return run.absolute()
+
+
+@pytest.mark.parametrize("verb", ["cancel", "status"])
+def test_last_is_the_run_that_was_submitted_last_in_whatever_time_zone(
+    verb: str, project: Path, slurm: FakeSlurm, zones: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    runs = []
+    for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago"):  # 25 hours apart
+        zones.setenv("TZ", zone)
+        time.tzset()
+        runs.append(submit())
+    runs[0].rename(runs[0].with_name("zz-my-first"))  # names do not count either
+    assert [each["path"] for each in shown("status")] == [str(runs[0].with_name("zz-my-first")), str(runs[1])]
+    capsys.readouterr()
+    assert main([verb, "last"]) == 0
+    if verb == "cancel":
+        assert slurm.calls("scancel") == ["scancel 102"]
+        assert f"last is run {runs[1].name} (train), submitted " in capsys.readouterr().err
+    else:
+        assert f"run {runs[1].name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["preempt"], "last"), (["requeue"], "2"), (["resume"], "last"), (["checkpoints", "prune"], "2")],
+)
+def test_what_changes_a_run_says_first_which_one_it_means(
+    words: list[str], named: str, project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    run = submit()
+    main([words[0], named, *words[1:]])
+    assert f"slurmtrain: {named} is run {run.name} (train)" in capsys.readouterr().err.splitlines()[0]
+    main([words[0], run.name, *words[1:]])
+    assert "is run" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def copies(project: Path, slurm: FakeSlurm) -> tuple[Path, Path]:
+    """A run whose job is running, and a copy of its directory with the same name."""
+    run = submit()
+    slurm.change("101", state="RUNNING", nodes="n1")
+    copy = project / "kept" / run.name
+    shutil.copytree(run, copy, symlinks=True)
+    return run, copy
+
+
+def test_a_copy_of_a_run_has_no_job_and_does_not_touch_that_of_the_original(
+    copies: tuple[Path, Path], slurm: FakeSlurm
+) -> None:
+    run, copy = copies
+    now = shown("status", str(copy))
+    assert (now["state"], now["alive"], now["job_ids"]) == ("stopped", False, [])
+    assert now["sentence"] == (f"this is a copy of {run}, and has no job of its own. `resume {copy.name}` continues it")
+    for verb in ("cancel", "preempt", "requeue"):
+        said = refusal(verb, str(copy))
+        assert f"run {copy} is a copy of {run}, and has no job of its own" in said and f"name {run}" in said
+    assert "is a copy of" in refusal("requeue", str(copy), "optim.lr=1e-4")
+    assert slurm.calls("scancel") == [] and slurm.job("101")["state"] == "RUNNING"
+    assert shown("status", run.name)["alive"]
+
+
+def test_an_id_means_the_original_though_a_copy_of_its_folder_has_the_same(project: Path, slurm: FakeSlurm) -> None:
+    run = submit()
+    shutil.copytree(run.parent, run.parent.with_name("backup"))
+    assert sorted((each["path"], each["state"]) for each in shown("status")) == [
+        (str(run.parent.with_name("backup") / run.name), "stopped"),
+        (str(run), "waiting"),
+    ]
+    printed("cancel", run.name[:-1])
+    assert slurm.calls("scancel") == ["scancel 101"]
+
+
+def test_a_copy_is_resumed_as_a_run_of_its_own(copies: tuple[Path, Path], slurm: FakeSlurm) -> None:
+    run, copy = copies
+    assert "is submitted again as job 102" in printed("resume", str(copy))
+    script = slurm.job("102")["script"]
+    assert f"run_dir={copy}\n" in script and f"{run}\n" not in script
+    assert [shown("status", str(path))["job_ids"] for path in (run, copy)] == [["101"], ["102"]]
+    assert shown("status", str(copy))["state"] == "waiting"
+    printed("cancel", str(copy))
+    assert slurm.calls("scancel") == ["scancel 102"]
+    printed("cancel", str(run))
+    assert slurm.calls("scancel") == ["scancel 102", "scancel 101"]
+
+
+def test_a_copy_of_a_point_runs_the_code_of_its_sweep_unless_that_is_somebody_elses(
+    project: Path, slurm: FakeSlurm, stranger: Stranger
+) -> None:
+    (project / "mine.py").write_text("import os\n")
+    program = ["job=command", "job.command=python mine.py", "job.snapshot=cwd"]
+    printed("-m", "+cluster=a100x4", *program, "submit")
+    (point,) = (path.parent for path in project.glob("runs/*.sweep-*/*/run.json"))
+    copy = project / "kept" / point.name
+    shutil.copytree(point, copy, symlinks=True)
+    os.chown(point.parent / "code", stranger.uid, -1)
+    assert "which is gone or is not yours" in refusal("resume", str(copy)) and len(slurm.jobs) == 1
+    os.chown(point.parent / "code", os.getuid(), -1)
+    assert "is submitted again as job 102" in printed("resume", str(copy))
+    assert (copy / "code" / "mine.py").read_text() == "import os\n"
+
+
+def test_a_copy_of_a_run_of_this_machine_leaves_the_ranks_of_the_original_alone(project: Path) -> None:
+    mark = ProcessMark.own()
+    run = submitted_run(project, "cluster=local")
+    add_attempt(run, host=mark.host, pid=mark.pid, born=mark.born, pid_namespace=mark.namespace)
+    copy = project / "kept" / "of-mine"
+    shutil.copytree(run.path, copy, symlinks=True)
+    assert [shown("status", str(path))["alive"] for path in (run.path, copy)] == [True, False]
+    assert f"is a copy of {run.path}" in refusal("cancel", str(copy))  # it would have signalled this process
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_that_was_moved_is_the_same_run(again: bool, project: Path, slurm: FakeSlurm) -> None:
+    run = submit()
+    moved = project / "moved" / run.name
+    moved.parent.mkdir()
+    run.rename(moved)
+    assert shown("status", str(moved))["job_id"] == "101"
+    if again:  # it starts where it is now
+        slurm.change("101", state="CANCELLED")
+        printed("resume", str(moved))
+        assert f"run_dir={moved}\n" in slurm.job("102")["script"]
+        assert shown("status", str(moved))["job_ids"] == ["101", "102"]
+    else:
+        printed("cancel", str(moved))
+        assert slurm.calls("scancel") == ["scancel 101"]
+
+
+def test_a_run_that_was_moved_to_another_file_system_is_the_same_run_and_a_copy_that_was_put_back_too(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submit()
+    elsewhere = Path("/dev/shm") / f"slurmtrain-test-{os.getpid()}" / run.name
+    if os.stat("/dev/shm").st_dev == os.stat(run).st_dev:
+        pytest.skip("there is one file system")
+    try:
+        elsewhere.parent.mkdir()
+        shutil.move(run, elsewhere)
+        assert shown("status", str(elsewhere))["job_id"] == "101"
+        shutil.move(elsewhere, run)  # it has another inode now
+        assert shown("status", str(run))["job_id"] == "101"
+    finally:
+        shutil.rmtree(elsewhere.parent, ignore_errors=True)
+
+
+def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm: FakeSlurm) -> None:
+    assert main(["+cluster=a100x4", "-m", "train.seed=1,2", "submit"]) == 0
+    (sweep,) = Path("runs").absolute().glob("*.sweep-*")
+    copy = project / "kept" / sweep.name
+    shutil.copytree(sweep, copy, symlinks=True)
+    for action in ("cancel", "retry"):
+        assert f"sweep {copy} is a copy of {sweep}" in refusal("sweep", action, str(copy))
+    assert slurm.calls("scancel") == []
+    assert {each["state"] for each in shown("sweep", "status", str(sweep))["points"]} == {"waiting"}
+    point = next(copy.glob("2*"))
+    assert shown("status", str(point))["alive"] is False
+    printed("sweep", "cancel", str(sweep))
+    assert len(slurm.calls("scancel")) == 1
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_ctrl_c_in_resume_notes_no_job_twice(call: int, project: Path, slurm: FakeSlurm) -> None:
+    """Whichever of its questions to SLURM it comes at."""
+    run = submit()
+    slurm.change("101", state="CANCELLED")
+    real = slurm.directory / "real"
+    real.mkdir()
+    (slurm.directory / "squeue").rename(real / "squeue")
+    here = f'echo asked >>"$here/asked"; [ "$(wc -l <"$here/asked")" != {call} ] || kill -INT $PPID'
+    slurm.command("squeue", f'{here}\nexec "$here/real/squeue" "$@"')
+    code = main(["resume", run.name])
+    job_ids = RunDir(run).info()["job_ids"]
+    assert job_ids in (["101"], ["101", "102"]) and (code == 130 or job_ids[-1] == "102")
