@@ -153,7 +153,7 @@ def usage_object(row: Row) -> dict[str, Any]:
 def report_object(page: Page, written: Sequence[Path]) -> dict[str, Any]:
     """Return what `report RUN|SWEEP --json` prints.
 
-    files        paths of the page, the pictures and the tables that were written
+    files        paths of the page and the pictures that were written
     state        one word on the run; of a sweep, how many points are in which state
     sentences    what it is, how far it got, what was lost and why
     advice       what to do

@@ -1,4 +1,4 @@
-"""report: a run or a sweep as one HTML page, as pictures and as tables; or the page served on this machine."""
+"""report: a run or a sweep as one HTML page and as pictures; or the page served on this machine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--port needs --serve", hint="add --serve, or leave it out")
     if options.port is not None and not 1024 <= options.port <= 65535:
         raise UsageError(f"--port {options.port}: expected a port from 1024 to 65535")
-    if options.serve and (options.out or options.png or options.tables or options.json):
-        raise UsageError("--serve does not write files", hint="without it, --out, --png and --tables do")
+    if options.serve and (options.out or options.png or options.json):
+        raise UsageError("--serve does not write files", hint="without it, --out and --png do")
     if options.out == "-" and options.json:
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
 
@@ -76,7 +76,7 @@ def _sweep_page(sweep: Sweep, options: argparse.Namespace) -> Page:
         points.append(collect.Point(point.number, point.varied, there, now[point.run_id].status))
     table = collect.table_of(points, metric=options.metric, mode=options.mode)
     states = {point.number: now[point.run_id] for point in sweep.points()}
-    return sweep_page(SweepFacts(sweep.id, str(sweep.path), sweep.info(), tuple(points), states, table, time.time()))
+    return sweep_page(SweepFacts(sweep.id, sweep.info(), tuple(points), states, table, time.time()))
 
 
 def _write(page: Page, options: argparse.Namespace) -> int:
@@ -96,17 +96,12 @@ def _write(page: Page, options: argparse.Namespace) -> int:
         from slurmtrain.report.page.pictures import draw_all
 
         written += draw_all(page, Path(options.png))
-    if options.tables is not None:
-        from slurmtrain.report.page.tables import write_all
-
-        written += write_all(page, Path(options.tables))
     if options.json:
         print_json(report_object(page, written))
     elif options.out != "-":
         print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser; it needs no network")
         if options.what == "last" and page.sweep:
             print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
-        more = len(written) - 1
-        if more:
-            print(f"{more} more files in {', '.join(str(each) for each in (options.png, options.tables) if each)}")
+        if len(written) > 1:
+            print(f"{len(written) - 1} pictures in {options.png}")
     return 0

@@ -19,10 +19,9 @@ from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import EXIT_REQUEUE, UnreadableRecordError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.scaling import WORTH_IT
+from slurmtrain.report.page.pictures import draw, kind_of_picture
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.plot import kind_of_picture
-from slurmtrain.report.scaling import ScalingTest, scaling_test
-from slurmtrain.report.scaling_plot import draw
+from slurmtrain.report.scaling import ScalingTest, chart_of, scaling_test
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.report.step_times import StepTimes, read_step_times
 from slurmtrain.report.waiting import as_they_end
@@ -122,7 +121,7 @@ def _report(sweep: Sweep, configs: Sequence[Config], arguments: argparse.Namespa
         if failed:
             print(f"sweep retry {sweep.id} starts them again; then the same command")
     if test is not None and arguments.plot is not None and len(test.measurements) > 1:
-        draw(test, Path(arguments.plot))
+        draw(chart_of(test), Path(arguments.plot))
         log.info("drawn into %s", arguments.plot)
     return EXIT_REQUEUE if failed else 0
 

@@ -136,7 +136,7 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]
 
 
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
-    """Print, write and draw the points and their metrics as a table."""
+    """Print or write the points and their metrics as a table."""
     now, points = states_of(sweep), []
     for point in sweep.points():
         run_dir = sweep.run_dir(point.run_id)
@@ -148,20 +148,10 @@ def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
         output = Path(options.output)
         write_whole(output, table_bytes(table, options.format or format_of(output)))
         print(f"{options.output}: {len(table.rows)} points, {len(table.columns)} columns")
-    elif options.format == "parquet":
-        raise UsageError("Parquet is nothing for a terminal", hint="add -o FILE.parquet")
     elif options.format is not None:
         sys.stdout.write(table_bytes(table, options.format).decode())
-    elif options.plot is None:
+    else:
         _print_collected(table)
-    if options.plot is not None:
-        from slurmtrain.report import plot
-
-        if options.plot == "-":
-            print(plot.drawn_as_text(table), end="")
-        else:
-            plot.draw(table, Path(options.plot))
-            print(f"{options.plot}: {table.goal.metric if table.goal else ''} over {', '.join(table.varied)}")
     return 0
 
 

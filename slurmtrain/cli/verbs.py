@@ -373,7 +373,6 @@ VERBS: dict[str, Verb] = {
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
             option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
             option("--png FOLDER", "also draw each chart into FOLDER as a PNG file"),
-            option("--tables FOLDER", "also write each table into FOLDER as a CSV file"),
             option("--metric NAME", "for a sweep: compare the points by the best value of this metric"),
             MODE,
             option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),
@@ -383,15 +382,14 @@ VERBS: dict[str, Verb] = {
         ),
         (
             "report last  # report-RUN.html, to open in a browser or send to somebody",
-            "report last --png pictures --tables tables",
+            "report last --png pictures",
             "report last --serve  # live; prints its URL",
         ),
         "runs",
     ),
     "sweep": Verb(
         "show the points of a sweep, collect their metrics, retry or cancel them",
-        "Show the points of a sweep, collect their metrics as a table or picture, submit failed points again, or cancel "
-        "all.",
+        "Show the points of a sweep, collect their metrics as a table, submit failed points again, or cancel all.",
         examples=(
             "sweep status last --watch",
             "sweep collect last -o table.csv",
@@ -402,15 +400,14 @@ VERBS: dict[str, Verb] = {
             "list": Verb("list all sweeps", arguments=(JSON,)),
             "status": Verb("show every point: what varies, its state, step and loss", arguments=(SWEEP, *WATCH, JSON)),
             "collect": Verb(
-                "print a table of all points with their metrics, or draw a metric over what varies",
+                "print a table of all points with their metrics",
                 arguments=(
                     SWEEP,
-                    option("-o, --output FILE", "write FILE.csv, .md, .json or .parquet instead of printing"),
-                    option("--format csv|markdown|json|parquet", "default: by FILE's suffix, or a table"),
+                    option("-o, --output FILE", "write FILE.csv, .md or .json instead of printing"),
+                    option("--format csv|markdown|json", "default: by FILE's suffix, or a table"),
                     option("--json", "the same as --format json", action="store_const", dest="format", const="json"),
                     option("--metric NAME", "compare its best values (default: checkpoint.best_metric, else loss)"),
                     MODE,
-                    option("--plot OUT", "plot it over each varied key: OUT.png, OUT.svg, or - for text"),
                 ),
             ),
             "retry": Verb(

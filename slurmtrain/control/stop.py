@@ -216,7 +216,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
     Return nothing if SLURM does not say how long a preempted job may take.
     """
-    from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
+    from slurmtrain.report.waiting import leaving_sentence, time_to_leave, wait_until_left
     from slurmtrain.slurm.preemption import preemption_times
     from slurmtrain.slurm.read_facts import read_preemption
 

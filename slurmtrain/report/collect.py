@@ -1,7 +1,7 @@
 """From a set of runs to one table: a row for every point, a column for every varied key and every metric.
 
 It reads each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. It knows nothing
-of how points are made or submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
+of how points are made or submitted, and nothing of how a table is shown or written (`table_files`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurmtrain.checkpoint.store.retention import Keep
@@ -125,20 +125,6 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
     return Table(tuple(columns), tuple(rows), varied, goal)
 
 
-def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return (step, value) pairs of one metric in the order of the log, without those that were logged again.
-
-    A resumed run repeats the steps after its checkpoint: a record of an earlier step replaces all records of that step
-    and of later ones.
-    """
-    kept: list[tuple[int, float]] = []
-    for step, value in series:
-        while kept and kept[-1][0] >= step:
-            kept.pop()
-        kept.append((step, value))
-    return kept
-
-
 def metrics_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return the records of a run's metrics and of its evaluation jobs, by step, each value once, as it counts.
 
@@ -152,8 +138,8 @@ def metrics_of(run_dir: RunDir) -> list[dict[str, Any]]:
 def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return records in the order of the log, without those that were logged again.
 
-    An attempt that repeats steps replaces the records of later steps, as in `as_it_counts`, and those of the same step
-    that have a value of the same name.
+    A resumed run repeats the steps after its checkpoint: a record of an earlier step replaces all records of later steps,
+    and those of the same step that have a value of the same name.
     """
     kept: list[dict[str, Any]] = []
     for record in logged:
@@ -170,42 +156,26 @@ def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 class _Log:
     """The part of one run's log that the table needs, so that a thousand logs need not be held at once."""
 
-    step: int | None
-    last: dict[str, float]
-    best: dict[str, float | None]  # best value of each candidate
+    step: int | None = None
+    last: Mapping[str, float] = field(default_factory=dict)
+    best: Mapping[str, float | None] = field(default_factory=dict)  # best value of each candidate
 
 
 def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
     if run_dir is None:
-        return _Log(None, {}, {})
+        return _Log()
     try:
-        logged = read_metrics(run_dir.metrics_file)
-        evaluated = sorted(read_evaluations(run_dir.evaluations_file), key=lambda record: record["step"])
+        logged = metrics_of(run_dir)
     except UnreadableRecordError:  # the point's state says so, and the others get their rows
-        return _Log(None, {}, {})
-    last: dict[str, float] = {}
-    seen, step = {"step"}, None
-    for record in [*reversed(logged), *reversed(evaluated)]:
-        if seen.issuperset(record):  # nearly always: only the tail has anything to add
-            continue
+        return _Log()
+    values: dict[str, dict[int, float]] = {}  # by name and step: of a step, what the run itself logged comes last
+    for record in logged:
         for name, value in record.items():
-            if name not in seen and records.is_scalar(value):
-                last[name] = value
-                seen.add(name)
-                step = record["step"] if step is None else max(step, record["step"])
-    best = {goal.metric: goal.best(_as_measured(evaluated, logged, goal.metric).values()) for goal in candidates}
-    return _Log(step, last, best)
-
-
-def _as_measured(
-    evaluated: Iterable[Mapping[str, Any]], logged: Iterable[Mapping[str, Any]], name: str
-) -> dict[int, float]:
-    """Return a metric by step: from evaluation jobs and from the run's own log, which takes precedence."""
-    return dict(_series(evaluated, name)) | dict(as_it_counts(_series(logged, name)))
-
-
-def _series(logged: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:
-    return ((record["step"], record[name]) for record in logged if name in record and records.is_scalar(record[name]))
+            if name != "step" and records.is_scalar(value):
+                values.setdefault(name, {})[record["step"]] = value
+    step = max((step for by_step in values.values() for step in by_step), default=None)
+    last = {name: by_step[max(by_step)] for name, by_step in values.items()}
+    return _Log(step, last, {goal.metric: goal.best(values.get(goal.metric, {}).values()) for goal in candidates})
 
 
 def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:

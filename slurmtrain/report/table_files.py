@@ -1,22 +1,18 @@
-"""A table as CSV, Markdown, JSON or Parquet, written to a file atomically."""
+"""A table as CSV, Markdown or JSON, written to a file atomically."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
 from slurmtrain.report.collect import Cell, Table
 from slurmtrain.system.files import write_where_named
 from slurmtrain.system.json_text import json_text
-from slurmtrain.system.records import is_scalar
 
-FORMATS = ("csv", "markdown", "json", "parquet")
-SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json", ".parquet": "parquet"}
-EXTRA_HINT = "pip install 'slurmtrain[sweeps]'"
+SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
 
 
 def format_of(path: Path) -> str:
@@ -34,13 +30,7 @@ def format_of(path: Path) -> str:
 
 
 def table_bytes(table: Table, kind: str) -> bytes:
-    """Return the content of a file of that format.
-
-    Raises:
-        UsageError: Parquet is wanted, and pyarrow is not installed.
-    """
-    if kind == "parquet":
-        return _parquet(table)
+    """Return the content of a file of that format."""
     text = {"csv": _csv, "markdown": _markdown, "json": _json}[kind](table)
     return text.encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
 
@@ -102,34 +92,3 @@ def _escape(cell: str) -> str:
 def _json(table: Table) -> str:
     """Format one object per row, by column. An unknown value is null, not a number is "NaN"."""
     return json_text([dict(zip(table.columns, row, strict=True)) for row in table.rows])
-
-
-def _parquet(table: Table) -> bytes:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(
-            f"writing Parquet needs pyarrow, which cannot be imported ({error})", hint=EXTRA_HINT
-        ) from None
-    types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
-    arrays = []
-    for name in table.columns:
-        cells = table.column(name)
-        kind = column_kind(cells)
-        values = [None if cell is None else plain(cell) for cell in cells] if kind == "text" else cells
-        arrays.append(pyarrow.array(values, type=types[kind]))
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(arrays, names=list(table.columns)), sink)
-    return sink.getvalue()
-
-
-def column_kind(cells: Sequence[Cell]) -> str:
-    """Return the one type that holds all cells of a column: "bool", "int", "float" or "text"."""
-    known = [cell for cell in cells if cell is not None]
-    integers = [cell for cell in known if isinstance(cell, int) and not isinstance(cell, bool)]
-    if len(integers) == len(known) and known:
-        return "int" if all(-(2**63) <= cell < 2**63 for cell in integers) else "text"
-    if all(isinstance(cell, bool) for cell in known) and known:
-        return "bool"
-    return "float" if all(is_scalar(cell) for cell in known) else "text"

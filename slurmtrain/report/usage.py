@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from slurmtrain.choices import Choice
 from slurmtrain.errors import ClusterError, UnreadableRecordError
-from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Sums, over_all
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
 from slurmtrain.report.goodput.history import History, read_history
 from slurmtrain.report.goodput.run import of_history
 from slurmtrain.report.status.look import states
@@ -26,10 +25,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
-from slurmtrain.system.chunks import work_in_chunks
 from slurmtrain.system.user import name_of
 
-RUNS_AT_ONCE = 100  # those that a process reads before it tells of them; it takes longer than to start the process
 STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 
 
@@ -83,6 +80,8 @@ class _Run(NamedTuple):
         slurm_conf: the slurm.conf that it names.
         attempts: numbers of those of its attempts that count and have records of how busy their GPUs were.
         goodput: where its time went, without its segments.
+        parts: its segments, those of an attempt with the same cause as one.
+        begin, end: of its time, in unix seconds.
     """
 
     run_dir: RunDir
@@ -90,24 +89,9 @@ class _Run(NamedTuple):
     slurm_conf: str | None
     attempts: tuple[int, ...]
     goodput: Goodput
-
-
-class _Open(NamedTuple):
-    """A run of which SLURM, or the host of a local run, is to say whether it has ended."""
-
-    run_dir: RunDir
-    history: History
-
-
-class _Part(NamedTuple):
-    """What was read of some of the runs.
-
-    Attributes:
-        unreadable: why others of them are left out, a sentence each.
-    """
-
-    found: list[_Run | _Open]
-    unreadable: list[str]
+    parts: tuple[Segment, ...]
+    begin: float
+    end: float
 
 
 def usage_of(
@@ -140,60 +124,50 @@ def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
 
 def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tuple[list[_Run], list[str]]:
     """Read all runs; SLURM is asked, once, about those that only it can say the end of."""
-    read = partial(_read_some, since=since, now=now)
-    parts = work_in_chunks(read, run_dirs, at_least=RUNS_AT_ONCE)
-    found = [each for part in parts for each in part.found]
-    open_runs = [each for each in found if isinstance(each, _Open)]
-    states_of = states([each.run_dir for each in open_runs]) if open_runs else {}
-    runs = []
-    for each in found:
-        if isinstance(each, _Open):
-            state = states_of[each.run_dir.id]
-            # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
-            alive = None if state.status == RunStatus.UNKNOWN else state.alive
-            kept = _kept(each.run_dir, each.history, alive, since, now)
-        else:
-            kept = each
-        if kept is not None:
-            runs.append(kept)
-    return runs, [sentence for part in parts for sentence in part.unreadable]
-
-
-def _read_some(run_dirs: Sequence[RunDir], since: float | None, now: float) -> _Part:
-    part = _Part([], [])
+    found: dict[RunDir, _Run | History | None] = {}
+    unreadable = []
     for run_dir in run_dirs:
         try:
             check_parts(run_dir)
             history = read_history(run_dir)
         except UnreadableRecordError as error:
-            part.unreadable.append(error.message)
+            unreadable.append(error.message)
         except OSError as error:
-            part.unreadable.append(f"{run_dir.path}: {error}")
+            unreadable.append(f"{run_dir.path}: {error}")
         else:
-            ended = None if history.is_open else _kept(run_dir, history, False, since, now)
-            if history.is_open or ended is not None:
-                part.found.append(_Open(run_dir, history) if ended is None else ended)
-    return part
+            found[run_dir] = history if history.is_open else _kept(run_dir, history, False, since, now)
+    open_runs = {run_dir: each for run_dir, each in found.items() if isinstance(each, History)}
+    states_of = states(open_runs) if open_runs else {}
+    for run_dir, history in open_runs.items():
+        state = states_of[run_dir.id]
+        # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
+        alive = None if state.status == RunStatus.UNKNOWN else state.alive
+        found[run_dir] = _kept(run_dir, history, alive, since, now)
+    return [each for each in found.values() if isinstance(each, _Run)], unreadable
 
 
 def _kept(run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float) -> _Run | None:
     """Return what is to be kept of a run; None if nothing of it was after `since`."""
-    spent = of_history(history, alive=alive, now=now, with_segments=False)
-    numbers = set(spent.nodes)
+    spent = of_history(history, alive=alive, now=now)
     if since is not None and spent.end <= since:
         return None
-    if since is not None and spent.begin < since:
-        cut = of_history(history, alive=alive, now=now).since(since)
-        numbers = {each.attempt for each in cut.pieces}
-        spent = replace(cut, segments=())
+    if since is not None:
+        spent = spent.since(since)
+    lengths: dict[Segment, float] = {}
+    for each in spent.segments:
+        key = each._replace(start=0.0, end=0.0)
+        lengths[key] = lengths.get(key, 0.0) + each.seconds
+    numbers = {each.attempt for each in spent.segments}
+    sampled = (each for each in history.tries if each.gpus and each.sampled and each.record.number in numbers)
     return _Run(
         run_dir,
         () if history.local or not spent.gpu_seconds else history.jobs,
         history.slurm_conf,
-        tuple(
-            each.record.number for each in history.tries if each.gpus and each.sampled and each.record.number in numbers
-        ),
-        spent,
+        tuple(each.record.number for each in sampled),
+        replace(spent, segments=()),
+        tuple(key._replace(end=seconds) for key, seconds in lengths.items()),
+        spent.begin,
+        spent.end,
     )
 
 
@@ -239,7 +213,7 @@ def _accounted(found: Sequence[_Run], since: float | None) -> tuple[dict[RunDir,
 
 
 def _is_of(run: _Run, start: float) -> bool:
-    return run.goodput.begin - STALE_S <= start <= run.goodput.end + STALE_S
+    return run.begin - STALE_S <= start <= run.end + STALE_S
 
 
 # The rows.
@@ -260,27 +234,27 @@ def _row(who: str, runs: Sequence[_Run], samples: Samples, accounted: Accounted)
     )
 
 
-def _grouped(runs: Sequence[_Run], names: Sequence[str], samples: Samples, accounted: Accounted) -> list[Row]:
+def _grouped(
+    runs: Sequence[_Run], name_of_run: Callable[[_Run], str], samples: Samples, accounted: Accounted
+) -> list[Row]:
     groups: dict[str, list[_Run]] = {}
-    for each, name in zip(runs, names, strict=True):
-        groups.setdefault(name, []).append(each)
+    for each in runs:
+        groups.setdefault(name_of_run(each), []).append(each)
     return [_row(name, members, samples, accounted) for name, members in groups.items()]
 
 
 def _by_run(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
-    names = [(each.run_dir.evaluated_run or each.run_dir).id for each in runs]
-    return _grouped(runs, names, samples, accounted)
+    return _grouped(runs, lambda each: (each.run_dir.evaluated_run or each.run_dir).id, samples, accounted)
 
 
 def _by_user(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
     """Return a row for each owner of folders of runs: what run.json says of its user anybody can write."""
-    owners = [_owner(each.run_dir) for each in runs]
-    return sorted(_grouped(runs, owners, samples, accounted), key=_cost, reverse=True)
+    return sorted(_grouped(runs, _owner, samples, accounted), key=_cost, reverse=True)
 
 
-def _owner(run_dir: RunDir) -> str:
+def _owner(run: _Run) -> str:
     try:
-        uid = os.stat(run_dir.path).st_uid
+        uid = os.stat(run.run_dir.path).st_uid
     except OSError:
         return "unknown"
     return name_of(uid) or str(uid)
@@ -288,24 +262,22 @@ def _owner(run_dir: RunDir) -> str:
 
 def _by_node(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
     """Return a row for each node on which ranks ran. Its seconds are those of the node, its GPUs a node's part of the run's."""
-    sums: dict[str, Sums] = {}
+    parts: dict[str, list[Segment]] = {}
     of_node: dict[str, set[str]] = {}  # paths of the runs
     for each in runs:
         whole = str((each.run_dir.evaluated_run or each.run_dir).path)
-        for piece in each.goodput.pieces:
-            nodes = each.goodput.nodes.get(piece.attempt, ())
-            if piece.cause in HOLDS_NO_GPUS or piece.seconds <= 0:
-                continue
-            for node in nodes:
+        for part in each.parts:
+            nodes = each.goodput.nodes.get(part.attempt, ())
+            for node in nodes if part.cause not in HOLDS_NO_GPUS else ():
                 of_node.setdefault(node, set()).add(whole)
-                sums.setdefault(node, Sums()).add(piece, len(nodes))
+                parts.setdefault(node, []).append(part._replace(gpus=part.gpus / len(nodes)))
     sampled: dict[str, list[NodeGpus]] = {}
     for each in runs:
         for use in samples.get(each.run_dir, ()):
             sampled.setdefault(use.node, []).append(use)
     rows = [
-        Row(name, len(of_node[name]), Goodput(**found.fields()), total_of(sampled.get(name, ())))
-        for name, found in sums.items()
+        Row(name, len(of_node[name]), Goodput(**sums_of(found)), total_of(sampled.get(name, ())))
+        for name, found in parts.items()
     ]
     return sorted(rows, key=_cost, reverse=True)
 

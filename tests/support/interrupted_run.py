@@ -49,7 +49,9 @@ class RunFiles:
             for name, value in fields.items()
         }
         nodes = values.pop("nodes", ["n1", "n2"])
-        record = Attempt(number, **{"job_id": job, "restart_count": restart, "gpus": GPUS, "nodes": nodes, **values})
+        record = Attempt(
+            number, **{"job_id": job, "restart_count": restart, "gpus": GPUS, "nodes": nodes, "kind": "train", **values}
+        )
         (folder / "attempt.json").write_text(json.dumps(asdict(record)))
 
     def config(self, **sections: object) -> None:

@@ -44,10 +44,10 @@ from slurmtrain.launch.snapshot import CodeSource, find_source
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.report.leaving_time import time_to_leave
 from slurmtrain.report.progress import read_progress
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState
+from slurmtrain.report.waiting import time_to_leave
 from slurmtrain.runs.attempts import Attempt, all_attempts
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slurmtrain.choices import JobKind
 from slurmtrain.report.goodput.causes import Cause
 from slurmtrain.report.goodput.history import AttemptTimes
-from slurmtrain.report.goodput.stretches import Events, Stretch, overlay, times_of
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.system import records
 
 ROLLED_BACK = "rolled back"  # why steps are done again in the same attempt
-_LEAVING = (Event.TRAINING_FINISHED, Event.TRAINING_STOPPED)
+
+Stretch = tuple[float, float, Cause, str]  # start, end, cause, because
+Events = Mapping[str, Sequence[Mapping[str, Any]]]  # the events of an attempt, by name, oldest first
 
 
 def inside_of(
@@ -34,100 +36,74 @@ def inside_of(
         over: the run has ended with it.
     """
     record = each.record
-
-    def within(moment: float | None, default: float) -> float:
-        return default if moment is None else min(end, max(begin, moment))
-
-    stepping = record.stepping if record.stepping is not None and record.stepping > 0 else None
-    if stepping is None:
-        found = _inside_of_program(record, kind, events, begin, end, within)
+    if record.stepping is not None and record.stepping > 0:
+        stepping = min(end, max(begin, record.stepping))
+        found: list[Stretch] = [(begin, stepping, Cause.STARTUP, "")]
+        found += _training(record, kind, events, stepping, end, furthest, over=over)
+    elif kind is not None and kind != JobKind.COMMAND:
+        found = [(begin, end, Cause.STARTUP, "")]
     else:
-        found = _inside_of_training(each, kind, events, within(stepping, end), begin, end, furthest, over=over)
-    standing: list[Stretch] = []
-    if each.failed is not None:
-        standing.append((within(each.failed, end), end, Cause.IDLE_END, ""))
-    found = overlay(found, standing)
-    if each.hung_since is not None:
-        found = overlay(found, [(within(each.hung_since, end), end, Cause.HUNG, "")])
+        found = _program(record, events, begin, end)
+    for moment, cause in ((each.failed, Cause.IDLE_END), (each.hung_since, Cause.HUNG)):
+        if moment is not None:
+            found = overlay(found, [(min(end, max(begin, moment)), end, cause, "")])
     return found
 
 
-def _inside_of_program(
-    record: Attempt,
-    kind: str | None,
-    events: Events,
-    begin: float,
-    end: float,
-    within: Any,
-) -> list[Stretch]:
-    """Return the time of an attempt that never said that it trains: it was starting, or is a program of the user's own.
+def _program(record: Attempt, events: Events, begin: float, end: float) -> list[Stretch]:
+    """Return the time of a program of the user's own, which never said that it trains.
 
-    Of such a program only the time between its first and its last report of progress is known to be productive.
+    Only the time between its first and its last report of progress is known to be productive.
     """
-    if kind is not None and kind != JobKind.COMMAND:
-        return [(begin, end, Cause.STARTUP, "")]
-    started = within(record.started or None, end)
-    reports = times_of(events, Event.FIRST_REPORT)
+
+    def within(moment: float) -> float:
+        return min(end, max(started, moment))
+
+    started = min(end, max(begin, record.started)) if record.started else end
+    reports = events.get(Event.FIRST_REPORT, ())
+    first = within(float(reports[0]["time"])) if reports else end
     marks = [moment for moment in (record.last_logged, record.marked) if moment is not None]
-    first = within(reports[0], end) if reports else end
-    last = max([first, *(within(mark, end) for mark in marks)]) if reports else end
+    last = max([first, *map(within, marks)]) if reports else end
     found: list[Stretch] = [
         (begin, started, Cause.STARTUP, ""),
-        (started, max(started, first), Cause.UNKNOWN, ""),
-        (max(started, first), max(started, last), Cause.PRODUCTIVE, ""),
-        (max(started, last), end, Cause.UNKNOWN, ""),
+        (started, first, Cause.UNKNOWN, ""),
+        (first, last, Cause.PRODUCTIVE, ""),
+        (last, end, Cause.UNKNOWN, ""),
     ]
-    again = times_of(events, Event.CAUGHT_UP)
-    step = next((_step(event) for event in events.get(Event.FIRST_REPORT, ())), None)
+    step = _step(reports[0]) if reports else None
     if step is not None and step < (record.reported_before or 0):
-        until = within(again[-1], end) if again else last
-        found = overlay(found, [(first, until, Cause.REDONE, "")], only=Cause.PRODUCTIVE)
+        again = _times(events, Event.CAUGHT_UP)
+        found = overlay(found, [(first, within(again[-1]) if again else last, Cause.REDONE, "")], only=Cause.PRODUCTIVE)
     return [each for each in found if each[1] > each[0]]
 
 
-def _inside_of_training(
-    each: AttemptTimes,
-    kind: str | None,
-    events: Events,
-    stepping: float,
-    begin: float,
-    end: float,
-    furthest: int,
-    *,
-    over: bool,
+def _training(
+    record: Attempt, kind: str | None, events: Events, stepping: float, end: float, furthest: int, *, over: bool
 ) -> list[Stretch]:
-    """Return the time of an attempt that has begun to train, or to evaluate, at `stepping`."""
-    record = each.record
+    """Return the time of an attempt from when it began to train, or to evaluate."""
 
     def clamp(moment: float) -> float:
         return min(end, max(stepping, moment))
 
-    leaving = next((event for name in _LEAVING for event in events.get(name, ())[-1:]), None)
+    endings = [*events.get(Event.TRAINING_STOPPED, ()), *events.get(Event.TRAINING_FINISHED, ())]
+    leaving = endings[-1] if endings else None
     left = end if leaving is None else clamp(float(leaving["time"]))
     base = Cause.EVALUATION if kind == JobKind.EVALUATE else Cause.PRODUCTIVE
-    found: list[Stretch] = [
-        (begin, stepping, Cause.STARTUP, ""),
-        (stepping, left, base, ""),
-        (left, end, Cause.IDLE_END, ""),
-    ]
+    found: list[Stretch] = [(stepping, left, base, ""), (left, end, Cause.IDLE_END, "")]
     first, last = record.first_step, record.last_step
     found = overlay(found, _first_step(events, stepping, left, first, last))
     found = overlay(found, _redone(events, stepping, left, first, last, furthest))
     if over and Event.TRAINING_STARTED in events:
         found = overlay(found, _lost(record, events, stepping, left), only=Cause.PRODUCTIVE)
-    last_save = _step(leaving) if leaving is not None else None
     saves: list[Stretch] = []
-    finite = records.finite
+    last_save = _step(leaving) if leaving is not None else None
     for event in events.get(Event.CHECKPOINT, ()):
-        seconds, stall = finite(event.get("seconds")), finite(event.get("stall_s"))
+        seconds, stall = records.finite(event.get("seconds")), records.finite(event.get("stall_s"))
         if last_save is not None and event.get("step") == last_save:
             stall = seconds  # nothing else is done meanwhile
         if seconds is not None and stall is not None and stall > 0:
             start = event["time"] - seconds
-            until = start + stall
-            start, until = max(start, stepping), min(until, end)  # as `clamp`, for thousands of them
-            if start < until:
-                saves.append((start, until, Cause.CHECKPOINT, ""))
+            saves.append((max(start, stepping), min(start + stall, end), Cause.CHECKPOINT, ""))
     evaluations: list[Stretch] = []
     for event in events.get(Event.EVALUATED, ()):
         seconds, at = records.finite(event.get("seconds")) or 0.0, float(event["time"])
@@ -140,6 +116,10 @@ def _step(event: Mapping[str, Any]) -> int | None:
     return step if isinstance(step, int) and records.is_count(step) else None
 
 
+def _times(events: Events, name: Event) -> list[float]:
+    return [float(event["time"]) for event in events.get(name, ())]
+
+
 def _pace(begin: float, end: float, first: int | None, last: int | None) -> float | None:
     """Return seconds per step, pauses included; None if it is not known how many steps were done."""
     return (end - begin) / (last - first) if first is not None and last is not None and last > first else None
@@ -147,7 +127,7 @@ def _pace(begin: float, end: float, first: int | None, last: int | None) -> floa
 
 def _first_step(events: Events, stepping: float, left: float, first: int | None, last: int | None) -> list[Stretch]:
     """Return what the first step took longer than the others: it compiles, and tunes kernels."""
-    done = next(iter(times_of(events, Event.FIRST_STEP)), None)
+    done = next(iter(_times(events, Event.FIRST_STEP)), None)
     if done is None:
         return []
     done = min(left, max(stepping, done))
@@ -169,7 +149,7 @@ def _redone(
     Where no event says when that was, as of a program, it is estimated by the seconds per step.
     """
     found: list[Stretch] = []
-    caught_up, backs = times_of(events, Event.CAUGHT_UP), times_of(events, Event.ROLLED_BACK)
+    caught_up, backs = _times(events, Event.CAUGHT_UP), _times(events, Event.ROLLED_BACK)
     if first is not None and first < furthest:
         at = next((moment for moment in caught_up if not backs or moment <= backs[0]), None)
         if at is None and not backs and last is not None and last > furthest:
@@ -196,3 +176,39 @@ def _lost(record: Attempt, events: Events, stepping: float, left: float) -> list
         if _step(event) == committed
     ]
     return [(min(left, max(stepping, begun[-1])) if begun else stepping, left, Cause.LOST, "")]
+
+
+def overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | None = None) -> list[Stretch]:
+    """Return `base` with the stretches of `layer` painted over it, or only over one cause of it."""
+    over: list[Stretch] = []
+    reached = -math.inf
+    for each in sorted(layer):
+        start, end, cause, because = each
+        if start < reached:
+            start = reached
+            each = (start, end, cause, because)
+        if end > start:
+            over.append(each)
+            reached = end
+    if not over:
+        return base
+    found: list[Stretch] = []
+    place, count = 0, len(over)
+    for start, end, cause, because in base:
+        while place < count and over[place][1] <= start:
+            place += 1
+        at = start
+        if only is None or cause is only:
+            for index in range(place, count):  # of thousands: each step counts
+                begin, until, painted, why = over[index]
+                if begin >= end:
+                    break
+                begin, until = max(at, begin), min(end, until)
+                if begin > at:
+                    found.append((at, begin, cause, because))
+                if until > begin:
+                    found.append((begin, until, painted, why))
+                    at = until
+        if at < end:
+            found.append((at, end, cause, because))
+    return found

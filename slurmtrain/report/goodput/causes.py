@@ -29,21 +29,6 @@ class Cause(StrEnum):
 HOLDS_NO_GPUS = frozenset({Cause.QUEUE, Cause.STOPPED})
 
 
-class Piece(NamedTuple):
-    """What an attempt, or a wait after it, adds to the sums of its run: its time with one cause, for one reason.
-
-    Attributes:
-        attempt, cause, gpus, because: as of a `Segment`.
-        seconds: sum over the segments.
-    """
-
-    attempt: int
-    cause: Cause
-    seconds: float
-    gpus: float = 0.0
-    because: str = ""
-
-
 class Segment(NamedTuple):
     """A stretch of a run's time with one cause.
 
@@ -75,8 +60,7 @@ class Goodput:
         seconds: wall-clock seconds by cause; causes without any time are left out. They add up to `wall_s`.
         gpu_count: GPUs of its newest attempt; 0 on CPUs. A share of them where several runs shared the job.
         gpu_seconds: GPUs x seconds by cause. No GPU is held in the queue, so waits are not in it.
-        segments: the same in the order of time, without gaps and overlaps.
-        pieces: the same by attempt, without the order: a few of them where there are thousands of segments.
+        segments: the same in the order of time, without gaps and overlaps. Sums over several runs have none.
         startup_s: wall-clock seconds of the start-ups by stage, over all attempts: "batch script", "interpreter", ...
         lost_gpu_seconds: GPUs x seconds lost, by why an attempt ended ("crash", "hang", "preempted", "node failure",
             "requeued", ...) or "rolled back": what stood still until it had ended, and all until the run was where it had been.
@@ -84,22 +68,28 @@ class Goodput:
         interruptions: number of attempts that ended before the run had finished, by why.
         nodes: the nodes of each attempt, by its number.
         running: it has not ended, and its last segment ends now.
-        begin, end: of its first and of its last segment, in unix seconds; 0 if there is none.
     """
 
     seconds: Mapping[Cause, float] = field(default_factory=dict)
     gpu_count: float = 0.0
     gpu_seconds: Mapping[Cause, float] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
-    pieces: tuple[Piece, ...] = ()
     startup_s: Mapping[str, float] = field(default_factory=dict)
     lost_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
     lost_s: Mapping[str, float] = field(default_factory=dict)
     interruptions: Mapping[str, int] = field(default_factory=dict)
     nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     running: bool = False
-    begin: float = 0.0
-    end: float = 0.0
+
+    @property
+    def begin(self) -> float:
+        """When its first segment begins, in unix seconds; 0 if there is none."""
+        return self.segments[0].start if self.segments else 0.0
+
+    @property
+    def end(self) -> float:
+        """When its last segment ends, in unix seconds; 0 if there is none."""
+        return self.segments[-1].end if self.segments else 0.0
 
     @property
     def wall_s(self) -> float:
@@ -155,15 +145,8 @@ class Goodput:
 
         Interruptions and stages of start-ups stay those of the whole run.
         """
-        if self.begin >= moment:
-            return self
         cut = tuple(each._replace(start=max(each.start, moment)) for each in self.segments if each.end > moment)
-        pieces = tuple(Piece(each.attempt, each.cause, each.seconds, each.gpus, each.because) for each in cut)
-        sums = Sums()
-        for piece in pieces:
-            sums.add(piece)
-        begin, end = (cut[0].start, cut[-1].end) if cut else (0.0, 0.0)
-        return replace(self, **sums.fields(), segments=cut, pieces=pieces, begin=begin, end=end)
+        return replace(self, **sums_of(cut), segments=cut)
 
 
 def _productive_of(amounts: Mapping[Cause, float]) -> float | None:
@@ -173,69 +156,32 @@ def _productive_of(amounts: Mapping[Cause, float]) -> float | None:
     return productive / known if known > 0 and (productive or not unknown) else None
 
 
-class Sums:
-    """Adds up pieces to those fields of a `Goodput` that are sums."""
+def sums_of(segments: Iterable[Segment]) -> dict[str, Any]:
+    """Return those fields of a `Goodput` that are sums over its segments."""
+    sums: dict[str, dict[str, float]] = {"seconds": {}, "gpu_seconds": {}, "lost_s": {}, "lost_gpu_seconds": {}}
 
-    def __init__(self) -> None:
-        self._seconds: dict[Cause, float] = {}
-        self._gpu_seconds: dict[Cause, float] = {}
-        self._lost: dict[str, float] = {}
-        self._lost_gpus: dict[str, float] = {}
+    def add(name: str, key: str, amount: float) -> None:
+        sums[name][key] = sums[name].get(key, 0.0) + amount
 
-    def add(self, piece: Piece, shared_by: int = 1) -> None:
-        """Add a piece; of its GPUs only a part, if nodes share them.
-
-        Args:
-            shared_by: number of those nodes.
-        """
-        _, cause, seconds, gpus, because = piece
-        if seconds <= 0:
-            return
-        gpus /= shared_by
-        self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
-        if because:
-            self._lost[because] = self._lost.get(because, 0.0) + seconds
-        if gpus:
-            self._gpu_seconds[cause] = self._gpu_seconds.get(cause, 0.0) + seconds * gpus
-            if because:
-                self._lost_gpus[because] = self._lost_gpus.get(because, 0.0) + seconds * gpus
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields."""
-        return {
-            "seconds": self._seconds,
-            "gpu_seconds": self._gpu_seconds,
-            "lost_s": self._lost,
-            "lost_gpu_seconds": self._lost_gpus,
-        }
+    for each in segments:
+        add("seconds", each.cause, each.seconds)
+        if each.because:
+            add("lost_s", each.because, each.seconds)
+        if each.gpus:
+            add("gpu_seconds", each.cause, each.seconds * each.gpus)
+            if each.because:
+                add("lost_gpu_seconds", each.because, each.seconds * each.gpus)
+    return sums
 
 
 def over_all(found: Iterable[Goodput]) -> Goodput:
-    """Return the sum over several runs: of a sweep, or of a person. It has no segments."""
-    found = list(found)
-    if len(found) == 1:
-        (one,) = found
-        sums = {name: getattr(one, name) for name in _SUMMED}
-        return Goodput(**sums, gpu_count=one.gpu_count, running=one.running)
-    total = _Sum()
+    """Return the sum over several runs: of a sweep, or of a person."""
+    names = ("seconds", "gpu_seconds", "startup_s", "lost_gpu_seconds", "lost_s", "interruptions")
+    sums: dict[str, dict[Any, Any]] = {name: {} for name in names}
+    gpus, running = 0.0, False
     for each in found:
-        total.add(each)
-    return total.result()
-
-
-_SUMMED = ("seconds", "gpu_seconds", "startup_s", "lost_gpu_seconds", "lost_s", "interruptions")
-
-
-class _Sum:
-    def __init__(self) -> None:
-        self._values: dict[str, dict[Any, float]] = {name: {} for name in _SUMMED}
-        self._gpus, self._running = 0.0, False
-
-    def add(self, goodput: Goodput) -> None:
-        for name, total in self._values.items():
-            for key, value in getattr(goodput, name).items():
+        gpus, running = gpus + each.gpu_count, running or each.running
+        for name, total in sums.items():
+            for key, value in getattr(each, name).items():
                 total[key] = total.get(key, 0) + value
-        self._gpus, self._running = self._gpus + goodput.gpu_count, self._running or goodput.running
-
-    def result(self) -> Goodput:
-        return Goodput(**self._values, gpu_count=self._gpus, running=self._running)  # type: ignore[arg-type]
+    return Goodput(**sums, gpu_count=gpus, running=running)  # type: ignore[arg-type]

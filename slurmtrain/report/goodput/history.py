@@ -86,11 +86,13 @@ def read_history(run_dir: RunDir) -> History:
     """
     info, events = run_dir.info(), run_dir.events()
     local = info.get("backend") == Backend.LOCAL
-    by_hand = _GpusByScript(run_dir, packed=bool(info.get("packed")))
     found: list[AttemptTimes] = []
     numbers = run_dir.attempt_numbers()
     for number in numbers:
-        each = _read_times(run_dir, number, by_hand, is_last=number == numbers[-1])
+        each = _read_times(run_dir, number, is_last=number == numbers[-1])
+        if each is not None and each.record.gpus is None:
+            of_node = _gpus_of_script(run_dir, packed=bool(info.get("packed")))
+            each = each._replace(gpus=of_node * max(1, len(each.record.nodes)))
         if each is not None:
             found.append(each)
     for index, (each, after) in enumerate(pairwise(found)):
@@ -98,8 +100,6 @@ def read_history(run_dir: RunDir) -> History:
         if each.last_sign is None and each.record.ended is not None and each.record.ended >= after.begun:
             found[index] = each._replace(last_sign=_last_sign(run_dir, each.record.number, with_log=False))
     kind = next((each.record.kind for each in reversed(found) if each.record.kind), None)
-    if kind is None and any(each.record.stepping is None for each in found):
-        kind = _kind_in_config(run_dir)
     jobs, conf = tuple(info.get("job_ids") or ()), info.get("slurm_conf")
     return History(_submitted(events, info), kind, local, found, events, jobs, conf)
 
@@ -113,7 +113,7 @@ def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> 
     return float(created) if records.is_time(created) and info.get("job_ids") else None
 
 
-def _read_times(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last: bool) -> AttemptTimes | None:
+def _read_times(run_dir: RunDir, number: int, *, is_last: bool) -> AttemptTimes | None:
     folder = run_dir.attempt(number)
     names = folder.names()
     record = attempts.read_attempt_in(folder, number, names)
@@ -138,9 +138,8 @@ def _read_times(run_dir: RunDir, number: int, by_hand: _GpusByScript, *, is_last
         sign = _last_sign(run_dir, number, with_log=is_last)
     if record.ended is None and is_last:
         record = _with_present_steps(run_dir, record)
-    gpus = record.gpus if record.gpus is not None else by_hand.of(max(1, len(record.nodes)))
     sampled = any(map(is_gpu_file, names or ()))
-    return AttemptTimes(begun, record, job, hung_since, failed, sign, max(0.0, gpus), sampled)
+    return AttemptTimes(begun, record, job, hung_since, failed, sign, max(0.0, record.gpus or 0.0), sampled)
 
 
 def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
@@ -191,44 +190,13 @@ def _last_sign(run_dir: RunDir, number: int, *, with_log: bool) -> float | None:
     return max(times, default=None)
 
 
-class _GpusByScript:
-    """The GPUs of attempts that do not say it themselves, by the job's script, which is read at most once."""
-
-    def __init__(self, run_dir: RunDir, *, packed: bool):
-        self._run_dir, self._packed = run_dir, packed
-        self._each: float | None = None
-
-    def of(self, nodes: int) -> float:
-        if self._each is None:
-            self._each = self._read()
-        return self._each * nodes
-
-    def _read(self) -> float:
-        try:
-            text = records.read_text(self._run_dir.script)
-        except (OSError, UnreadableRecordError):
-            return 0.0
-        match = re.search(r"^#SBATCH --gpus-per-node=(?:[\w.-]{1,64}:)?([0-9]{1,4})\s*$", text, re.MULTILINE)
-        return int(match[1]) / self._sharing() if match else 0.0
-
-    def _sharing(self) -> int:
-        pack: object = None
-        if self._packed:
-            with contextlib.suppress(UnreadableRecordError):
-                pack = (read_json(self._run_dir.path.parent / "sweep.json") or {}).get("pack")
-        return pack if isinstance(pack, int) and records.is_count(pack) and pack > 0 else 1
-
-
-def _kind_in_config(run_dir: RunDir) -> str | None:
-    """Return job.kind of the frozen config, as the text that `submit` writes: to parse all of it takes much longer."""
+def _gpus_of_script(run_dir: RunDir, *, packed: bool) -> float:
+    """Return the GPUs of a node by the job's script, for attempts that ended before they could say theirs."""
     try:
-        text = records.read_text(run_dir.config_file)
+        text = records.read_text(run_dir.script)
+        pack = (read_json(run_dir.path.parent / "sweep.json") or {}).get("pack") if packed else 1
     except (OSError, UnreadableRecordError):
-        return None
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            inside = line == "job:"
-        elif inside and (match := re.fullmatch(r" {1,8}kind: (\w{1,20})", line)):
-            return match[1]
-    return None
+        return 0.0
+    match = re.search(r"^#SBATCH --gpus-per-node=(?:[\w.-]{1,64}:)?([0-9]{1,4})\s*$", text, re.MULTILINE)
+    sharing = pack if isinstance(pack, int) and records.is_count(pack) and pack > 0 else 1
+    return int(match[1]) / sharing if match else 0.0

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from slurmtrain.report.goodput.attempt import inside_of
-from slurmtrain.report.goodput.causes import Cause, Goodput, Piece, Segment, Sums
+from slurmtrain.report.goodput.attempt import Stretch, inside_of
+from slurmtrain.report.goodput.causes import Cause, Goodput, Segment, sums_of
 from slurmtrain.report.goodput.history import AttemptTimes, History, read_history
-from slurmtrain.report.goodput.stretches import Stretch, by_attempt, lengths
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.ownership import check_parts
@@ -48,73 +48,66 @@ def goodput_of(run_dir: RunDir, *, alive: bool | None = None, now: float | None 
     return of_history(read_history(run_dir), alive=alive, now=time.time() if now is None else now)
 
 
-def of_history(history: History, *, alive: bool | None, now: float, with_segments: bool = True) -> Goodput:
-    """Return the time by cause of a run with this history: a pure function.
-
-    Args:
-        with_segments: return the segments, too, which takes a third of the time; the pieces are there without.
-    """
+def of_history(history: History, *, alive: bool | None, now: float) -> Goodput:
+    """Return the time by cause of a run with this history: a pure function."""
     spans = _spans(history, alive, now)
     first = [moment for moment in (history.submitted, *(span[0] for span in spans[:1])) if moment is not None]
     if not first:
         return Goodput()
     cursor = begin = min(min(first), now)
-    events_of = by_attempt(history.events)
+    events_of = _by_attempt(history.events)
     turns = [(event["time"], event["event"]) for event in history.events if event["event"] in _TURNS]
-    pieces, segments = list[Piece](), list[Segment]()
-    startup: dict[str, float] = {}
-    furthest = 0
-    before: AttemptTimes | None = None
-    why = ""  # the reason for which the attempt before ended early
+    segments, startup, interruptions = list[Segment](), dict[str, float](), dict[str, int]()
+    furthest, before, why = 0, None, ""  # `why` the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
+        record, number = each.record, each.record.number
+        is_last = each is history.tries[-1]
         start, end = max(start, begin), max(end, begin)
-        between, launched = _without_launch(_waits(history, turns, before, each, cursor, start, why), start)
-        events = events_of.get(each.record.number, {})
-        over = each is history.tries[-1] and alive is not True and each.record.verdict == Verdict.END
-        inside = inside_of(each, history.kind, events, start, end, furthest, over=over)
+        waits = _waits(history, turns, before, each, cursor, start, why)
+        over = is_last and alive is not True and record.verdict == Verdict.END
+        inside = inside_of(each, history.kind, events_of.get(number, {}), start, end, furthest, over=over)
+        # What a person's command launches here does not wait: this is start-up of the attempt.
+        launched = waits.pop().start if waits and waits[-1].cause is Cause.STARTUP else start
         if launched < start:
             inside = [(launched, start, Cause.STARTUP, ""), *inside]
-        own = _why_ended(each.record, gone=each is not history.tries[-1] or alive is False)
-        blame, gpus = _blame(why, own), each.gpus
-        number = each.record.number
-        pieces += [Piece(wait.attempt, wait.cause, wait.seconds, wait.gpus, wait.because) for wait in between]
-        for (cause, because), seconds in lengths(inside).items():
-            pieces.append(Piece(number, cause, seconds, gpus, because or blame.get(cause, "")))
-        if with_segments:
-            segments += between
-            segments += [
-                Segment(number, a, b, cause, gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
-            ]
-        _add_stages(startup, each, inside, launched, "launch" if history.local else "batch script")
-        furthest = max(furthest, each.record.last_step or 0, each.record.first_step or 0)
-        before, why, cursor = each, own, end
-    waits = _waits_at_the_end(history, before, alive)
-    if waits and cursor < now:
-        wait = _waits(history, turns, before, None, cursor, now, why)
-        segments += wait
-        pieces += [Piece(each.attempt, each.cause, each.seconds, each.gpus, each.because) for each in wait]
-        cursor = now
-    last = history.tries[-1] if history.tries else None
-    runs = last is not None and last.record.ended is None and last.record.verdict is None and alive is not False
-    sums = Sums()
-    for piece in pieces:
-        sums.add(piece)
-    interruptions: dict[str, int] = {}
-    for each in history.tries:
-        if own := _why_ended(each.record, gone=each is not last or alive is False):
+        own = _why_ended(record, gone=not is_last or alive is False)
+        if own:
             interruptions[own] = interruptions.get(own, 0) + 1
+        # Why seconds were lost: because of the end of the attempt before, or of this one.
+        blame = dict.fromkeys((Cause.STARTUP, Cause.REDONE), why)
+        blame |= dict.fromkeys((Cause.HUNG, Cause.IDLE_END, Cause.LOST), own)
+        segments += waits
+        segments += [
+            Segment(number, a, b, cause, each.gpus, because or blame.get(cause, "")) for a, b, cause, because in inside
+        ]
+        _add_stages(startup, each, inside, launched, "launch" if history.local else "batch script")
+        furthest = max(furthest, record.last_step or 0, record.first_step or 0)
+        before, why, cursor = each, own, end
+    is_waiting = _waits_at_the_end(history, before, alive)
+    if is_waiting and cursor < now:
+        segments += _waits(history, turns, before, None, cursor, now, why)
+    last = before.record if before is not None else None
+    runs = last is not None and last.ended is None and last.verdict is None and alive is not False
+    kept = _joined(segments)
     return Goodput(
-        **sums.fields(),
-        segments=_joined(segments) if with_segments else (),
-        pieces=tuple(pieces),
-        gpu_count=last.gpus if last is not None else 0.0,
+        **sums_of(kept),
+        segments=kept,
+        gpu_count=before.gpus if before is not None else 0.0,
         startup_s=startup,
         interruptions=interruptions,
         nodes={each.record.number: tuple(each.record.nodes) for each in history.tries},
-        running=waits or runs,
-        begin=begin if cursor > begin else 0.0,
-        end=cursor if cursor > begin else 0.0,
+        running=is_waiting or runs,
     )
+
+
+def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, list[Mapping[str, Any]]]]:
+    """Return the events of each attempt by its number and their name."""
+    found: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
+    for event in events:
+        number = event.get("attempt")
+        if isinstance(number, int):
+            found.setdefault(number, {}).setdefault(event["event"], []).append(event)
+    return found
 
 
 def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -165,12 +158,6 @@ def _why_ended(record: Attempt, *, gone: bool) -> str:
     return record.reason if record.reason in _REASONS else NOT_RECORDED
 
 
-def _blame(before: str, own: str) -> dict[Cause, str]:
-    """Return why the seconds of a cause were lost: because of the end of the attempt before, or of this one."""
-    of_before = dict.fromkeys((Cause.STARTUP, Cause.REDONE), before)
-    return of_before | dict.fromkeys((Cause.HUNG, Cause.IDLE_END, Cause.LOST), own)
-
-
 def _waits(
     history: History,
     turns: Iterable[Turn],
@@ -207,17 +194,6 @@ def _waits(
             continue
         found[-1:] = [last._replace(end=moment), Segment(last.attempt, moment, end, cause)]
     return found
-
-
-def _without_launch(waits: list[Segment], end: float) -> tuple[list[Segment], float]:
-    """Return the waits before an attempt without its launch, and when that began.
-
-    A run on this machine is launched by the command that a person types: the time from there to the attempt is no wait,
-    but start-up of that attempt. What SLURM launches begins when the attempt begins.
-    """
-    if waits and waits[-1].cause is Cause.STARTUP:
-        return waits[:-1], waits[-1].start
-    return waits, end
 
 
 def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool | None) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from slurmtrain.report.page.charts import Chart, Parallel, Scatter, Share, Table, Timeline
+from slurmtrain.report.page import units
+from slurmtrain.report.page.series import Series, rows_of
 
 _NUMBER = re.compile(
     r"[-+]?(?:[\d,]*\.?\d+(?:e[-+]?\d+)?|nan|inf)(?: ?[%A-Za-z/²°]{1,12}(?: \d+ [a-z]{1,3})?)?", re.IGNORECASE
@@ -23,25 +25,19 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class ShareBar:
-    """A whole and its parts."""
-
-    title: str
-    parts: tuple[Share, ...]
-
-
-@dataclass(frozen=True)
 class Grid:
-    """A table of a section.
+    """A table.
 
     Attributes:
+        rows: cells are text already.
         folded: it is opened by a click.
         sortable: a click on a column's name sorts by it.
         marked: numbers of rows that stand out.
     """
 
     title: str
-    table: Table
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
     folded: bool = False
     sortable: bool = False
     marked: frozenset[int] = frozenset()
@@ -50,11 +46,64 @@ class Grid:
     def numeric(self) -> frozenset[int]:
         """The columns of numbers, which are aligned at the right."""
         found = set()
-        for index in range(len(self.table.header)):
-            cells = [row[index] for row in self.table.rows if row[index] not in ("", "-")]
+        for index in range(len(self.header)):
+            cells = [row[index] for row in self.rows if row[index] not in ("", "-")]
             if cells and all(_NUMBER.fullmatch(cell) for cell in cells):
                 found.add(index)
         return frozenset(found)
+
+
+def grid(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    folded: bool = False,
+    sortable: bool = False,
+    marked: frozenset[int] = frozenset(),
+) -> Grid:
+    """Return a table from any sequences."""
+    return Grid(title, tuple(header), tuple(map(tuple, rows)), folded, sortable, marked)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        key: names it within the page, and its picture and table as files.
+        figure: `data` and `layout` as plotly has them; its colours are variables of the style sheet, such as "--c0".
+        unit: of the values.
+        legend: (colour, words) of each thing drawn; "" in place of a colour where the words begin with a symbol.
+        curves: (name, series) of each curve over the steps, from which its table of numbers is made.
+        note: what a person should know who sees it.
+        summary: what it shows, in a sentence, for those who do not see it.
+        scalable: its values are positive, so that a logarithmic scale can be chosen.
+        wide: it takes the whole width of the page.
+    """
+
+    key: str
+    title: str
+    figure: Mapping[str, Any]
+    unit: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    curves: tuple[tuple[str, Series], ...] = field(default=(), repr=False)
+    note: str = ""
+    summary: str = ""
+    scalable: bool = False
+    wide: bool = False
+
+    @property
+    def table(self) -> Grid | None:
+        """Some steps of its curves, evenly spread; None if it has none."""
+        if not self.curves:
+            return None
+        rows = [
+            (f"{step:,.0f}", *("" if value is None else units.number(value) for value in values))
+            for step, values in rows_of([series for _, series in self.curves])
+        ]
+        title = f"{self.title}{f', in {self.unit}' if self.unit else ''}: {len(rows)} steps, evenly spread"
+        return grid(title, ("step", *(name for name, _ in self.curves)), rows)
 
 
 @dataclass(frozen=True)
@@ -65,13 +114,8 @@ class Section:
     title: str
     about: str = ""
     charts: tuple[Chart, ...] = ()
-    bars: tuple[ShareBar, ...] = ()
-    timeline: Timeline | None = None
-    parallel: Parallel | None = None
-    scatters: tuple[Scatter, ...] = ()
     grids: tuple[Grid, ...] = ()
     notes: tuple[str, ...] = ()
-    text: str = ""
     missing: str = ""
 
 
@@ -80,11 +124,13 @@ class Page:
     """A whole page.
 
     Attributes:
+        slug: names the files that are made of it.
         state: one word on the state, and `mood` ("good", "bad", "busy" or "still") that colours it.
         sentences: what this is, how far it got, what was lost and why.
         advice: what to do.
+        made: when, and in which time zone its times are.
         alive: it still changes.
-        slug: names the files that are made of it.
+        troubles: why parts could not be read.
         sweep: name of the sweep of which the run is a point; "" if it is none.
     """
 
@@ -103,20 +149,5 @@ class Page:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts of curves, in the order of the page."""
+        """All charts, in the order of the page."""
         return [chart for section in self.sections for chart in section.charts]
-
-
-def grid(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    caption: str = "",
-    folded: bool = False,
-    sortable: bool = False,
-    marked: frozenset[int] = frozenset(),
-) -> Grid:
-    """Return a table of a section."""
-    cells = tuple(tuple(row) for row in rows)
-    return Grid(title, Table(tuple(header), cells, caption or title), folded, sortable, marked)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from slurmtrain.config.frozen import to_values
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.compare import MISSING, config_differences
@@ -72,6 +72,11 @@ class RunFacts:
         """The name that the person gave the run."""
         return str(self.info.get("name") or self.run_dir.path.parent.name)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether it has held GPUs, or may have."""
+        return self.goodput is None or self.goodput.gpu_hours > 0 or bool(self.gpu_use) or not self.attempts
+
     def setting(self, key: str) -> Any:
         """Return the value of a dotted key of the config; None if there is none."""
         value: Any = self.config
@@ -84,7 +89,7 @@ class RunFacts:
         """The (dotted key, default, value of this run) of each field of the config that differs from its default."""
         if self.config is None:
             return []
-        found = config_differences(default_config(), self.config)
+        found = config_differences(to_values(Config()), self.config)
         return [(key, default, value) for key, default, value in found if value is not MISSING]
 
 
@@ -130,16 +135,6 @@ def read_run(run_dir: RunDir, *, now: float) -> RunFacts:
     )
 
 
-@functools.cache
-def default_config() -> Mapping[str, Any]:
-    """Return the schema's defaults as plain values, as config.yaml has them."""
-    from slurmtrain.config.schema import Config
-
-    plain = _plain(dataclasses.asdict(Config()))
-    assert isinstance(plain, dict)
-    return plain
-
-
 def _shallow(value: Any, depth: int = 12) -> Any:
     """Return a config without what is nested deeper than ours ever is."""
     if isinstance(value, Mapping):
@@ -147,11 +142,3 @@ def _shallow(value: Any, depth: int = 12) -> Any:
     if isinstance(value, list):
         return [_shallow(each, depth - 1) for each in value] if depth else "..."
     return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slurmtrain.report.page import charts, sentences, units
+from slurmtrain.report.page import sentences, units
 from slurmtrain.report.page.contents import Page, Tile
-from slurmtrain.report.page.run_facts import RunFacts
-from slurmtrain.report.page.run_sections.curves import (
-    loss_section,
-    others_section,
-    throughput_section,
-    training_section,
+from slurmtrain.report.page.curve_sections import CurveSections
+from slurmtrain.report.page.record_sections import (
+    attempts_section,
+    config_section,
+    events_section,
+    goodput_section,
+    nodes_section,
+    system_section,
 )
-from slurmtrain.report.page.run_sections.goodput import goodput_section
-from slurmtrain.report.page.run_sections.history import attempts_section, events_section, nodes_section
-from slurmtrain.report.page.run_sections.phases import phases_section
-from slurmtrain.report.page.run_sections.setup import config_section, system_section
+from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.series import Series
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.lookup import is_sweep
 
 MOODS = {
-    **dict.fromkeys((RunStatus.FINISHED,), "good"),
+    RunStatus.FINISHED: "good",
     **dict.fromkeys((RunStatus.FAILED, RunStatus.LOST, RunStatus.UNREADABLE), "bad"),
     **dict.fromkeys((RunStatus.RUNNING, RunStatus.STARTING, RunStatus.STOPPING), "busy"),
 }
@@ -31,26 +30,18 @@ MOODS = {
 def run_page(facts: RunFacts) -> Page:
     """Return the page of a run."""
     title = f"{units.clean(facts.name, 80)} · {units.clean(facts.run_dir.id, 80)}"
-    said = (
-        sentences.what_it_is(facts),
-        sentences.how_far(facts),
-        " ".join(
-            each
-            for each in (sentences.attempts_sentence(facts.attempts), sentences.what_was_lost(facts.goodput))
-            if each
-        ),
-    )
-    span = charts.span_of([*facts.series.values()])
-    columns = charts.columns_for(len(facts.series) + 2)
+    took = (sentences.attempts_sentence(facts.attempts), sentences.what_was_lost(facts.goodput))
+    said = (sentences.what_it_is(facts), sentences.how_far(facts), " ".join(filter(None, took)))
+    curves = CurveSections(facts)
     sections = (
-        loss_section(facts, span, columns),
-        throughput_section(facts, span, columns),
-        phases_section(facts, span),
+        curves.loss(),
+        curves.throughput(),
+        curves.phases(),
         attempts_section(facts),
         goodput_section(facts.goodput),
         nodes_section(facts),
-        training_section(facts, span, columns),
-        others_section(facts, span, columns),
+        curves.training(),
+        curves.others(),
         system_section(facts),
         config_section(facts),
         events_section(facts),
@@ -92,7 +83,7 @@ def _tiles(facts: RunFacts) -> Iterable[Tile]:
             "tokens per second", f"{speed:,.0f}" if speed >= 100 else units.number(speed), "mean of the last half"
         )
     mfu = _mean_of_last_half(facts.series.get("mfu"))
-    if mfu is not None:
+    if mfu is not None and facts.has_gpus:
         yield Tile("MFU", units.percent(mfu), "of the GPUs' peak")
     if goodput is not None and goodput.share is not None:
         yield Tile("goodput", units.percent(goodput.share), "of the allocated time")

@@ -9,22 +9,23 @@ from typing import Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.report.collect import Goal
-from slurmtrain.report.goodput.causes import Cause, Goodput
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.series import Series, common_steps
 from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.state import WAITING, RunStatus
-from slurmtrain.report.trouble import slow_ranks, trouble, trouble_of_checkpoints
+from slurmtrain.report.trouble import SlowRanks, slow_ranks, trouble, trouble_of_checkpoints
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.system import records
 
 WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice
+SLOW_WORTH_SAYING = 0.01  # share of the time of all steps that slow ranks have cost
 DATA_WAIT_SHARE = 0.1
 COMMUNICATION_SHARE = 0.3
-MOST_SLOW = 3  # findings of slow ranks
+MOST_SLOW = 3  # findings of slow ranks, those that cost most
 LONGEST_EXPLANATION = 2000  # characters; it ends with what to do
 LONGEST_S = 10 * 365 * 86400.0  # a time that is further off says nothing
 CAUSES: dict[Cause, str] = {
@@ -216,24 +217,18 @@ def what_was_lost(goodput: Goodput | None) -> str:
     waited = f" In addition, it {units.listed(waits)}." if waits else ""
     if share is None:
         return f"{begin}. How much of that was productive is not known, since the program reports no progress.{waited}"
-    others = sorted(
-        (
-            (seconds, cause)
-            for cause, seconds in goodput.seconds.items()
-            if cause in _LOSSES and seconds >= 0.001 * held
-        ),
-        reverse=True,
-    )
-    lost = units.listed((f"{CAUSES[cause]} {units.duration(seconds)}" for seconds, cause in others), 4)
+    others = [
+        (seconds, cause)
+        for cause, seconds in goodput.seconds.items()
+        if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS and seconds >= 0.001 * held
+    ]
+    most_first = sorted(others, reverse=True)
+    lost = units.listed((f"{CAUSES[cause]} {units.duration(seconds)}" for seconds, cause in most_first), 4)
     sentence = f"{begin}, of which {units.percent(share)} were productive (its goodput)."
     return f"{sentence}{f' The rest: {lost}.' if lost else ''}{waited}"
 
 
 _WAITS = {Cause.QUEUE: "waited for {} in the queue", Cause.STOPPED: "was stopped for {}, until somebody resumed it"}
-_LOSSES = (
-    *(Cause.STARTUP, Cause.REDONE, Cause.CHECKPOINT, Cause.EVALUATION),
-    *(Cause.HUNG, Cause.LOST, Cause.IDLE_END, Cause.BETWEEN, Cause.UNKNOWN),
-)
 
 
 def what_to_do(facts: RunFacts) -> list[str]:
@@ -343,15 +338,33 @@ _ADVICE: dict[Cause, str] = {
 
 
 def _about_nodes(facts: RunFacts) -> list[str]:
-    found = [
-        f"{units.clean(str(each)[:1].upper() + str(each)[1:])}: check that node, and the load of its ranks."
-        for each in slow_ranks(facts.events)
-        if each.until is None
-    ][-MOST_SLOW:]
+    left_out = {each.node for each in facts.left_out}
+    slow = [(cost, each) for each in slow_ranks(facts.events) if (cost := _cost(each, facts)) is not None]
+    slow.sort(key=lambda pair: -pair[0])
+    found = []
+    for cost, each in slow[:MOST_SLOW]:
+        lost = f" That cost {units.percent(cost)} of the time of all steps." if cost > 0 else ""
+        advice = " Check that node, and the load of its ranks." if each.node not in left_out else ""
+        found.append(f"{_sentence(f'{str(each)[:1].upper()}{str(each)[1:]}')}{lost}{advice}")
     if facts.left_out:
         nodes = units.listed(units.clean(each.node, 64) for each in facts.left_out)
         found.append(f"The job excludes {nodes}, where earlier attempts had problems: tell the cluster's admins.")
     return found
+
+
+def _cost(slow: SlowRanks, facts: RunFacts) -> float | None:
+    """Return the share of the time of all steps that slow ranks have cost; None: it is over, and was next to nothing.
+
+    What was not said to be over ended with its attempt.
+    """
+    attempt = next((each for each in facts.attempts if each.number == slow.attempt), None)
+    newest = attempt is None or attempt is facts.attempts[-1]
+    done = max(facts.state.step or 0, slow.since)
+    until = slow.until
+    if until is None:
+        until = done if newest or attempt is None or attempt.last_step is None else attempt.last_step
+    share = min(1.0, slow.share or 0.0) * max(0, until - slow.since) / max(1, done)
+    return share if share >= SLOW_WORTH_SAYING or (slow.until is None and newest) else None
 
 
 def _sentence(text: object, longest: int = units.LONGEST_TEXT) -> str:

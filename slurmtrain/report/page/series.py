@@ -20,6 +20,7 @@ from slurmtrain.system.records import is_scalar
 Numbers = NDArray[np.float64]
 
 LARGEST = 1e150  # a larger value counts as not finite: the square of what is drawn must still be a number
+MOST_COUNTED = 10_000  # names of further metrics
 MOST_METRICS = 200  # a run that makes up a name for each step would otherwise fill the memory
 
 
@@ -37,9 +38,9 @@ class Series:
     values: Numbers
 
     @classmethod
-    def of(cls, name: str, steps: Iterable[float], values: Iterable[float]) -> Series:
+    def of(cls, name: str, steps: Sequence[float], values: Sequence[float]) -> Series:
         """Return a series of plain numbers."""
-        return cls(name, np.asarray([*steps], dtype=np.float64), np.asarray([*values], dtype=np.float64))
+        return cls(name, np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64))
 
     @functools.cached_property
     def finite(self) -> Series:
@@ -87,47 +88,22 @@ def series_of(found: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], in
     Args:
         found: records by step, each value once, as `collect.metrics_of` returns them.
     """
-    # Most records have the same names: whole columns of them are taken at once.
-    alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for record in found:
-        alike.setdefault(tuple(record), []).append(record)
-    parts: dict[str, list[tuple[Numbers, Numbers]]] = {}
+    columns: dict[str, tuple[list[float], list[float]]] = {}
     left_out: set[str] = set()
-    for names, records in alike.items():
-        full = len(parts) >= MOST_METRICS
-        if full and not any(name in parts for name in names):
-            left_out.update(name for name in names if name != "step" and len(left_out) < 10_000)
-            continue
-        steps = np.asarray([record["step"] for record in records], dtype=np.float64)
-        for name in names:
-            if name == "step":
+    for record in found:
+        step = record["step"]
+        for name, value in record.items():
+            if name == "step" or not is_scalar(value):
                 continue
-            if name not in parts and len(parts) >= MOST_METRICS:
-                if len(left_out) < 10_000:
+            column = columns.get(name)
+            if column is None and len(columns) >= MOST_METRICS:
+                if len(left_out) < MOST_COUNTED:
                     left_out.add(name)
                 continue
-            column = _column([record[name] for record in records], steps)
-            if column is not None:
-                parts.setdefault(name, []).append(column)
-    return {name: _joined(name, columns) for name, columns in parts.items()}, len(left_out)
-
-
-def _column(cells: Sequence[Any], steps: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return steps and values of the cells that are numbers; None if none is."""
-    if {*map(type, cells)} == {float}:
-        return steps, np.asarray(cells, dtype=np.float64)
-    chosen = [index for index, cell in enumerate(cells) if is_scalar(cell)]
-    if not chosen:
-        return None
-    return steps[chosen], np.asarray([float(cells[index]) for index in chosen], dtype=np.float64)
-
-
-def _joined(name: str, columns: Sequence[tuple[Numbers, Numbers]]) -> Series:
-    if len(columns) == 1:
-        return Series(name, *columns[0])
-    steps, values = (np.concatenate([column[side] for column in columns]) for side in (0, 1))
-    order = np.argsort(steps, kind="stable")
-    return Series(name, steps[order], values[order])
+            steps, values = column or columns.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    return {name: Series.of(name, *column) for name, column in columns.items()}, len(left_out)
 
 
 def m4(series: Series, columns: int, low: float, high: float) -> Series:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.report.page.contents import Page
-from slurmtrain.report.page.render import policy, render
+from slurmtrain.report.page.render import plotly_js, policy, render
 
 ADDRESS = "127.0.0.1"
 # A tunnel (ssh -L) may end at another port of the reader's machine.
@@ -47,37 +47,37 @@ class Latest:
     def __init__(self, make: Callable[[], Page], every_s: float, clock: Callable[[], float] = time.monotonic):
         self._make, self._every_s, self._clock = make, every_s, clock
         self._lock = threading.Lock()
-        self._content, self._tag, self._due = b"", "", 0.0
+        self._page: Page | None = None
+        self._due = 0.0
 
-    def get(self) -> tuple[bytes, str]:
-        """Return the page as HTML, and a tag that differs from page to page.
+    def get(self) -> Page:
+        """Return the page.
 
         Raises:
             SlurmtrainError: there is no page yet, and it cannot be made.
         """
         with self._lock:
             began = self._clock()
-            if self._content and began < self._due:
-                return self._content, self._tag
+            if self._page is not None and began < self._due:
+                return self._page
             try:
-                page = self._make()
+                self._page = self._make()
             except SlurmtrainError:
-                if not self._content:
-                    raise
-                page = None  # the last page stays: files of a run may be in the making
-            if page is not None:
-                self._content = render(page, refresh_s=self._every_s if page.alive else None).encode()
-                self._tag = f'"{_tag(page)}"'
+                if self._page is None:
+                    raise  # else the last page stays: files of a run may be in the making
             took_s = self._clock() - began
             self._due = self._clock() + max(self._every_s / 2, took_s * (1 / SHARE - 1))
-            return self._content, self._tag
+            return self._page
+
+    def html(self, page: Page, *, whole: bool) -> bytes:
+        """Return a page as HTML; what has changed of it is asked for without plotly.js, which is most of it."""
+        return render(page, refresh_s=self._every_s if page.alive else None, library=whole).encode()
 
 
-def _tag(page: Page) -> str:
-    """Return a digest of a page, apart from the time at which it was made."""
-    return hashlib.sha256(
-        repr((page.title, page.state, page.sentences, page.tiles, page.sections)).encode()
-    ).hexdigest()[:32]
+def tag_of(page: Page) -> str:
+    """Return a tag that differs from page to page, apart from the time at which it was made."""
+    said = repr((page.title, page.state, page.sentences, page.tiles, page.sections))
+    return f'"{hashlib.sha256(said.encode()).hexdigest()[:32]}"'
 
 
 class Server(ThreadingHTTPServer):
@@ -173,11 +173,13 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self.server.is_known(self.request)
         try:
-            content, tag = self.server.latest.get()
+            page = self.server.latest.get()
         except SlurmtrainError as error:
             return self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message}\n".encode(errors="replace"), with_body)
+        tag = tag_of(page)
         if self.headers.get("If-None-Match") == tag:
             return self._say(HTTPStatus.NOT_MODIFIED, b"", with_body, tag)
+        content = self.server.latest.html(page, whole=urlsplit(self.path).query != "content")
         return self._say(HTTPStatus.OK, content, with_body, tag, "text/html; charset=utf-8")
 
     def _say(
@@ -231,6 +233,7 @@ def serve(make: Callable[[], Page], *, port: int, every_s: float) -> int:
         SlurmtrainError: the page cannot be made.
     """
     latest = Latest(make, every_s)
+    plotly_js()
     latest.get()  # what is wrong with the run is said here, not in a browser
     try:
         server = Server(latest, port)

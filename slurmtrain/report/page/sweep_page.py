@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail
-from slurmtrain.report import plot
-from slurmtrain.report.collect import Cell, Point, Table, metrics_of
+from slurmtrain.report.collect import Goal, Point, Table, metrics_of
 from slurmtrain.report.goodput.causes import Goodput, over_all
 from slurmtrain.report.goodput.run import goodput_of
-from slurmtrain.report.page import charts, sentences, units
-from slurmtrain.report.page.charts import Chart, Coordinate, Curve, Parallel, Scatter, Thread, Tick
-from slurmtrain.report.page.contents import Page, Section, Tile, grid
-from slurmtrain.report.page.scales import Scale, scale_of, spread, ticks
+from slurmtrain.report.page import figures, sentences, units
+from slurmtrain.report.page.contents import Chart, Page, Section, Tile, grid
+from slurmtrain.report.page.figures import Curve
 from slurmtrain.report.page.series import LARGEST, Series, series_of
 from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.table_files import short
 from slurmtrain.runs.run_dir import RunDir
 
 MOST_CURVES = 40  # of one chart; more are not told apart
-MOST_THREADS = 400
+MOST_THREADS = 400  # lines of parallel coordinates
 MOST_AXES = 8
-MOST_SCATTERS = 8
-MOST_ROWS = 2000
-HEIGHT, SCATTER_HEIGHT = 260, 180
-TOP = 14  # pixels above the topmost mark of parallel coordinates
+APART = 0.07  # share of the height of parallel coordinates between two marks of an axis
+MOST_POINTS = 2000  # rows of the table, and points of a chart
+
+
+@dataclass(frozen=True)
+class Result:
+    """A point and the best value of the goal that it reached."""
+
+    point: Point
+    value: float
 
 
 @dataclass(frozen=True)
@@ -45,70 +51,80 @@ class SweepFacts:
     """
 
     name: str
-    path: str
     info: Mapping[str, Any]
     points: tuple[Point, ...]
     states: Mapping[int, RunState]
     table: Table
     now: float
 
+    @property
+    def goal(self) -> Goal:
+        """What the points are compared by; asked for only where there are results."""
+        assert self.table.goal is not None
+        return self.table.goal
 
-@dataclass(frozen=True)
-class Result:
-    """A point and the best value of the goal that it reached; None if it has none."""
+    @functools.cached_property
+    def results(self) -> list[Result]:
+        """The points that have a result, the best first."""
+        if self.table.goal is None:
+            return []
+        cells = zip(self.points, self.table.column(self.goal.column), strict=True)
+        found = [Result(point, value) for point, cell in cells if (value := _number(cell)) is not None]
+        return sorted(found, key=lambda each: each.value, reverse=self.goal.mode == "max")
 
-    point: Point
-    value: float | None
+    @functools.cached_property
+    def counts(self) -> Counter[str]:
+        """The number of points in each state."""
+        return Counter(units.clean(state.status, 30) for state in self.states.values())
+
+    @functools.cached_property
+    def time(self) -> Goodput:
+        """The sum over all runs, each once: points with the same config share one."""
+        runs: dict[str, tuple[RunDir, bool | None]] = {}
+        for point in self.points:
+            if point.run_dir is not None:
+                state = self.states.get(point.number)
+                runs[point.run_dir.id] = point.run_dir, state.alive if state is not None else None
+        found = []
+        for run_dir, alive in runs.values():
+            with contextlib.suppress(UnreadableRecordError):
+                found.append(goodput_of(run_dir, alive=alive, now=self.now))
+        return over_all(found)
+
+    def reached(self, result: Result) -> str:
+        """Say what a point has reached."""
+        value = f"{units.name_of(self.goal.metric)} {units.number(result.value)}"
+        return f"point {result.point.number}: {varied_words(result.point)}; {value}"
+
+
+def varied_words(point: Point) -> str:
+    """Return what distinguishes a point: "optim.lr=0.001, train.seed=2"."""
+    found = [f"{units.clean(key, 60)}={units.clean(value, 60)}" for key, value in point.varied.items()]
+    return ", ".join(found[:6]) or "nothing varies"
 
 
 def sweep_page(facts: SweepFacts) -> Page:
     """Return the page of a sweep."""
-    ranked = _ranked(facts)
-    best = ranked[0] if ranked and ranked[0].value is not None else None
-    colors = {result.point.number: min(place, charts.COLORS - 1) for place, result in enumerate(ranked)}
-    lost = _time_of(facts)
-    sections = (
-        _table(facts, best),
-        _coordinates(facts, ranked, colors),
-        _curves(facts, ranked, colors),
-        _trouble(facts),
-    )
-    words = Counter(str(state.status) for state in facts.states.values())
-    state = (
-        words.most_common(1)[0][0] if len(words) == 1 else ", ".join(f"{n} {word}" for word, n in words.most_common())
-    )
+    place = {result.point.number: index for index, result in enumerate(facts.results)}
+    colors = {point.number: min(place.get(point.number, figures.COLORS), figures.COLORS - 1) for point in facts.points}
+    sections = (_table(facts), _coordinates(facts, colors), _curves(facts, colors), _trouble(facts))
+    counts = facts.counts
+    state = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {word}" for word, n in counts.most_common())
     alive = any(each.alive for each in facts.states.values())
     bad = any(each.status in (RunStatus.FAILED, RunStatus.LOST) for each in facts.states.values())
-    mood = "busy" if alive else "bad" if bad else "good" if set(words) == {RunStatus.FINISHED} else "still"
+    mood = "busy" if alive else "bad" if bad else "good" if set(counts) == {RunStatus.FINISHED} else "still"
     return Page(
         f"Sweep {units.clean(facts.name, 100)}",
         facts.name,
         units.clean(state or "no points yet", 80),
         mood,
-        tuple(each for each in (_what_it_is(facts), _how_far(facts, best), _what_it_took(lost)) if each),
-        tuple(_advice(facts, best)),
-        tuple(_tiles(facts, best, words, lost)),
+        tuple(filter(None, (_what_it_is(facts), _how_far(facts), _what_it_took(facts.time)))),
+        tuple(_advice(facts)),
+        tuple(_tiles(facts)),
         tuple(each for each in sections if each is not None),
         sentences.made(facts.now),
         alive,
     )
-
-
-def _ranked(facts: SweepFacts) -> list[Result]:
-    """Return the points with their results, the best first, those without a result last."""
-    goal = facts.table.goal
-    if goal is None:
-        return [Result(point, None) for point in facts.points]
-    cells = facts.table.column(goal.column)
-    found = [Result(point, _result(cell)) for point, cell in zip(facts.points, cells, strict=True)]
-    sign = 1.0 if goal.mode == "min" else -1.0
-    return sorted(found, key=lambda each: math.inf if each.value is None else sign * each.value)
-
-
-def _result(cell: Cell) -> float | None:
-    if isinstance(cell, bool) or not isinstance(cell, int | float) or not abs(cell) < LARGEST:
-        return None
-    return float(cell)
 
 
 def _what_it_is(facts: SweepFacts) -> str:
@@ -118,42 +134,16 @@ def _what_it_is(facts: SweepFacts) -> str:
     return f"Sweep {units.clean(facts.name, 100)} {submitted}: {units.plural(len(facts.points), 'point')}{over}."
 
 
-def _how_far(facts: SweepFacts, best: Result | None) -> str:
-    words = Counter(str(state.status) for state in facts.states.values())
-    states = units.listed(f"{count} {units.clean(word, 30)}" for word, count in words.most_common())
+def _how_far(facts: SweepFacts) -> str:
+    states = units.listed(f"{count} {word}" for word, count in facts.counts.most_common())
     begin = f"State of its points: {states}." if states else "It has no points yet."
-    goal = facts.table.goal
-    if best is None or goal is None or best.value is None:
+    if not facts.results:
         return f"{begin} No point has a result yet."
+    best, goal = facts.results[0], facts.goal
     where = "lowest" if goal.mode == "min" else "highest"
     value = units.number(best.value, units.unit_of(goal.metric))
     whose = f"point {best.point.number} ({varied_words(best.point)})"
     return f"{begin} The {where} {units.name_of(goal.metric)} is {value}, reached by {whose}."
-
-
-def varied_words(point: Point) -> str:
-    """Return what distinguishes a point: "optim.lr=0.001, train.seed=2"."""
-    found = [f"{units.clean(key, 60)}={units.clean(value, 60)}" for key, value in point.varied.items()]
-    return ", ".join(found[:6]) or "nothing varies"
-
-
-def _time_of(facts: SweepFacts) -> Goodput:
-    """Return the sum over all points."""
-    found = []
-    for run_dir, alive in _runs(facts):
-        with contextlib.suppress(UnreadableRecordError):
-            found.append(goodput_of(run_dir, alive=alive, now=facts.now))
-    return over_all(found)
-
-
-def _runs(facts: SweepFacts) -> list[tuple[RunDir, bool | None]]:
-    """Return each run once, since points with the same config share one, and whether it is alive."""
-    found: dict[str, tuple[RunDir, bool | None]] = {}
-    for point in facts.points:
-        state = facts.states.get(point.number)
-        if point.run_dir is not None:
-            found[point.run_dir.id] = point.run_dir, state.alive if state is not None else None
-    return list(found.values())
 
 
 def _what_it_took(time: Goodput) -> str:
@@ -161,13 +151,12 @@ def _what_it_took(time: Goodput) -> str:
         return ""
     gpus = f" ({units.hours(3600 * time.gpu_hours)} GPU hours)" if time.gpu_hours > 0 else ""
     share = f", of which {units.percent(time.share)} were productive" if time.share is not None else ""
-    interruptions = sum(time.interruptions.values())
-    verb = "was" if interruptions == 1 else "were"
-    ends = f" {units.plural(interruptions, 'attempt')} {verb} interrupted." if interruptions else ""
+    count = sum(time.interruptions.values())
+    ends = f" {units.plural(count, 'attempt')} {'was' if count == 1 else 'were'} interrupted." if count else ""
     return f"Its points held nodes for {units.duration(time.held_s)} in all{gpus}{share}.{ends}"
 
 
-def _advice(facts: SweepFacts, best: Result | None) -> list[str]:
+def _advice(facts: SweepFacts) -> list[str]:
     found = []
     again = (RunStatus.FAILED, RunStatus.LOST, RunStatus.STOPPED)
     failed = [number for number, state in facts.states.items() if state.status in again]
@@ -179,22 +168,16 @@ def _advice(facts: SweepFacts, best: Result | None) -> list[str]:
         )
     doubts = dict.fromkeys(units.clean(state.slurm_error) for state in facts.states.values() if state.slurm_error)
     found += [f"SLURM could not be asked: {doubt}" for doubt in doubts]
-    goal = facts.table.goal
-    if best is not None and goal is not None:
-        found += [_at_the_edge(facts, best, key) for key in facts.table.varied]
+    if facts.results:
+        found += [_at_the_edge(facts, key) for key in facts.table.varied]
     return [each for each in found if each] or ["Nothing needs to be done."]
 
 
-def _at_the_edge(facts: SweepFacts, best: Result, key: str) -> str:
+def _at_the_edge(facts: SweepFacts, key: str) -> str:
     """Say that the best value of a key of numbers is the least or the greatest that was tried."""
     values = [number for point in facts.points if (number := _number(point.varied.get(key))) is not None]
-    mine = _number(best.point.varied.get(key))
-    if (
-        mine is None
-        or len(set(values)) < 3
-        or len(values) != len(facts.points)
-        or mine not in (min(values), max(values))
-    ):
+    mine = _number(facts.results[0].point.varied.get(key))
+    if mine is None or len(values) != len(facts.points) or len(set(values)) < 3 or min(values) < mine < max(values):
         return ""
     edge, further = ("smallest", "smaller") if mine == min(values) else ("largest", "larger")
     return (
@@ -204,7 +187,7 @@ def _at_the_edge(facts: SweepFacts, best: Result, key: str) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Return the number that a varied value is, also as text; None if it is none."""
+    """Return the number that a value is, also as text; None if it is none, or too large to be drawn."""
     if isinstance(value, bool):
         return None
     try:
@@ -214,19 +197,17 @@ def _number(value: object) -> float | None:
     return found if abs(found) < LARGEST else None
 
 
-def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], time: Goodput) -> Iterable[Tile]:
-    done = words.get(RunStatus.FINISHED, 0)
-    yield Tile("points finished", f"{done:,}", f"of {len(facts.points):,}")
-    goal = facts.table.goal
-    if best is not None and goal is not None and best.value is not None:
-        unit = units.unit_of(goal.metric)
-        note = f"{f'{unit}, ' if unit else ''}point {best.point.number}"
-        yield Tile(f"best {units.name_of(goal.metric)}", units.number(best.value), note)
-    results = [value for value in (_result(cell) for cell in _goal_cells(facts.table)) if value is not None]
+def _tiles(facts: SweepFacts) -> Iterable[Tile]:
+    yield Tile("points finished", f"{facts.counts.get(RunStatus.FINISHED, 0):,}", f"of {len(facts.points):,}")
+    results, time = facts.results, facts.time
+    if results:
+        metric = facts.goal.metric
+        unit = units.unit_of(metric)
+        note = f"{f'{unit}, ' if unit else ''}point {results[0].point.number}"
+        yield Tile(f"best {units.name_of(metric)}", units.number(results[0].value), note)
     if len(results) > 1:
-        yield Tile(
-            "range of results", f"{units.short(min(results))} to {units.short(max(results))}", f"{len(results)} points"
-        )
+        low, high = sorted((results[0].value, results[-1].value))
+        yield Tile("range of results", f"{units.short(low)} to {units.short(high)}", f"{len(results)} points")
     if time.gpu_hours > 0:
         yield Tile("GPU hours", units.hours(3600 * time.gpu_hours))
     elif time.held_s > 0:
@@ -235,209 +216,169 @@ def _tiles(facts: SweepFacts, best: Result | None, words: Mapping[str, int], tim
         yield Tile("goodput", units.percent(time.share), "of the allocated time")
 
 
-def _goal_cells(table: Table) -> list[Cell]:
-    return table.column(table.goal.column) if table.goal is not None else []
-
-
-def _table(facts: SweepFacts, best: Result | None) -> Section:
+def _table(facts: SweepFacts) -> Section:
     if not facts.points:
         return Section("points", "Points", missing="The sweep has no points yet.")
     kept = [place for place, name in enumerate(facts.table.columns) if not is_detail(name)]
-    header = [units.clean(facts.table.columns[place], 80) for place in kept]
-    header.append("attempts")
+    best = facts.results[0].point.number if facts.results else None
     rows, marked = [], set()
-    for number, (point, row) in enumerate(zip(facts.points[:MOST_ROWS], facts.table.rows, strict=False)):
+    for index, (point, row) in enumerate(zip(facts.points[:MOST_POINTS], facts.table.rows, strict=False)):
         state = facts.states.get(point.number)
-        rows.append(
-            [*(_cell_text(row[place]) for place in kept), str(len(state.attempts)) if state is not None else ""]
-        )
-        if best is not None and point.number == best.point.number:
-            marked.add(number)
+        attempts = str(len(state.attempts)) if state is not None else ""
+        rows.append([*(units.clean(short(row[place]), 120) for place in kept), attempts])
+        if point.number == best:
+            marked.add(index)
     about = "The best point is marked." if best is not None else ""
-    if len(facts.points) > MOST_ROWS:
-        about += (
-            f" The first {MOST_ROWS:,} of {len(facts.points):,} points are shown; `sweep collect` lists all of them."
-        )
-    table = grid(
-        "Points", header, rows, caption="All points with their metrics", sortable=True, marked=frozenset(marked)
-    )
+    if len(facts.points) > MOST_POINTS:
+        all_points = f"{MOST_POINTS:,} of {len(facts.points):,}"
+        about += f" The first {all_points} points are shown; `sweep collect` lists all of them."
+    header = [*(units.clean(facts.table.columns[place], 80) for place in kept), "attempts"]
+    table = grid("All points", header, rows, sortable=True, marked=frozenset(marked))
     return Section("points", "Points", about.strip(), grids=(table,))
 
 
-def _cell_text(cell: Cell) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, bool):
-        return "true" if cell else "false"
-    if isinstance(cell, int):
-        return str(cell) if abs(cell) < 10**15 else f"{cell:.5g}" if abs(cell) < 10**300 else units.clean(cell, 40)
-    return f"{cell:.5g}" if isinstance(cell, float) else units.clean(cell, 120)
-
-
-def _coordinates(facts: SweepFacts, ranked: Sequence[Result], colors: Mapping[int, int]) -> Section:
-    title = "What the result depends on"
-    goal = facts.table.goal
-    good = [result for result in ranked if result.value is not None]
-    if goal is None or not good:
+def _coordinates(facts: SweepFacts, colors: Mapping[int, int]) -> Section:
+    title, varied = "What the result depends on", facts.table.varied
+    good = facts.results[:MOST_POINTS]
+    if not good:
         return Section("coordinates", title, missing="No point has a result yet.")
-    if not facts.table.varied:
+    if not varied:
         return Section("coordinates", title, missing="No config field differs between the points.")
-    scatters: tuple[Scatter, ...] = ()
-    with contextlib.suppress(UsageError):  # nothing that can be drawn
-        scatters = tuple(_scatter(facts, panel) for panel in plot.panels(facts.table)[:MOST_SCATTERS])
-    keys = facts.table.varied[:MOST_AXES]
-    about = ""
-    if len(facts.table.varied) > MOST_AXES:
-        about = f"The first {MOST_AXES} of {len(facts.table.varied)} varied fields are drawn."
-    return Section("coordinates", title, about, parallel=_parallel(facts, good, keys, colors), scatters=scatters)
+    keys = varied[:MOST_AXES]
+    about = f"The first {MOST_AXES} of {len(varied)} varied fields are drawn." if len(varied) > MOST_AXES else ""
+    charts = [_parallel(facts, good[:MOST_THREADS], keys, colors)]
+    for number, key in enumerate(keys):
+        found = [result for result in good if key in result.point.varied]
+        charts += [_scatter(facts, found, key, number)] if found else []
+    return Section("coordinates", title, about, tuple(charts))
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """An axis of parallel coordinates: places of its values, from the bottom up, and its marks."""
+def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return places 0 to 1 of values along an axis, from the bottom up, and those marks that have room beside each other.
 
-    places: Mapping[str, float]
-    marks: tuple[tuple[float, str], ...]
-
-
-def _axis(values: Sequence[Any]) -> _Axis:
-    """Return the axis of a key: by number where all values are numbers, otherwise by name, in the order of appearance."""
-    numbers = [_number(value) for value in values]
-    known = [value for value in numbers if value is not None]
-    if len(known) == len(numbers) and known:
-        log = min(known) > 0 and max(known) / min(known) >= 10
-        scale = Scale(min(known), max(known), log)
-        marked = sorted(set(known)) if len(set(known)) <= 6 else [min(known), *ticks(scale, 4), max(known)]
-        marks = tuple((scale.at(value), units.short(value)) for value in dict.fromkeys(marked))
-        return _Axis({str(value): scale.at(number) for value, number in zip(values, known, strict=True)}, marks)
-    names = list(dict.fromkeys(str(value) for value in values))
-    places = spread(names)
-    shown = places if len(names) <= 12 else places[:: -(-len(names) // 12)]
-    return _Axis(
-        dict(zip(names, places, strict=True)),
-        tuple((place, units.clean(name, 16)) for name, place in zip(names, places, strict=True) if place in shown),
-    )
-
-
-def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str], colors: Mapping[int, int]) -> Parallel:
-    goal = facts.table.goal
-    assert goal is not None
-    shown = good[:MOST_THREADS]
-    axes = [_axis([result.point.varied.get(key, "-") for result in shown]) for key in keys]
-    values = [result.value for result in shown if result.value is not None]
-    # Better is higher, so that good points end at the top.
-    scale = Scale(min(values), max(values), min(values) > 0 and max(values) / min(values) >= 100)
-    down = HEIGHT - TOP
-
-    def height(place: float) -> float:
-        return round(TOP + (down - TOP) * (1 - place), 1)
-
-    def result_place(value: float) -> float:
-        return 1 - scale.at(value) if goal is not None and goal.mode == "min" else scale.at(value)
-
-    across = spread([*keys, "result"])
-    threads, raw = [], []
-    for place, result in enumerate(shown):
-        assert result.value is not None
-        places = [axis.places[str(result.point.varied.get(key, "-"))] for key, axis in zip(keys, axes, strict=True)]
-        places.append(result_place(result.value))
-        path = "L".join(f"{1000 * x:g} {height(y):g}" for x, y in zip(across, places, strict=True))
-        reached = f"{units.name_of(goal.metric)} {units.number(result.value)}"
-        words = f"point {result.point.number}: {varied_words(result.point)}; {reached}"
-        threads.append(Thread(str(result.point.number), colors[result.point.number], f"M{path}", place == 0, words))
-        raw.append(tuple(places))
-    marks = [ticks(scale, 4) if len(set(values)) > 1 else [values[0]]]
-    ends = tuple(Tick(height(result_place(value)), units.short(value)) for value in marks[0])
-    coordinates = [
-        Coordinate(units.clean(key, 40), round(100 * x, 2), tuple(Tick(height(at), text) for at, text in axis.marks))
-        for key, x, axis in zip(keys, across, axes, strict=False)
-    ]
-    coordinates.append(Coordinate(units.name_of(goal.metric), 100.0, ends))
-    # The best is drawn last, on top of the others.
-    return Parallel(tuple(coordinates), tuple(reversed(threads)), HEIGHT, len(facts.points) - len(shown), tuple(raw))
-
-
-def _scatter(facts: SweepFacts, panel: plot.Panel) -> Scatter:
-    if panel.x.kind == "category":
-        x = Scale(-0.5, max(0.5, len(panel.x.names) - 0.5))
-        marks = [(float(place), units.clean(name, 14)) for place, name in enumerate(panel.x.names)][:12]
+    Numbers lie where they are, others evenly apart in the order of appearance.
+    """
+    numbers = [number for value in values if (number := _number(value)) is not None]
+    if len(numbers) == len(values):
+        low, high = min(numbers), max(numbers)
+        scale: Callable[[float], float] = math.log if low > 0 and high / low >= 10 else float
+        room = scale(high) - scale(low)
+        place_of = {each: (scale(each) - scale(low)) / room if room else 0.5 for each in sorted(numbers)}
+        places = [place_of[each] for each in numbers]
+        named = [(place, units.short(each)) for each, place in place_of.items()]
     else:
-        low, high = min(panel.xs), max(panel.xs)
-        log = panel.x.kind == "log"
-        room = 1.15 if log else 0.06 * (high - low) or 0.5
-        x = Scale(low / room, high * room, True) if log else Scale(low - room, high + room)
-        marks = [(value, units.short(value)) for value in ticks(x, 5)]
-    y = scale_of(panel.ys, log=panel.y.kind == "log")
-    goal = facts.table.goal
-    assert goal is not None
-    dots = [
-        (
-            round(100 * x.at(across), 2),
-            round(SCATTER_HEIGHT * (1 - y.at(up)), 1),
-            f"{panel.key}={panel.x.names[int(across)] if panel.x.names else units.number(across)}: "
-            f"{units.name_of(goal.metric)} {units.number(up)}",
-            index == panel.best,
+        names = list(dict.fromkeys(map(str, values)))
+        places = [names.index(str(value)) / (len(names) - 1) if len(names) > 1 else 0.5 for value in values]
+        named = [(index / max(1, len(names) - 1), units.clean(name, 16)) for index, name in enumerate(names)]
+    marks = named[-1:]  # the topmost, and from the bottom up what has room
+    for place, text in named[:-1]:
+        if all(abs(place - other) >= APART for other, _ in marks):
+            marks.append((place, text))
+    return places, marks
+
+
+def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str], colors: Mapping[int, int]) -> Chart:
+    """Return parallel coordinates: each point is a line over the varied keys to its result, the best at the top."""
+    goal = facts.goal
+    axes = [_places([result.point.varied.get(key, "-") for result in good]) for key in keys]
+    heights, marks = _places([result.value for result in good])
+    if goal.mode == "min":
+        heights, marks = [1 - each for each in heights], [(1 - place, text) for place, text in marks]
+    axes.append((heights, marks))
+    names = [*(units.clean(key, 40) for key in keys), units.name_of(goal.metric)]
+    across = list(range(len(axes)))
+    data = []
+    for place, result in reversed(list(enumerate(good))):  # the best is drawn last, on top of the others
+        color = figures.color_of(colors[result.point.number])
+        words = figures.plain(facts.reached(result))
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": words,
+                "x": across,
+                "y": [round(places[place], 4) for places, _ in axes],
+                "line": {"color": color, "width": 4 if place == 0 else 1.5},
+                "marker": {"color": color, "size": 7},
+                "opacity": 1 if place == 0 else 0.6,
+                "hoverinfo": "name",
+            }
         )
-        for index, (across, up) in enumerate(zip(panel.xs, panel.ys, strict=True))
-    ]
-    dots.sort(key=lambda dot: dot[3])
+    marked = [(number, place, text) for number, (_, marks) in enumerate(axes) for place, text in marks]
+    data.append(
+        figures.points(
+            [x for x, _, _ in marked], [y for _, y, _ in marked], [""] * len(marked), color="--muted", size=3
+        )
+        | {
+            "mode": "markers+text",
+            "text": [f"\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}{figures.plain(text)}" for _, _, text in marked],
+            "hoverinfo": "skip",
+        }
+        | {"textposition": "middle right", "textfont": {"color": "--text"}, "cliponaxis": False}
+    )
+    xaxis = {"tickvals": across, "ticktext": [figures.plain(name) for name in names], "range": [-0.15, len(keys) + 0.3]}
+    yaxis = {"visible": False, "range": [-0.06, 1.06]}
+    figure = {"data": data, "layout": figures.layout(340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")}
+    left = len(facts.points) - len(good)
     note = (
-        f"{units.plural(panel.left_out, 'point')} without a result {'is' if panel.left_out == 1 else 'are'} not drawn."
-        if panel.left_out
-        else ""
+        f"{units.plural(left, 'point')} not drawn: without a result, or beyond the {MOST_THREADS} best." if left else ""
     )
-    return Scatter(
-        units.clean(panel.key, 80),
-        units.name_of(goal.metric),
-        tuple((across, up, units.clean(words), best) for across, up, words, best in dots[-2000:]),
-        tuple(
-            Tick(round(100 * x.at(value), 2), text, len(marks) > 3 and bool(index % 2))
-            for index, (value, text) in enumerate(marks)
-        ),
-        tuple(Tick(round(SCATTER_HEIGHT * (1 - y.at(value)), 1), units.short(value)) for value in ticks(y, 4)),
-        note,
+    return Chart(
+        "parallel", "Parallel coordinates: each line is a point, the best at the top", figure, note=note, wide=True
     )
 
 
-def _curves(facts: SweepFacts, ranked: Sequence[Result], colors: Mapping[int, int]) -> Section:
+def _scatter(facts: SweepFacts, found: Sequence[Result], key: str, number: int) -> Chart:
+    """Return the result of points over a key that they vary, the best one, which comes first, marked."""
+    cells = [result.point.varied[key] for result in found]
+    numbers = [value for cell in cells if (value := _number(cell)) is not None]
+    xs: list[Any] = [figures.plain(units.clean(cell, 40)) for cell in cells]
+    xaxis: dict[str, Any] = {"type": "category"}
+    if len(numbers) == len(cells):
+        xs, xaxis = list(numbers), {"type": "log" if figures.is_log(numbers) else "linear"}
+    ys, words = [result.value for result in found], [facts.reached(result) for result in found]
+    data = [figures.points(xs[1:], ys[1:], words[1:], color="--c0")]
+    data.append(figures.points(xs[:1], ys[:1], words[:1], color="--c1", symbol="star", size=14))
+    yaxis = {"type": "log" if figures.is_log(ys) else "linear"}
+    title = f"{units.name_of(facts.goal.metric)} over {units.clean(key, 80)}"
+    left = len(facts.points) - len(found)
+    note = f"{units.plural(left, 'point')} without a result {'is' if left == 1 else 'are'} not drawn." if left else ""
+    figure = {"data": data, "layout": figures.layout(220, xaxis=xaxis, yaxis=yaxis, hovermode="closest")}
+    return Chart(f"over-{number}-{units.slug(key)}", title, figure, note=note)
+
+
+def _curves(facts: SweepFacts, colors: Mapping[int, int]) -> Section:
     """Return the curves of the goal and of the loss, those of the best points, whose order is that of their results."""
     title = "Curves of all points"
-    goal = facts.table.goal
-    names = list(dict.fromkeys([*([goal.metric] if goal is not None else []), "loss"]))
-    chosen = [result.point for result in ranked if result.point.run_dir is not None][:MOST_CURVES]
-    logs = [(point, _log(point, names)) for point in chosen]
-    found = {name: [(point, log[name]) for point, log in logs if name in log] for name in names}
-    every = [series for pairs in found.values() for _, series in pairs]
-    span = charts.span_of(every)
-    columns = charts.columns_for(len(every))
-    drawn: list[Chart] = []
-    for name in names:
+    names = list(dict.fromkeys([*([facts.goal.metric] if facts.table.goal is not None else []), "loss"]))
+    ranked = dict.fromkeys(
+        [*(result.point.number for result in facts.results), *(each.number for each in facts.points)]
+    )
+    by_number = {point.number: point for point in facts.points if point.run_dir is not None}
+    chosen = [by_number[number] for number in ranked if number in by_number]
+    logs = [(point, _log(point, names)) for point in chosen[:MOST_CURVES]]
+    every = [series for _, log in logs for series in log.values()]
+    span, columns = figures.span_of(every), figures.columns_for(len(every))
+    drawn: list[Chart | None] = []
+    for number, name in enumerate(names):
         curves = [
             Curve(
-                series,
+                log[name],
                 f"point {point.number}: {varied_words(point)}",
                 colors[point.number],
-                thin=place >= charts.COLORS,
+                thin=place >= figures.COLORS,
             )
-            for place, (point, series) in enumerate(found[name])
+            for place, (point, log) in enumerate(logs)
+            if name in log
         ]
-        words = units.name_of(name)
-        made = charts.line_chart(
-            f"sweep-{len(drawn)}",
-            words[:1].upper() + words[1:],
-            curves,
-            span,
-            unit=units.unit_of(name),
-            columns=columns,
-        )
-        drawn += [made] if made is not None else []
-    if not drawn:
+        words, unit = units.name_of(name), units.unit_of(name)
+        words = words[:1].upper() + words[1:]
+        drawn.append(figures.line_chart(f"sweep-{number}", words, curves, span, unit=unit, columns=columns))
+    found = tuple(chart for chart in drawn if chart is not None)
+    if not found:
         return Section("curves", title, missing="No point has logged anything yet.")
-    about = "The legend lists the best points first."
-    left = sum(result.point.run_dir is not None for result in ranked) - len(chosen)
-    if left > 0:
-        about += f" Only the {MOST_CURVES} best points are drawn."
-    return Section("curves", title, about, tuple(drawn))
+    left = f" Only the {MOST_CURVES} best points are drawn." if len(chosen) > MOST_CURVES else ""
+    return Section("curves", title, f"The legend lists the best points first.{left}", found)
 
 
 def _log(point: Point, names: Sequence[str]) -> dict[str, Series]:
@@ -469,5 +410,5 @@ def _trouble(facts: SweepFacts) -> Section | None:
     return Section(
         "interrupted",
         "Points that have not finished or needed several attempts",
-        grids=(grid("These points", header, rows[:MOST_ROWS]),),
+        grids=(grid("These points", header, rows[:MOST_POINTS]),),
     )

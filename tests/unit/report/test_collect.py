@@ -1,4 +1,4 @@
-"""`sweep collect`: the points of a sweep as a table, in every format that it can be written in, and as a picture."""
+"""`sweep collect`: the points of a sweep as a table, in every format that it can be written in."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import math
 import os
 import re
 import stat
-import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_USAGE
-from slurmtrain.report.table_files import column_kind
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0, RunFiles
 from tests.support.runs import printed
@@ -206,30 +203,6 @@ def test_each_format_writes_what_is_in_a_cell_so_that_it_can_be_read_again(odd: 
     assert [(row["best_loss"], row["loss"]) for row in rows[1:]] == [(None, "NaN"), (None, "-Infinity")]
 
 
-def test_parquet_keeps_numbers_as_numbers(
-    odd: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    odd.written("-o", str(tmp_path / "t.parquet"))
-    read = parquet.read_table(tmp_path / "t.parquet")
-    kinds = {field.name: str(field.type) for field in read.schema}
-    of_columns = {"point": "int64", "model.name": "string", "on": "bool", "x": "double", "loss": "double"}
-    assert {name: kinds[name] for name in of_columns} == of_columns
-    assert read.column("x").to_pylist() == [1.0, 2.5, None]
-    assert read.column("loss").to_pylist()[0] == 0.1 + 0.2 and math.isnan(read.column("loss").to_pylist()[1])
-    assert "Parquet is nothing for a terminal" in odd.refused(capsys, "--format", "parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    told = odd.refused(capsys, "-o", str(tmp_path / "u.parquet"))
-    assert "needs pyarrow" in told and "pip install 'slurmtrain[sweeps]'" in told
-
-
-def test_a_column_has_one_type_that_holds_all_its_cells() -> None:
-    kinds: list[tuple[list[Any], str]] = [([1, 2, None], "int"), ([1, 2.5], "float"), ([True, None], "bool")]
-    kinds += [([True, 1], "text"), ([1, "auto"], "text"), ([2**63], "text"), ([None], "float"), ([], "float")]
-    for cells, kind in kinds:
-        assert column_kind(cells) == kind, cells
-
-
 # Files.
 
 
@@ -278,88 +251,3 @@ def test_columns_that_a_terminal_has_no_room_for_are_named_and_nothing_steers_it
     assert "more columns have no room: " in sentence and sentence.endswith("metric_29")
     assert 60 < max(map(len, lines)) <= 80
     assert {"point", "m?", "best_loss"} <= set(lines[0].split())  # what the table is for
-
-
-# As a picture.
-
-
-def plotted(sweep: SweepFiles, *points: tuple[str, float | None], **best: str) -> list[str]:
-    for value, loss in points:
-        sweep.point({"x": value}, *([] if loss is None else [{"step": 1, "loss": loss}]), **best)
-    return sweep.written("--plot", "-").splitlines()
-
-
-AXES = {"1e-4 1e-2": "x, log", "1e-4 9.9e-3": "x", "0 1 1000": "x", "-1 1000": "x", "5": "x", "1 inf": "1 inf"}
-AXES |= {"1 1000 auto": "1 1000 auto", "true false": "true false", "tiny small tiny": "tiny small"}
-AXES |= {" ".join(f"a-rather-long-name-{n}" for n in range(9)): "a-rather-long-name-0 a-rather-long-name-8"}
-
-
-@pytest.mark.parametrize(("values", "kind"), AXES.items())
-def test_an_axis_is_as_its_values_are(values: str, kind: str, sweep: SweepFiles) -> None:
-    lines = plotted(sweep, *((value, 1.0 + place) for place, value in enumerate(values.split())))
-    assert " ".join(lines[-1 if kind.startswith("x") else -2].split()) == kind
-    assert max(map(len, lines)) <= 80
-
-
-def test_plain_text_puts_the_points_where_their_values_are(sweep: SweepFiles) -> None:
-    title, *lines = plotted(sweep, ("1e-4", 4.0), ("1e-3", 1.0), ("1e-2", 2.5), ("1e-4", 4.0))
-    assert title == "best_loss (min: 1)"
-    height = len(lines) - 3
-    grid = [line.partition("|")[2] for line in lines[:height]]
-    assert grid[0][0] == "8"  # two points at the left end, the highest
-    assert grid[-1].strip() == "*" and grid[-1].index("*") in (29, 30)  # the middle decade, the lowest
-    assert grid[height // 2].endswith("o")
-    assert lines[0].startswith("4 |") and lines[height - 1].startswith("1 |")
-    assert lines[-2].split() == ["0.0001", "0.01"]
-
-
-def test_points_without_a_value_are_left_out_and_counted_and_the_best_is_that_of_the_mode(sweep: SweepFiles) -> None:
-    points = (("1", None), ("2", math.nan), ("3", math.inf), ("4", 2.0), ("5", 3.0))
-    lines = plotted(sweep, *points, best_metric="loss", best_mode="max")
-    assert "3 of 5 points have none" in "\n".join(lines) and "(max: 3," in lines[0]
-    assert lines[1].rstrip().endswith("*")
-
-
-NOTHING: list[tuple[dict[str, str], list[dict[str, float]], str]] = [
-    ({"x": "1"}, [], "no point has a value of a metric yet"),
-    ({"x": "1"}, [{"step": 1, "loss": math.nan}], "no point has a value of loss yet"),
-    ({}, [{"step": 1, "loss": 1.0}], "no key differs"),
-]
-
-
-@pytest.mark.parametrize(("varied", "logged", "sentence"), NOTHING)
-def test_when_there_is_nothing_to_draw_one_sentence_says_why(
-    varied: dict[str, str],
-    logged: list[dict[str, float]],
-    sentence: str,
-    sweep: SweepFiles,
-    tmp_path: Path,
-    capsys: Out,
-) -> None:
-    sweep.point(varied, *logged)
-    for where in ("-", str(tmp_path / "x.svg")):
-        assert sentence in sweep.refused(capsys, "--plot", where)
-    assert not (tmp_path / "x.svg").exists()
-
-
-def test_a_picture_is_a_file_of_its_kind_with_the_names_as_they_are(
-    sweep: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    pytest.importorskip("matplotlib")
-    before = "matplotlib.pyplot" in sys.modules  # another test of this process may have imported it
-    for lr, name, loss in (("1e-4", "a$b$", 4.0), ("1e-3", "c_d", 300.0), ("1e-2", "a$b$", 2.5)):
-        sweep.point({"optim.lr": lr, "$m_1": name}, {"step": 1, "loss": loss})
-    for kind in ("png", "svg"):
-        path = tmp_path / f"picture.{kind}"
-        assert "loss over optim.lr, $m_1" in sweep.written("--plot", str(path))
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
-    content = (tmp_path / "picture.svg").read_bytes()
-    assert ElementTree.fromstring(content).tag.endswith("svg")
-    # matplotlib notes each text that it draws as glyphs.
-    assert all(f"<!-- {word} -->".encode() in content for word in ("optim.lr", "$m_1", "a$b$", "best_loss"))
-    assert ("matplotlib.pyplot" in sys.modules) == before
-    assert "cannot draw into 'x.pdf'" in sweep.refused(capsys, "--plot", "x.pdf")
-    for module in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, module, None)
-    told = sweep.refused(capsys, "--plot", "x.png")
-    assert "needs matplotlib" in told and "slurmtrain[sweeps]" in told and "--plot -" in told

@@ -16,7 +16,6 @@ from slurmtrain.cli.columns import table_lines
 from slurmtrain.cli.units import moment
 from slurmtrain.cli.usage import table_of
 from slurmtrain.errors import EXIT_USAGE
-from slurmtrain.report import usage
 from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
@@ -197,24 +196,6 @@ def test_a_run_that_cannot_be_read_is_left_out_and_said(run: RunDir, root: Path)
     found = shown()
     assert found["total"]["runs"] == 1
     assert len(found["left_out"]) == 1 and "ended is" in found["left_out"][0]
-
-
-def test_several_processes_find_what_one_finds(
-    run: RunDir, root: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm.add("5", state="RUNNING")
-    for number in range(3, 9):
-        finished(root, f"2026010{number}-000000-000cc", hours=number)
-    finished(root).attempt(1).record_file.write_text('{"ended": "late"}')
-    files = RunFiles(root / "alive/20260109-000000-000dd", job_ids=["5"], user="root")
-    files.event(0, "submitted", job_id="5")
-    files.attempt(1, 100, job="5", started=100)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setattr(time, "time", lambda: T0 + 7200)
-    alone = shown("--by", "run")
-    monkeypatch.setattr(usage, "RUNS_AT_ONCE", 1)
-    assert shown("--by", "run") == alone
-    assert len(alone["rows"]) == 8 and alone["rows"][-1]["running"] and len(alone["left_out"]) == 1
 
 
 def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.page.record_sections import environment_rows
 from slurmtrain.report.page.run_facts import read_run
-from slurmtrain.report.page.run_sections.setup import environment_rows
 from slurmtrain.runs.environment_record import newest_environment, record_environment, write_environment
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts

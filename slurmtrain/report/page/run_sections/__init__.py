@@ -1,1 +1,0 @@
-"""The sections of the page of a run: one module for each group of them."""
