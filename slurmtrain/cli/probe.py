@@ -7,7 +7,6 @@ import functools
 import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, sear
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
-from slurmtrain.launch.cluster_file import ClusterFile, LoginNode, describe, look_at_login_node
+from slurmtrain.launch.cluster_file import ClusterFile, describe
 from slurmtrain.launch.queue_check import Finding, check_request
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import dry_run, slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.submit_once import check as ask_slurm
@@ -29,7 +29,7 @@ from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient, r
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.files import write_where_named
-from slurmtrain.system.paths import absolute, current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 ANSWERS_S = 15  # for each of SLURM's answers: a busy controller is slow, and a file without its facts is of no use
 
@@ -62,13 +62,9 @@ def _write(options: argparse.Namespace) -> int:
     began, in_shell = time.monotonic(), os.environ.get("SLURM_CONF")
     # Jobs of a sandbox need its slurm.conf; any other that the shell names is that of the machine.
     slurm_conf = in_shell if in_shell and sandbox.find(Path(in_shell).parent) is not None else None
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        looking = pool.submit(look_at_login_node, absolute(runs_root()))
-        facts = _facts(slurm_conf)
-        login = looking.result()
+    facts = _facts(slurm_conf)
     described = describe(
         facts,
-        login,
         partition=options.partition,
         name=Path(options.out).stem if options.out not in (None, "-") else None,
         account=options.account,
@@ -132,7 +128,8 @@ def _refused(path: Path, slurm_conf: str | None) -> str | None:
     try:
         config = _composed(path)
         validate(config)
-        script = dry_run(config, current_folder())
+        cwd = current_folder()
+        script = dry_run(config, cwd, CodeSource(None, str(cwd)))
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             # What it has to do with this machine's folders is not SLURM's concern now.
             folders = ("#SBATCH --output=", "#SBATCH --chdir=")
@@ -186,9 +183,7 @@ def _check(options: argparse.Namespace) -> int:
     name = cluster.partition.partition(",")[0] if cluster.partition else None
     now: dict[str, object] = {}
     try:
-        now = describe(
-            facts, LoginNode(), partition=name, account=cluster.account, qos=cluster.qos, name=path.stem
-        ).values
+        now = describe(facts, partition=name, account=cluster.account, qos=cluster.qos, name=path.stem).values
         fatal = [each for each in check_request(facts, cluster) if each.fatal]
         refused = None if fatal else _refused(path, slurm_conf_of(config))
         if refused is not None:

@@ -34,7 +34,6 @@ from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes, write_manifest
 from slurmtrain.checkpoint.node_copies.lineage import Mark
 from slurmtrain.errors import CheckpointError, NodeFolderError
-from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process_mark import ProcessMark
@@ -140,7 +139,7 @@ class NodeFolder:
     @property
     def in_memory(self) -> bool:
         """Whether what is written here takes memory of the job."""
-        return file_system_of(self.path) in IN_MEMORY
+        return file_system_of(self.path) in ("tmpfs", "ramfs")
 
     def free_bytes(self) -> int:
         """Return how many bytes can be written here, without what copies take already."""
