@@ -38,27 +38,31 @@
     figure.querySelector("figcaption").append(scale);
   };
 
-  const draw = async () => {
+  const drawOne = (figure) => {
+    near.unobserve(figure);
+    const plot = figure.querySelector(".plot"), drawn = plot.classList.contains("js-plotly-plot");
+    const { data, layout } = JSON.parse(figure.querySelector("script").textContent, themed);
+    if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page
+    const follows = figure.dataset.steps !== undefined, all = String(layout.xaxis.range);
+    if (follows && view) layout.xaxis.range = [...view];
+    Plotly.react(plot, data, layout, options);
+    if (drawn) return;
+    if (follows) plot.on("plotly_relayout", () => show(plot.layout.xaxis.range, all));
+    if (figure.dataset.scalable !== undefined) setUpScale(figure, plot);
+  };
+
+  // A page may have sixty charts: each is drawn when it comes near.
+  const near = new IntersectionObserver((entries) => {
+    entries.filter((each) => each.isIntersecting).forEach((each) => drawOne(each.target));
+  }, { rootMargin: "800px" });
+
+  const draw = () => {
     document.querySelectorAll(".key").forEach((key) => { key.style.background = colorOf(key.dataset.color); });
-    const figures = [...document.querySelectorAll("figure.chart")].map((figure) => {
+    document.querySelectorAll("figure.chart").forEach((figure) => {
       const plot = figure.querySelector(".plot");
-      const { data, layout } = JSON.parse(figure.querySelector("script").textContent, themed);
-      plot.style.height = `${layout.height}px`; // now, so that nothing moves when it is drawn
-      if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page
-      return { figure, plot, data, layout };
+      plot.style.height = `${figure.dataset.height}px`; // now, so that nothing moves when it is drawn
+      if (plot.classList.contains("js-plotly-plot")) drawOne(figure); else near.observe(figure);
     });
-    for (const { figure, plot, data, layout } of figures) {
-      const follows = figure.dataset.steps !== undefined, all = String(layout.xaxis.range);
-      if (follows && view) layout.xaxis.range = [...view];
-      await new Promise((then) => { setTimeout(then); }); // many charts leave room for scrolling
-      if (!plot.isConnected) return;
-      const drawn = plot.classList.contains("js-plotly-plot");
-      await Plotly.react(plot, data, layout, options);
-      if (drawn) continue;
-      if (follows) plot.on("plotly_relayout", () => show(plot.layout.xaxis.range, all));
-      if (figure.dataset.scalable !== undefined) setUpScale(figure, plot);
-    }
-    document.body.dataset.drawn = "1";
   };
 
   const setUpTable = (table) => {
@@ -86,7 +90,7 @@
 
   const setUp = () => {
     document.querySelectorAll("table.sortable").forEach(setUpTable);
-    return draw();
+    draw();
   };
 
   // Of a page that is served: ask for its content again, and put that in the place of the old one, unfolded as it is.
@@ -103,11 +107,13 @@
           tag = answer.headers.get("ETag");
           const next = new DOMParser().parseFromString(await answer.text(), "text/html");
           const unfolded = [...document.querySelectorAll("details")].map((each) => each.open);
+          document.querySelectorAll(".js-plotly-plot").forEach((plot) => { Plotly.purge(plot); });
           for (const part of ["main", "h1"]) document.querySelector(part).replaceWith(document.adoptNode(next.querySelector(part)));
           document.querySelectorAll("details").forEach((each, index) => { each.open = unfolded[index] || false; });
-          await setUp();
-          said.textContent = `Refreshed at ${new Date().toLocaleTimeString()}.`;
-          if (!next.querySelector('meta[name="slurmtrain-refresh-s"]')) { said.textContent = "The run has ended, so this page no longer changes."; return; }
+          const goesOn = next.querySelector('meta[name="slurmtrain-refresh-s"]') !== null;
+          said.textContent = goesOn ? `Refreshed at ${new Date().toLocaleTimeString()}.` : "The run has ended, so this page no longer changes.";
+          setUp();
+          if (!goesOn) return;
         } else if (answer.status !== 304) said.textContent = `The server answered with ${answer.status}.`;
       } catch (error) {
         said.textContent = "The server does not answer, so the page is no longer updated.";
@@ -120,4 +126,5 @@
   setUp();
   live();
   dark.addEventListener("change", draw);
+  addEventListener("beforeprint", () => { document.querySelectorAll("figure.chart").forEach(drawOne); });
 })();
