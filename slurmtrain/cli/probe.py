@@ -150,7 +150,7 @@ def _composed(path: Path) -> Config:
     Raises:
         UsageError, ConfigError: it cannot be read or composed.
     """
-    from slurmtrain.config.composition import Composer
+    from slurmtrain.config.compose import Composer
 
     folders, beside = search_folders("config", None, None), path.resolve().parent.parent
     if path.resolve().parent.name == "cluster" and beside not in folders:

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import config_hash
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import SLURM_EARLY_S
 from slurmtrain.errors import UnreadableRecordError
