@@ -31,7 +31,7 @@ from slurmtrain.launch.script import render_script
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.sweep.arrays import plan_arrays
+from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
 
 
 @dataclass(frozen=True)
@@ -353,20 +353,19 @@ def preview(
     shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
     if sweep_plan.first.cluster.backend == Backend.LOCAL:
         return []
-    scripts = []
-    for array in plan_arrays(shapes, parallelism=parallelism, pack=sweep_plan.first.sweep.pack):
-        config = sweep_plan.asking[shapes[array.members[0]]]
+    scripts, pack = [], sweep_plan.first.sweep.pack
+    for members in plan_arrays(shapes, pack=pack):
+        config = sweep_plan.asking[shapes[members[0]]]
         if after:
             from slurmtrain.launch.dependencies import waiting_for_runs
 
             config = waiting_for_runs(config, after, slurm_conf_of(config))
-        members = [runs[member] for member in array.members]
         paths = JobPaths(
-            members,
+            [runs[member] for member in members],
             source.workdir,
             sys.executable,
-            parallelism=array.parallelism,
-            pack=sweep_plan.first.sweep.pack,
+            parallelism=tasks_at_once(parallelism, pack),
+            pack=pack,
             roots=source.roots,
             submit_dir=cwd,
         )
