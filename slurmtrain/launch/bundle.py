@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -164,6 +163,8 @@ def config_of(
     chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
     others = [word for word in overrides if word not in chosen]
     if chosen:
+        from slurmtrain.config.compose import compose
+
         of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
         others = [word for word in others if word not in of_cluster]
         composed = compose([*map(normalise, chosen), *of_cluster], config_dir=config_dir)

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import config_hash
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.launch.queue_check import Finding
