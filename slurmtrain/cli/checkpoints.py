@@ -47,11 +47,12 @@ from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records, trust, user
+from slurmtrain.system import records, trust
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
+from slurmtrain.system.trust import user_in_words
 
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "torch", "written by", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
@@ -341,7 +342,7 @@ def _require_own(target: CheckpointTarget) -> None:
         ownership.check_not_linked(target.run)
     if target.directory.exists() and not trust.is_mine(target.directory):
         raise UsageError(
-            f"{target.directory} belongs to {user.in_words(target.directory.lstat().st_uid)}: only they may prune it"
+            f"{target.directory} belongs to {user_in_words(target.directory.lstat().st_uid)}: only they may prune it"
         )
 
 

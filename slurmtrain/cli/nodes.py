@@ -18,7 +18,6 @@ from slurmtrain.slurm.node_ledger import (
     ALL,
     FAULTS,
     NODE_NAME,
-    Blamed,
     BlamePolicy,
     NodeEvent,
     NodeRecord,
@@ -28,11 +27,11 @@ from slurmtrain.slurm.node_ledger import (
     read_ledger,
     short,
     state_folder,
+    why_blamed,
 )
 from slurmtrain.system.durations import roughly
 
 HEADER = ("cluster", "node", "left out", "what", "last", "")
-CLOCKS_DIFFER_S = 600.0
 # What a run is submitted with unless its config says otherwise: no run is asked here.
 POLICY = BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)
 
@@ -76,7 +75,7 @@ def _objects(cluster: str, now: float) -> list[dict[str, Any]]:
             "cluster": cluster,
             "node": node,
             "until": blamed[node].until if node in blamed else None,
-            "why": (blamed[node] if node in blamed else Blamed(node, now, tuple(on_record))).why(),
+            "why": blamed[node].why if node in blamed else why_blamed(on_record),
             "records": [fields_of(each, "time event run attempt said lasted_s") for each in on_record],
         }
         for node, on_record in sorted(by_node.items())
@@ -113,8 +112,7 @@ def _forgive(options: argparse.Namespace) -> tuple[str, str, str]:
     if not against:
         which = "any node" if options.all else node
         return cluster, node, f"nothing is on record against {which} on {cluster}"
-    # A node's clock may be ahead of this machine's, by minutes at most.
-    latest = max([now, *(each.time for each in against if each.time < now + CLOCKS_DIFFER_S)])
+    latest = max([now, *(each.time for each in against)])  # a node's clock may be ahead of this machine's
     _append(cluster, NodeRecord(latest, node, NodeEvent.FORGIVEN))
     return cluster, node, f"{'all nodes are' if options.all else f'{node} is'} forgiven on {cluster}"
 

@@ -31,7 +31,7 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
-from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
+from slurmtrain.cli.json_output import evaluation_object, fields_of, goodput_object, print_json, run_object
 from slurmtrain.cli.time_use import gpus_in_a_line, in_a_line
 from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UnreadableRecordError, UsageError
@@ -216,7 +216,7 @@ def _json_of_one(run_dir: RunDir) -> int:
         {
             **run_object(run_dir, now),
             "evaluations": [evaluation_object(each, found[each.id]) for each in evaluations],
-            "left_out": [each.values() for each in left_out_of(run_dir, now.job_id)],
+            "left_out": [fields_of(each, "node why until") for each in left_out_of(run_dir, now.job_id)],
             "slow_ranks": [dataclasses.asdict(each) for each in slow_ranks(run_dir.events())],
             "next_change": _next_change(run_dir, now),
             "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),

@@ -37,7 +37,7 @@ from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system.file_systems import IN_MEMORY
 from slurmtrain.system.files import link_or_copy, read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 MARK = "lineage.json"
 OWNER = "owner.json"
