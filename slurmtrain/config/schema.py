@@ -389,8 +389,8 @@ class CheckpointConfig:
     verify: Verify = Verify.FULL
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
-    # Node-local folder, in /dev/shm or on a local disk: every save is also copied there and to the next node, so that a
-    # restart on the same nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
+    # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same
+    # nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
     local: Annotated[str, NODE_FOLDER] | None = None
     # with local: also copy after every step that is a multiple of this; 0: only with each save
     local_every_steps: Natural = 0

@@ -377,7 +377,7 @@ def save_at_my_own_step(distributed: DistributedContext, directory: Path) -> lis
 
 def test_ranks_at_different_steps_do_not_make_one_checkpoint(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     for error, there in gloo_ranks(2, save_at_my_own_step, tmp_path / "checkpoints"):
-        assert "rank00001.safetensors is of step 101, but rank 0 saves step 100" in error
+        assert "rank 1 saves step 101, but rank 0 saves step 100" in error
         assert there == ["checkpoint_0000001"]
 
 

@@ -1,4 +1,4 @@
-"""Where a save is written to: the directory that all ranks share, or a folder of each node (`node_copies.save`)."""
+"""Where a save is written to: the directory that all ranks share, or a folder of each node (`node_copies`)."""
 
 from __future__ import annotations
 
@@ -65,13 +65,8 @@ class Destination(Protocol):
             check: called before the commit; an error that it raises ends the save.
         """
 
-    def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
-        """Do what is left for all ranks, and return the final path.
-
-        Args:
-            answer: that of `commit_on_rank_0`.
-            image: this rank's file in memory.
-        """
+    def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
+        """Do what is left for all ranks, after `commit_on_rank_0` has given this `answer`, and return the final path."""
 
 
 class SharedDestination:
@@ -102,5 +97,5 @@ class SharedDestination:
         final = commit.commit(temporary, manifest, self._identity.incarnation)
         return CommitResult(record, manifest.size, str(final))
 
-    def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
+    def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
         return Path(answer)

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.tensor_difference import TensorDifference
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail, is_measured, read_metrics
@@ -20,8 +19,11 @@ from slurmtrain.report.compare import by_step, compare_data, divergences
 from slurmtrain.runs.program_checkpoints import find_checkpoints
 from slurmtrain.runs.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint.difference import TensorDifference  # with numpy
+
 Log = Mapping[int, Mapping[str, float]]  # values by step and name
-Differences = Callable[[Path, Path], tuple[list[TensorDifference], list[str]]]
+Differences = Callable[[Path, Path], tuple[list["TensorDifference"], list[str]]]
 HASH = "data_hash"  # a digest of the samples so far
 TELLING = {HASH: 0, "lr": 1, "loss": 2}  # the nearest to the cause first: samples and learning rate decide the loss
 SEEDS = (
@@ -140,19 +142,17 @@ def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: 
     except UnreadableRecordError as error:
         return Comparison(left=error.message)
     if job.checkpoints is not None:
-        from slurmtrain.checkpoint import program_tensors  # with torch
-
         saved = []
         for run in runs:
             theirs = find_checkpoints(run.program_folders, job.checkpoints, job.checkpoint_complete)
             saved.append({each.step: each.path for each in theirs if each.problem is None and each.step is not None})
-        return with_checkpoint(found, saved[0], saved[1], program_tensors.differences)
-    own = [{step_of(path): path for path in committed(run.checkpoints)} for run in runs]
-    if not own[0].keys() & own[1].keys():
-        return found
+    else:
+        saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in runs]
+        if not saved[0].keys() & saved[1].keys():
+            return found
     from slurmtrain.checkpoint.difference import differences  # with numpy
 
-    return with_checkpoint(found, own[0], own[1], differences)
+    return with_checkpoint(found, saved[0], saved[1], differences)
 
 
 def describe(found: Comparison) -> str:

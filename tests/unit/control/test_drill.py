@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.tensor_difference import TensorDifference
+from slurmtrain.checkpoint.difference import TensorDifference
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
