@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.format.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.tensor_index import (
     Box,
     FileTable,

@@ -53,7 +53,6 @@ class Comparison:
         checkpoint: step of the checkpoint that was compared; None if there is none.
         tensors: the tensors that differ in it, in the order of their names.
         state: names of what else differs in it: counters, the state of a schedule.
-        random: names of random states that differ in it. That alone is no difference: nothing has drawn from them yet.
         left: why no checkpoint was compared; None if one was.
     """
 
@@ -64,7 +63,6 @@ class Comparison:
     checkpoint: int | None = None
     tensors: Sequence[TensorDifference] = ()
     state: Sequence[str] = ()
-    random: Sequence[str] = ()
     left: str | None = None
 
     @property
@@ -119,9 +117,9 @@ def with_checkpoint(
     return dataclasses.replace(
         found,
         checkpoint=step,
+        # Random states that differ are no difference as long as nothing has drawn from them: then the others differ, too.
         tensors=tuple(each for each in tensors if not _is_random(each.name)),
         state=tuple(name for name in state if not _is_random(name)),
-        random=tuple(name for name in [*(each.name for each in tensors), *state] if _is_random(name)),
     )
 
 
@@ -162,8 +160,6 @@ def describe(found: Comparison) -> str:
     at = f"the checkpoint of step {found.checkpoint}"
     what = [f"{len(found.steps)} logged steps"] if found.steps else []
     what += [f"every tensor of {at}"] if found.checkpoint is not None else [found.left] if found.left else []
-    if found.random:
-        what.append(f"the random state in it differs, but nothing has drawn from it ({', '.join(found.random[:3])})")
     if found.same_bits:
         return f"the same bits ({', '.join(what)})"
     if found.equal:
@@ -192,16 +188,10 @@ def likely_causes(found: Comparison, resumed_at: int | None) -> list[str]:
     """Return what was probably not restored in a run that differs, the likeliest first."""
     first = found.divergence
     if first is None:
-        optimizer = any("optim" in each.name.lower() for each in found.tensors)
-        return [
-            *(
-                ["random state is not restored, and something has drawn from it (dropout, shuffling)"]
-                if found.random
-                else []
-            ),
-            *(["the optimiser's state is not restored, or the schedule of its learning rate"] if optimizer else []),
-            *(["counters or schedules are not restored"] if found.state else []),
-        ]
+        causes = ["random state is not restored, and something has drawn from it (dropout, shuffling)"]
+        if any("optim" in each.name.lower() for each in found.tensors):
+            causes.insert(0, "the optimiser's state is not restored, or the schedule of its learning rate")
+        return causes if found.tensors else ["counters or schedules are not restored"]
     if first.name == HASH:
         return ["the order of the data is not restored: the resumed part begins with other samples"]
     if first.name == "lr":
