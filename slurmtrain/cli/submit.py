@@ -19,9 +19,9 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
-from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import dry_run, explained, preparing, slurm_conf_of
+from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -154,9 +154,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         if target is not None:
             raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-        from slurmtrain.slurm.topology import order_of_ranks
-
-        lines = explained(config, current_folder(), order_of_ranks(_slurm_here(config)))
+        lines = explained(config, current_folder())
         text: list[str] = []
         for why, group in groupby(lines, key=lambda line: line.why):
             text += [line.text for line in group]
@@ -176,14 +174,3 @@ def _render(arguments: argparse.Namespace) -> int:
     run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
-
-
-def _slurm_here(config: Config) -> dict[str, str]:
-    """Return the configuration of SLURM on the config's cluster; empty if it cannot be asked from this machine."""
-    from slurmtrain.slurm.client import SlurmClient
-
-    try:
-        client = SlurmClient(slurm_conf_of(config))
-    except (ClusterError, ConfigError):  # its sandbox is not running
-        return {}
-    return client.configuration() if client.available else {}

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
-from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
-from slurmtrain.slurm.job_limits import association_of, bounds_of, qos_of, wall_limit
+from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
 
 _NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
 
@@ -81,7 +80,7 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
         found.append(Finding(message, "`sinfo` shows those that do", fatal=False))
 
     limits = [(partition.max_time_min, f"{name} (MaxTime)", may_lift("partitiontimelimit"))]
-    if (wall := wall_limit(bounds_of(facts, partition, cluster.account, cluster.qos))) is not None:
+    if (wall := wall_limit(facts, partition, cluster.account, cluster.qos)) is not None:
         limits.append((wall.most, wall.of, may_lift("usagefactorsafe")))
     asked = cluster.time_limit_min
     for most, of, lifted in limits:

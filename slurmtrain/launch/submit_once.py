@@ -25,7 +25,7 @@ from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.directives import directive, set_aside
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.runs.jobs import TOKEN_PREFIX
 from slurmtrain.slurm.answers import NOT_THERE, UNSURE
 from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import submission_environment

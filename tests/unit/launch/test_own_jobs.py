@@ -29,7 +29,7 @@ from slurmtrain.supervise.platforms import local
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -280,7 +280,7 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
 
 def claim_elsewhere(folder: Path, *, age_s: float) -> Path:
     claim = folder / "claim-0001.json"
-    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": 1.0}))
+    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": "1"}))
     os.utime(claim, (time.time() - age_s,) * 2)
     return claim
 
