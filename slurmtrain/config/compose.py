@@ -39,7 +39,7 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
 from slurmtrain.config import secrets
-from slurmtrain.config.fields import MISSING, plain, raise_all, typed
+from slurmtrain.config.fields import merge, plain, raise_all, typed
 from slurmtrain.config.folders import Primary, config_groups, search_folders, search_path
 from slurmtrain.config.frozen import SECRET_REFERENCE, resolve_secrets, to_values
 from slurmtrain.config.known_models import with_sizes
@@ -250,18 +250,6 @@ def _for_each(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
             problems.append(error)
     raise_all(problems)
     return done
-
-
-def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Merge values key by key: mappings are merged, all else is replaced; ??? leaves what is there."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            inside = into.get(key)
-            if not isinstance(inside, dict):
-                inside = into[key] = {}
-            merge(inside, value)
-        elif value != MISSING or key not in into:
-            into[key] = copy.deepcopy(value)
 
 
 # Overrides as a person writes them.

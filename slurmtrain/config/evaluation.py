@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slurmtrain.choices import Backend, JobKind, PreflightMode, RequeueMode
+from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import to_config, to_values
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.parallel_dims import at_most, parallel_dims_of
@@ -58,15 +59,16 @@ def evaluation_config(
         options = {name: value for name, value in cluster["sbatch"].items() if name not in ("nodelist", "dependency")}
         cluster |= {"nodes": nodes, "tasks_per_node": min(ranks, per_node) if nodes == 1 else per_node}
         cluster |= {"spare_nodes": 0, "sbatch": options}
-        cluster = _merged(cluster, config.eval.cluster)
+        merge(cluster, config.eval.cluster)
     # One copy of the model; further ranks are further copies, or shards if the training has shards.
     sharded = dims.dp_shard > 1
     layout = {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp, "gradient_compression": "none"}
     layout |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
-    values["cluster"], values["parallel"] = cluster, _merged(values["parallel"] | layout, config.eval.parallel)
+    values["cluster"] = cluster
+    merge(values["parallel"], layout | config.eval.parallel)
     values["eval"] |= {"mode": "inline", "cluster": {}, "parallel": {}}
     for group in CHANGEABLE:
-        values[group] = _merged(values[group], changes.get(group, {}))
+        merge(values[group], changes.get(group, {}))
     gpus_given = "gpus_per_node" in {**config.eval.cluster, **changes.get("cluster", {})}
     if not here and not gpus_given and config.cluster.gpus_per_node == per_node:  # a GPU for each rank
         values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
@@ -89,15 +91,6 @@ def evaluation_config(
     copies = max(1, found.world_size // max(1, parallel.tp * parallel.pp * parallel.cp))
     batch = micro * copies * max(dims.micro_batches(config.train), parallel.pp)
     return replace(found, train=replace(found.train, micro_batch_size=micro, global_batch_size=batch))
-
-
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `changes`, key by key; dicts are merged, lists are replaced."""
-    result = dict(values)
-    for key, value in changes.items():
-        inside = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if inside else value
-    return result
 
 
 def preflight_config(config: Config, *, full: bool) -> Config:

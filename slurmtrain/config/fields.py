@@ -5,6 +5,7 @@ A field's type says all that can be checked by the field alone: `Annotated[int, 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -203,3 +204,15 @@ def _mapping(key: str, value: Any, names: Any, kind: Any) -> dict[str, Any]:
                 raise ConfigError(f"{key} has {shown(name)!r}, which is not {pattern.what}", hint=pattern.hint)
         _checked_text(f"a key of {key}", name)
     return {name: _value(f"{key}.{name}", item, kind) for name, item in value.items()}
+
+
+def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Merge values key by key: mappings are merged, all else is replaced; ??? leaves what is there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            inside = into.get(key)
+            if not isinstance(inside, dict):
+                inside = into[key] = {}
+            merge(inside, value)
+        elif value != MISSING or key not in into:
+            into[key] = copy.deepcopy(value)

@@ -231,8 +231,10 @@ def _together(config: Config) -> Iterator[ConfigError]:
     for keys in EXCLUSIVE:
         if len(given := _given(config, keys)) > 1:
             yield ConfigError(f"{' and '.join(given)} exclude each other", hint="keep one and set the others to null")
+    told = set[str]()  # of a field that lacks several things, the first is said
     for keys, is_there, what in NEEDS:
-        if not is_there(config) and (given := _given(config, keys)):
+        if not is_there(config) and (given := [each for each in _given(config, keys) if each not in told]):
+            told.update(given)
             needs, key = "need" if given[1:] else "needs", given[0].partition("=")[0]
             yield ConfigError(f"{' and '.join(given)} {needs} {what}", hint=f"change that, or leave {key} out")
 
