@@ -187,7 +187,7 @@ def _object(run_dir: RunDir) -> dict[str, Any]:
     return {
         **run_object(run_dir, now),
         "evaluations": [evaluation_object(*each) for each in evaluations.items()],
-        "left_out": [each.values() for each in left_out_of(run_dir, now.job_id)],
+        "left_out": left_out_of(run_dir, now.job_id),
         "slow_ranks": slow_ranks(run_dir.events()),
         "next_change": _next_change(run_dir, now),
         "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
