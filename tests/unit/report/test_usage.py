@@ -238,6 +238,6 @@ def test_status_of_a_run_has_a_line_of_it(run: RunDir) -> None:
     assert line.startswith(
         "  goodput: 58 % of 23 min on 16 GPUs (6.11 GPU h): startup 15 %, redone 20 %, checkpoint 2.2 %,"
     )
-    assert line.endswith("queue 11 min, stopped 53 min; lost 2.24 GPU h: hang 0.933, crash 0.667, rolled back 0.222")
+    assert line.endswith("queue 11 min, stopped 53 min; lost 2.2 GPU h: hang 0.933, crash 0.667, rolled back 0.222")
     found = shown_by("status", run.id)["goodput"]
     assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"]) == 5210
