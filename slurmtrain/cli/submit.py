@@ -25,7 +25,7 @@ from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
         check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
         local = config.cluster.backend == Backend.LOCAL
         if after is not None and (local or arguments.dry_run):
-            from slurmtrain.control.submitting import starting_after
+            from slurmtrain.launch.dependencies import starting_after
 
             config = starting_after(config, after)
         if arguments.dry_run:
@@ -135,11 +135,10 @@ def awaited_runs(config: Config, after: str | None) -> list[RunDir]:
     """Return the runs of --after. Errors in them are raised before anything is created."""
     if after is None:
         return []
-    from slurmtrain.control.submitting import starting_after
-    from slurmtrain.launch import dependencies
+    from slurmtrain.launch.dependencies import find_runs, starting_after
 
     starting_after(config, after)
-    return dependencies.find_runs(after, runs_root())
+    return find_runs(after)
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:

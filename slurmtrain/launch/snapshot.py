@@ -77,7 +77,7 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Co
             raise _git_failed(here, found)
     if source.root is None or interpreter is None:
         return source
-    return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
+    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 def source_of_run(run_dir: RunDir) -> CodeSource:

@@ -97,7 +97,7 @@ def asked(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.mark.parametrize(
     "words",
-    [["status"], ["status", "20990101"], ["status", "--size"], ["runs", "prune", "--dry-run"], ["logs", "20990101"]],
+    [["status"], ["status", "20990101"], ["runs", "prune", "--dry-run"], ["logs", "20990101"]],
 )
 def test_a_slurm_conf_that_somebody_else_names_is_not_used(
     words: list[str], plant: Plant, stranger: Stranger, shared: Path, asked: Asked, capsys: Out
@@ -218,7 +218,7 @@ def test_reading_writes_nothing_into_a_run_of_somebody_else(plant: Plant, strang
 
     stranger.does(open_to_all)
     before = sorted(run.path.rglob("*"))
-    for words in (["status"], ["status", run.id], ["status", "--size"], ["runs", "prune", "--dry-run"]):
+    for words in (["status"], ["status", run.id], ["runs", "prune", "--dry-run"]):
         main(words)
     assert asked()
     assert sorted(run.path.rglob("*")) == before

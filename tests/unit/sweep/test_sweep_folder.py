@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch.submit_once import Patience, submit_exactly_once
+from slurmtrain.launch import submit_once
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import jobs
@@ -29,9 +29,8 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 @pytest.fixture(autouse=True)
 def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an sbatch that failed nobody waits between two looks for its job: the stand-in has it, or not."""
-    monkeypatch.setitem(
-        submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(first_delay_s=0.0, confirm_every_s=0.0)
-    )
+    monkeypatch.setattr(submit_once, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(submit_once, "CONFIRM_EVERY_S", 0.0)
 
 
 def the_sweep(project: Path) -> Sweep:
