@@ -36,7 +36,7 @@ from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
-from slurmtrain.checkpoint.save.destination import Destination, SharedDestination
+from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.finite import not_finite
 from slurmtrain.checkpoint.save.job import SaveJob
 from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
@@ -492,7 +492,7 @@ class Checkpointer:
         if pending.on_nodes_only:
             pending.decide(self._copy_to_nodes(job, pending))
             return
-        ending = self._write(job, SharedDestination(self._identity), pending)
+        ending = self._write(job, Destination(self._identity), pending)
         # What fails after the commit must not leave anybody waiting for it.
         try:
             self._report(job, ending)  # before anybody who waits for the commit may end the process

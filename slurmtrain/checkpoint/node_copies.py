@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.node_folder import MARK, NodeFolder, digest_of, run_folder
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.destination import CommitResult
-from slurmtrain.checkpoint.store.commit import manifest_bytes
+from slurmtrain.checkpoint.save.destination import CommitResult, Destination
+from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import check_fence, previous_claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError, NodeFolderError
@@ -218,14 +217,15 @@ class NodeCopies:
         self.on_nodes(self._ranks, self.folder.remove)
 
 
-class NodesDestination:
-    """The folders of all nodes, each with its own part, as the destination of a save."""
+class NodesDestination(Destination):
+    """The folders of all nodes, each with its own part."""
 
     def __init__(self, copies: NodeCopies):
+        super().__init__(copies.identity)
         self._copies = copies
 
     def begin(self, ranks: RankGroup, step: int, size: int) -> Path:
-        folder, identity = self._copies.folder, self._copies.identity
+        folder, identity = self._copies.folder, self._identity
 
         def begin() -> None:
             self._copies.check_room()
@@ -235,14 +235,8 @@ class NodesDestination:
         self._copies.on_nodes(ranks, begin)
         return folder.temporary(step)
 
-    @contextmanager
-    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            if self._copies.is_leader:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
+        return commit.removed_on_failure(temporary, on_this_rank=self._copies.is_leader)
 
     def commit_on_rank_0(
         self,
@@ -255,11 +249,11 @@ class NodesDestination:
         record = FileRecord(len(index), blocks.root(blocks.digests_of(index)))
         manifest = manifest_with(record)
         check()
-        identity = self._copies.identity
+        identity = self._identity
         check_fence(identity.directory, identity.incarnation)
         shared = committed(identity.directory)
         durable = shared[-1].name if shared else None
-        return CommitResult(record, manifest.size, [manifest.step, manifest_bytes(manifest), index, durable])
+        return CommitResult(record, manifest.size, [manifest.step, commit.manifest_bytes(manifest), index, durable])
 
     def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
         """Let all nodes commit together."""

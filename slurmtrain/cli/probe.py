@@ -11,7 +11,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import one_line
 from slurmtrain.cli.json_output import emit, fields_of
-from slurmtrain.config.composition import Composer
+from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, search_folders, shipped
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate

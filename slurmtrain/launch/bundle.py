@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -28,9 +27,8 @@ from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.launch.changes import changed
 from slurmtrain.launch.snapshot import CodeSource, source_of_run
-from slurmtrain.runs.code_record import CodeRecord
-from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, newest_environment
 from slurmtrain.system import records
 from slurmtrain.system.files import give_name, temporary_beside
 from slurmtrain.system.records import printable
@@ -164,6 +162,8 @@ def config_of(
     chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
     others = [word for word in overrides if word not in chosen]
     if chosen:
+        from slurmtrain.config.compose import compose
+
         of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
         others = [word for word in others if word not in of_cluster]
         composed = compose([*map(normalise, chosen), *of_cluster], config_dir=config_dir)

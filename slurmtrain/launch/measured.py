@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import config_hash
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.launch.queue_check import Finding
@@ -44,7 +44,7 @@ def check_measured(config: Config) -> list[Finding]:
             f"({_seconds(save_s)}), as measured in run {run_dir.id}"
         )
         hint = f"set at least cluster.signal_lead_s={math.ceil((step_s + save_s) * ROOM / 10) * 10}"
-        return [Finding("cluster.signal_lead_s", message, hint)]
+        return [Finding(message, hint)]
     return []
 
 

@@ -23,9 +23,9 @@ from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.slurm.parse_values import parse_time
-from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
-from slurmtrain.system.user import name_of
+from slurmtrain.system.trust import name_of
 
 STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 

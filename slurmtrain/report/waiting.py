@@ -10,7 +10,7 @@ from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.preemption import PreemptionTimes
+from slurmtrain.slurm.facts import PreemptionTimes
 
 LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
 LOOKS_PER_S = 200  # at most, at the files of all runs together

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.compose import composed_by_hydra, initialized
 from slurmtrain.config.folders import Primary
 from slurmtrain.config.frozen import freeze, to_values
-from slurmtrain.config.overrides import parse
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -69,11 +67,11 @@ class Composer:
     """
 
     def __init__(self, primary: Primary, loader: Any):
-        from slurmtrain.config import composition
+        from slurmtrain.config import compose
 
         self.primary = primary
-        self._configs = composition.Composer(primary)
-        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=loader))
+        self._configs = compose.Composer(primary)
+        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(compose.parse, config_loader=loader))
         self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
 
     def expand(self, overrides: Sequence[str]) -> Grid:
@@ -140,6 +138,8 @@ class Composer:
         return self._configs.compose(overrides)
 
     def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
+        from slurmtrain.config.compose import composed_by_hydra
+
         self._configs.values(overrides)  # which says better than Hydra what is wrong with them
         return composed_by_hydra(self.primary, [self._for_hydra(word) for word in overrides])
 
@@ -154,6 +154,8 @@ class Composer:
 def composing(primary: Primary) -> Iterator[Composer]:
     """Set Hydra up and give a composer of points."""
     from hydra.core.global_hydra import GlobalHydra
+
+    from slurmtrain.config.compose import initialized
 
     with initialized(primary):
         yield Composer(primary, GlobalHydra.instance().config_loader())

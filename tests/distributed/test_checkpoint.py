@@ -401,6 +401,21 @@ def test_forked_children_end_without_harm_to_themselves_or_to_the_save(gloo_rank
     assert answers == [[[0, 0, 0], 1, "checkpoint_0000002"]] * 2
 
 
+def save_and_restore_in_one_life(distributed: DistributedContext, directory: Path) -> tuple[int | None, bool]:
+    """By one Checkpointer after another, on two nodes with two ranks each."""
+    node = "ab"[distributed.environment.rank // 2]
+    first = Rank(distributed, directory, node=node)
+    first.steps(1)
+    first.save(1)
+    first.checkpointer.close()
+    second = Rank(distributed, directory, 2, seed=5, node=node)
+    return second.restore(), second.weights() == first.weights()
+
+
+def test_a_process_may_make_one_checkpointer_after_another(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    assert gloo_ranks(4, save_and_restore_in_one_life, tmp_path) == [(1, True)] * 4
+
+
 def test_a_step_back_on_purpose_is_not_removed_behind_ones_back(tmp_path: Path) -> None:
     elsewhere = Rank(None, tmp_path / "elsewhere")
     elsewhere.save(100)

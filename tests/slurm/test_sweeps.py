@@ -395,7 +395,7 @@ def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_ha
     [
         (
             ["optim.lr=0.1,0.2", "train.steps=60,5", "optim.warmup_steps=30"],
-            "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5",
+            "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 needs as many train.steps",
         ),
         (["train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"], "sweep.pack=2 with requeue.mode=resubmit"),
         (["train.seed=1,2", "sweep.pack=1,2"], "must have the same sweep.pack, but these differ: 1, 2"),

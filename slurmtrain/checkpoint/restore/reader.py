@@ -24,10 +24,10 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
+from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.dtypes import check_types, dtype_of
 from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.plain_values import parse
@@ -121,16 +121,6 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
             numbers[number] = numbers.get(number, 0) + stop - begin
             begin = stop
     return need
-
-
-def need_to_json(need: Need) -> dict[str, list[list[int]]]:
-    """Return `need` as ranks tell it to each other: by file, the numbers of its blocks, and the bytes of each."""
-    return {file: [list(numbers), list(numbers.values())] for file, numbers in need.items()}
-
-
-def need_from_json(values: Mapping[str, Sequence[Sequence[int]]]) -> Need:
-    """Return the need that another rank has told by `need_to_json`."""
-    return {file: dict(zip(numbers, counts, strict=True)) for file, (numbers, counts) in values.items()}
 
 
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
@@ -444,8 +434,10 @@ def read_tensors(
         return damage, None
     share: Blocks = {}
     if mode != Verify.OFF:
-        needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
-        share = share_out([need_from_json(values) for values in needs], on_this_host.rank)
+        # As pairs, since JSON has no numbers as keys.
+        needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
+        of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
+        share = share_out(of_ranks, on_this_host.rank)
     straight = []
     for span in spans if mode == Verify.FULL else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

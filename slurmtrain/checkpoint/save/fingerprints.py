@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-# Of a tensor in host memory that is larger, each save compares another one of so many parts: reading all of it would take as
-# long as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
-LARGE_BYTES, PARTS = 1 << 20, 8
+# Of a tensor in host memory that is larger, each save compares another one of so many parts for each rank that holds it:
+# reading all of it would take longer than the copy of what this rank writes. A GPU reads a hundred times as fast as it
+# copies to the host, and compares all.
+LARGE_BYTES, PARTS_PER_RANK = 1 << 20, 4
 
 # What groups of ranks hold alike: a difference of tensors is an error, those of buffers and of plain state are reported.
 TENSORS, BUFFERS, PLAIN = "tensors", "buffers", "plain"
@@ -51,13 +52,18 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def compared_part(tensor: Tensor, number: int) -> Tensor:
-    """Return the part of a replica that is compared at the save of this number."""
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if tensor.is_cuda or tensor.nbytes < LARGE_BYTES or rows < PARTS:
+def compared_part(tensor: Tensor, number: int, holders: int) -> Tensor:
+    """Return the part of a tensor that is compared at the save of this number.
+
+    Args:
+        holders: number of ranks that hold the tensor.
+    """
+    if tensor.is_cuda or tensor.nbytes < LARGE_BYTES:
         return tensor
-    part = number % PARTS
-    return tensor[rows * part // PARTS : rows * (part + 1) // PARTS]
+    rows = tensor.shape[0]
+    parts = min(rows, PARTS_PER_RANK * holders)
+    part = number % parts
+    return tensor[rows * part // parts : rows * (part + 1) // parts]
 
 
 def group_key(kind: str, members: Any) -> str:

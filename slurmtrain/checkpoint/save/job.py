@@ -21,9 +21,8 @@ from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.coverage import check_coverage
-from slurmtrain.checkpoint.format.directory import INDEX, set_aside
+from slurmtrain.checkpoint.format.directory import INDEX, file_name, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Index
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.destination import Destination
@@ -283,7 +282,7 @@ class SaveJob:
         committed = destination.commit_on_rank_0(
             temporary, b"".join(index.chunks()), manifest_with, check=self._check_discarded
         )
-        self._written.append((INDEX, committed.index))
+        self._written.append((INDEX, committed.index_record))
         return {"size": committed.size, "committed": committed.answer}
 
     def _check_discarded(self) -> None:

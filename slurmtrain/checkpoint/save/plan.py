@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.format.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.tensor_index import (
     Box,
     FileTable,
@@ -93,7 +93,7 @@ class SavePlan:
         total_bytes: bytes of all ranks' tensors.
         group_leaders: the lowest rank of each group of ranks that have the same schema; it alone hands in their state
             that is no tensor.
-        compared: tensors that other ranks hold, too, and that are compared with theirs: by name, key of the group.
+        compared: tensors that other ranks hold, too, and that are compared with theirs: by name, key and size of the group.
     """
 
     signature: tuple[Any, ...]
@@ -104,7 +104,7 @@ class SavePlan:
     data_end: int
     total_bytes: int
     group_leaders: frozenset[int]
-    compared: Mapping[str, str] = field(default_factory=dict)
+    compared: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def table(self, own_bytes: int) -> FileTable:
         return table_of(
@@ -269,7 +269,7 @@ def _make(
         return groups[known]
 
     written: list[tuple[str, Box, Box]] = []
-    compared: dict[str, str] = {}
+    compared: dict[str, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         box = box_of(name, tensor)
         if name.startswith(OWN):
@@ -280,7 +280,7 @@ def _make(
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
         if len(group) > 1 and box.numel and name not in not_compared:
-            compared[name] = group_key(BUFFERS if name in of_first else TENSORS, group)
+            compared[name] = group_key(BUFFERS if name in of_first else TENSORS, group), len(group)
         part: Box | None = box
         if name not in of_first and not lowest_writes:
             part = share(box, tensor.itemsize, name, index, len(group))

@@ -42,7 +42,7 @@ class Image:
 
     def __init__(self, data: memoryview, plan: SavePlan, own: bytes):
         self.data, self.own_bytes = data, len(own)
-        self.fingerprints: Fingerprints = {key: {} for key in plan.compared.values()}
+        self.fingerprints: Fingerprints = {key: {} for key, _ in plan.compared.values()}
         self.waited_s = 0.0
         self._plan, self._own = plan, own
         self._copies: list[tuple[str, Tensor]] = []
@@ -88,7 +88,7 @@ class Image:
                     hint="call checkpointer.wait_staged() before changing parameters by hand",
                 )
         for name, value in zip(self._names, values[len(self._copies) :], strict=True):
-            self.fingerprints[self._plan.compared[name]][name] = value
+            self.fingerprints[self._plan.compared[name][0]][name] = value
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
@@ -188,8 +188,8 @@ class Staging:
                 copies.append((piece.name, target))
         names: list[str] = []
         compared: list[Tensor] = []
-        for name, key in plan.compared.items():
-            part = compared_part(local(tensors[name]).detach(), number)
+        for name, (key, holders) in plan.compared.items():
+            part = compared_part(local(tensors[name]).detach(), number, holders)
             if part.is_cuda:
                 names.append(name)
                 compared.append(part)

@@ -14,8 +14,8 @@ from slurmtrain.report.page.timeline import timeline_of
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.report.trouble import SlowRanks, slow_ranks
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.code_record import words_for_changes
 from slurmtrain.runs.node_blame import records_of
+from slurmtrain.runs.software import words_for_changes
 from slurmtrain.slurm.node_ledger import NodeEvent
 
 MOST_EVENTS, MOST_SLOW, MOST_GPUS, MOST_SETTINGS, MOST_FACTS = 300, 50, 512, 2000, 400  # rows

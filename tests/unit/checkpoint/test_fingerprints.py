@@ -44,13 +44,13 @@ def test_it_depends_on_the_order_of_the_elements_and_not_on_where_and_how_they_l
 
 
 def test_after_some_saves_each_element_of_a_large_tensor_was_compared() -> None:
-    for rows in (7, 8, 300, 1001):
-        tensor = torch.zeros(rows, 4096)
-        for number in range(8):
-            compared_part(tensor, number).add_(1)
-        assert tensor.min() >= 1 and tensor.max() <= 8
+    for rows, columns, parts in ((3, 200_000, 3), (8, 200_000, 8), (301, 4096, 8), (1001, 4096, 8)):
+        tensor = torch.zeros(rows, columns)
+        for number in range(parts):
+            compared_part(tensor, number, holders=2).add_(1)
+        assert tensor.eq(1).all()
     small = torch.zeros(10)
-    assert compared_part(small, 3).numel() == 10
+    assert compared_part(small, 3, holders=2).numel() == 10
 
 
 def test_who_differs_from_whom_is_found_and_tensors_come_first() -> None:
