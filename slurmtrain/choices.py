@@ -50,8 +50,6 @@ class Launcher(Choice):
 
     NONE = "none"
     TORCHRUN = "torchrun"
-    ACCELERATE = "accelerate"
-    DEEPSPEED = "deepspeed"
 
 
 class StopSignal(Choice):
@@ -257,10 +255,6 @@ class FindingKind(Choice):
     """What the checks before training may find; each has a paragraph on the manual's page `preflight`."""
 
     RANKS = "ranks"
-    MASTER_ADDRESS = "master_address"
-    BLOCKED_PORT = "blocked_port"
-    INTERFACE = "interface"
-    NETWORK_SPEED = "network_speed"
     GPU_MISSING = "gpu_missing"
     GPU_DRIVER = "gpu_driver"
     GPU_BROKEN = "gpu_broken"
@@ -274,9 +268,7 @@ class FindingKind(Choice):
     DATA_DIFFERS = "data_differs"
     SHARED_FOLDER = "shared_folder"
     DISK_FULL = "disk_full"
-    MEMORY = "memory"
     CPUS = "cpus"
-    NUMA = "numa"
     CLOCK = "clock"
     VARIABLES = "variables"
     SLOW_NODE = "slow_node"

@@ -17,7 +17,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.gpu_health import broken_gpus
+from slurmtrain.system.gpu import broken_gpus
 from slurmtrain.system.records import COUNT, FLAG, NOTHING, TEXT, TEXTS, TIME
 
 log = logging.getLogger(__name__)
