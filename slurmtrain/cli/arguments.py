@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if words and line.verb is not None:
         raise not_understood(words[0], line.verb)
     if line.program is not None:
-        from slurmtrain.config.overrides import with_program
+        from slurmtrain.config.launched_program import with_program
 
         _check_program(found, line.program)
         found.overrides = with_program(found.overrides, line.program)
@@ -255,7 +255,7 @@ def _check_program(found: argparse.Namespace, program: Sequence[str]) -> None:
 
 def not_understood(word: str, verb: str | None) -> UsageError:
     """Return the error for a word that is neither a verb, the second one, an option nor an override."""
-    from slurmtrain.config.keys import all_keys, meant
+    from slurmtrain.config.overrides import all_keys, meant
 
     if verb is not None and not VERBS[verb].composes:
         return UsageError(f"{word!r} is not KEY=VALUE", hint="such as optim.lr=1e-4")
@@ -281,8 +281,7 @@ def _meant_option(word: str, following: str, verb: Verb | None, options: Iterabl
     known = nearest(word.partition("=")[0], options)
     if verb is not None and not verb.composes:
         return known
-    from slurmtrain.config.keys import all_keys, meant
-    from slurmtrain.config.overrides import shipped_groups
+    from slurmtrain.config.overrides import all_keys, meant, shipped_groups
 
     name, _, value = word.lstrip("-").partition("=")
     key = name.replace("-", "_")

@@ -119,7 +119,6 @@ def drill_object(found: Drill) -> dict[str, Any]:
       checkpoint   step of the checkpoint that was compared
       divergence   first difference in the logs: step, name, undisturbed and resumed; with null for other samples
       tensors      the tensors that differ, each with name, relative (null: not comparable) and why
-      random       names of random states that differ, from which nothing has drawn
     took_s       seconds of the whole drill
     kept         folder of its runs; null if it was removed
     jobs_left    whether some of its jobs, which are cancelled, have not ended yet
@@ -137,7 +136,7 @@ def way_object(its: Evidence, verdict: Verdict) -> dict[str, Any]:
         **fields_of(its, "way left_after_s time_s saved_step stopped_at resumed_at back_by back_after_s"),
         **verdict._asdict(),
         "same_bits": same.same_bits if same.reached is not None else None,
-        **fields_of(same, "steps checkpoint random"),
+        **fields_of(same, "steps checkpoint"),
         "divergence": first and {"step": first.step, "name": first.name, "undisturbed": first.a, "resumed": first.b},
         "tensors": [
             dataclasses.asdict(each) | {"relative": each.relative if math.isfinite(each.relative) else None}

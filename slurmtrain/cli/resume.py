@@ -90,7 +90,7 @@ def _resume(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | i
     try:
         job_ids = resume(run_dir, client(run_dir))
     except KeyboardInterrupt:
-        log.info(interrupted(run_dir, client(run_dir)))
+        log.info(interrupted(run_dir))
         raise
     return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
 

@@ -82,7 +82,7 @@ def search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.N
         if not as_json:
             _print_trials(study.trials, list(space))
         running = sum(trial.state == TrialState.RUNNING for trial in study.trials)
-        hint = f"sweep retry {name} retries failed points; then repeat the command"
+        hint = "repeat the command to continue with other trials"
         if running and opened.client is not None:
             hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
         raise RunFailedError(failure.message, hint=hint) from None

@@ -28,7 +28,6 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
-    from slurmtrain.launch.bundle import Bundle
     from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
@@ -56,8 +55,9 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.bundle is None:
             config, dims = compose_and_validate(arguments)
         else:
-            bundle, config, dims = _of_bundle(arguments, unpacked)
-            source, folder, overrides = bundle.code, bundle.workdir or cwd, [*bundle.manifest["overrides"], *overrides]
+            bundle, source, config, dims = _of_bundle(arguments, unpacked)
+            folder = cwd if source is None else bundle.workdir
+            overrides = [*bundle.info()["overrides"], *overrides]
         # A dry run queues nothing, and may be used on another machine.
         check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
         local = config.cluster.backend == Backend.LOCAL
@@ -92,16 +92,19 @@ def main(arguments: argparse.Namespace) -> int:
     return follow_to_the_end(run_dir)
 
 
-def _of_bundle(arguments: argparse.Namespace, unpacked: contextlib.ExitStack) -> tuple[Bundle, Config, ParallelDims]:
-    """Return a bundle, which is unpacked until `unpacked` is closed, and its config with the overrides of the command."""
+def _of_bundle(
+    arguments: argparse.Namespace, unpacked: contextlib.ExitStack
+) -> tuple[RunDir, CodeSource | None, Config, ParallelDims]:
+    """Return a bundle, unpacked until `unpacked` is closed, its code, and its config with the overrides of the command."""
     from slurmtrain.launch import bundle as bundles
 
     if arguments.config_name != "config" or arguments.config_path is not None:
         raise UsageError(
             "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
         )
-    bundle = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
-    return bundle, *bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=arguments.config_dir)
+    bundle, code = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
+    found = bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=arguments.config_dir)
+    return bundle, code, *found
 
 
 def _run_here(run_dir: RunDir, config: Config) -> int:

@@ -8,27 +8,27 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli.columns import (
     GAP,
     PROGRESS,
     View,
-    check_watch_options,
     counts,
     doubts,
     print_table,
     progress_cells,
     remark,
+    show,
     summary,
     table_lines,
     terminal_width,
     urgency,
-    watch,
 )
 from slurmtrain.cli.json_output import emit, point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
-from slurmtrain.cli.status import say_doubts, say_unreadable
+from slurmtrain.cli.status import say_unreadable
 from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
@@ -80,25 +80,20 @@ def _list(runs: Path, *, as_json: bool) -> int:
 
 
 def _status(sweep: Sweep, options: argparse.Namespace) -> int:
-    check_watch_options(options)
-    if options.watch:
-        return watch(lambda: _view(sweep), options.every)
-    points, now = sweep.points(), states_of(sweep)
-    if options.json:
-        rows = [point_object(point, now[point.run_id]) for point in points]
-        print_json({"sweep": sweep.id, "states": counts(now.values()), "points": rows})
-        return 0
-    print(f"{_headline(sweep, points, now)}\n")
-    print_table(*_table(points, now))
-    say_doubts(now.values())
-    return 0
+    def value() -> dict[str, Any]:
+        now = states_of(sweep)
+        rows = [point_object(point, now[point.run_id]) for point in sweep.points()]
+        return {"sweep": sweep.id, "states": counts(now.values()), "points": rows}
+
+    return show(options, lambda: _view(sweep, running_first=options.watch), value)
 
 
-def _view(sweep: Sweep) -> View:
-    """Return all points, first those that run, then those that wait, then those that have ended."""
+def _view(sweep: Sweep, *, running_first: bool) -> View:
+    """Return all points; with --watch those that run before those that wait and those that have ended."""
     points, now = sweep.points(), states_of(sweep)
     headline = _headline(sweep, points, now)
-    points.sort(key=lambda point: urgency(now[point.run_id]))
+    if running_first:
+        points.sort(key=lambda point: urgency(now[point.run_id]))
     # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
     return View([headline, "", *table_lines(*_table(points, now), terminal_width())], doubts(now.values()), over)

@@ -353,28 +353,21 @@ def _pickled_calls(
         UsageError: something cannot be pickled.
         ConfigError: it holds the value of a secret.
     """
-    values = secrets.read(config.secrets)
-    path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
-    named = {"the function": function} | {f"item {number}": call for number, call in enumerate(calls)}
-    pickled = {what: _pickled(value, what) for what, value in named.items()}
-    for what, each in pickled.items():
-        secrets.refuse_pickled(values, each, what)
-    first, *arguments = pickled.values()
-    shared = {"path": list(dict.fromkeys(path)), "function": first, "python": python_version()}
-    return pickle.dumps(shared), arguments
-
-
-def _pickled(value: Any, what: str) -> bytes:
     import cloudpickle
 
-    try:
-        pickled: bytes = cloudpickle.dumps(value)
-    except Exception as problem:
-        raise UsageError(
-            f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
-            hint="jobs get it as a pickle: create locks, open files and connections inside the function",
-        ) from None
-    return pickled
+    values, pickled = secrets.read(config.secrets), list[bytes]()
+    for what, value in [("the function", function), *((f"item {number}", call) for number, call in enumerate(calls))]:
+        try:
+            pickled.append(cloudpickle.dumps(value))
+        except Exception as problem:
+            raise UsageError(
+                f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
+                hint="jobs get it as a pickle: create locks, open files and connections inside the function",
+            ) from None
+        secrets.refuse_pickled(values, pickled[-1], what)
+    path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
+    shared = {"path": list(dict.fromkeys(path)), "function": pickled[0], "python": python_version()}
+    return pickle.dumps(shared), pickled[1:]
 
 
 def _read_result(run_dir: RunDir) -> dict[str, Any]:

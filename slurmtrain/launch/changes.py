@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
-from slurmtrain.config.keys import fields_instead, unknown_field
-from slurmtrain.config.overrides import parse
+from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -237,6 +236,8 @@ def parse_override(word: str) -> tuple[list[str], Any, bool]:
     Raises:
         UsageError: it cannot be read, or sets something else than one field.
     """
+    from slurmtrain.config.compose import parse
+
     parsed = parse(word)
     field, hint = parsed.key_or_group, None
     plain = not parsed.is_delete() and not parsed.is_sweep_override()

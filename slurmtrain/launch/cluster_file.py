@@ -5,13 +5,10 @@ Every value has a comment that tells where it comes from. What SLURM does not sa
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
@@ -29,48 +26,17 @@ from slurmtrain.slurm.job_limits import (
     wall_limit,
 )
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.file_systems import write_speed_mb_per_s
 
 WIDTH = 112
 COMMENT_COLUMN = 26
 DAY_MIN = 1440
 LEAD_S = 300
-MODULES = ("LMOD_CMD", "MODULES_CMD", "MODULEPATH")  # variables of a shell that has the command `module`
 # Models of GPU that are sold with several amounts of memory, in GB. `planner.gpus` has the smallest.
 SEVERAL_MEMORIES = {"A100": (40, 80), "V100": (16, 32), "GH200": (96, 144), "H20": (96, 141)}
 # Cards whose error correction takes a sixteenth of their memory.
 ECC_IN_MEMORY = {"L40S", "L40", "L4", "A40", "A10G", "A10", "T4"}
 _MEMORY = re.compile(r"(?<![0-9])(\d{1,3})\s?gi?b?\b", re.IGNORECASE)
 _PART = re.compile(r"\d+g[._](\d+)gb", re.IGNORECASE)  # a part of a GPU (MIG) and its memory
-
-
-@dataclass(frozen=True)
-class LoginNode:
-    """What the machine on which the person types shows besides SLURM. Compute nodes may differ.
-
-    Attributes:
-        containers: of apptainer, singularity and enroot those that are there.
-        modules: whether there is a `module` command.
-        write_mb_per_s: roughly what one process writes to the folder of the runs; None: not measured.
-    """
-
-    containers: tuple[str, ...] = ()
-    modules: bool = False
-    write_mb_per_s: float | None = None
-
-
-def look_at_login_node(runs_dir: Path) -> LoginNode:
-    """Return what is found on this machine.
-
-    Args:
-        runs_dir: where runs are kept, or would be. Some megabytes are written there for a moment, to see how fast that is.
-    """
-    there = next((each for each in (runs_dir, *runs_dir.parents) if each.is_dir()), Path("/"))
-    return LoginNode(
-        containers=tuple(name for name in ("apptainer", "singularity", "enroot") if shutil.which(name)),
-        modules=any(name in os.environ for name in MODULES) or shutil.which("modulecmd") is not None,
-        write_mb_per_s=write_speed_mb_per_s(there),
-    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +104,6 @@ def on_one_line(text: str) -> str:
 
 def describe(
     facts: ClusterFacts,
-    login: LoginNode,
     *,
     partition: str | None = None,
     name: str | None = None,
@@ -170,9 +135,7 @@ def describe(
         *_where(facts, chosen, account, qos, slurm_conf),
         *_shape(facts, chosen, groups, bounds),
         *_time(chosen, bounds),
-        *_network(groups),
-        *_software(facts, login),
-        *_storage(login),
+        *_of_the_person(facts, groups),
     ]
     file_name = name or name_of(facts, chosen, taken)
     title = (
@@ -378,26 +341,16 @@ def _time(partition: Partition, bounds: Sequence[Bound]) -> Iterable[Entry]:
     yield Entry("signal_lead_s", lead, "one step and one save have to fit; `submit` says so if they did not before")
 
 
-def _network(groups: Sequence[NodeGroup]) -> Iterable[Entry]:
+def _of_the_person(facts: ClusterFacts, groups: Sequence[NodeGroup]) -> Iterable[Entry]:
+    """Return what SLURM does not know, as questions; the network only of a cluster within this machine."""
     addresses = [each.address for each in groups if each.address]
     if addresses and all(each == "localhost" or each.startswith("127.") for each in addresses):
         yield Entry("network_interface", "lo", f"all of its nodes are this machine (NodeAddr={addresses[0]})")
-
-
-def _software(facts: ClusterFacts, login: LoginNode) -> Iterable[Entry]:
-    if login.modules:
-        yield Entry("modules", None, "Which modules does your code need? `module avail` lists them", question=True)
-    kind = "pyxis" if facts.pyxis else "apptainer" if {"apptainer", "singularity"} & {*login.containers} else None
-    if kind is not None:
-        found = "srun takes --container-image" if facts.pyxis else f"this machine has {listed(login.containers)}"
-        why = f"Do you train in an image? {found}; container: {{kind: {kind}, image: ...}}"
-        yield Entry("container", None, why, question=True)
-
-
-def _storage(login: LoginNode) -> Iterable[Entry]:
+    yield Entry("modules", None, "Which modules does your code need? `module avail` lists them", question=True)
+    kind = "pyxis" if facts.pyxis else "apptainer"
+    why = f"Do you train in an image? container: {{kind: {kind}, image: ...}}"
+    yield Entry("container", None, why, question=True)
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
-    if login.write_mb_per_s is not None:
-        why += f". One process here wrote {login.write_mb_per_s:.0f} MB/s, roughly"
     yield Entry("storage_gb_per_s", None, why, question=True)
 
 

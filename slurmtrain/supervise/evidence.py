@@ -9,7 +9,7 @@ import contextlib
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
-from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy

@@ -41,7 +41,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
 from slurmtrain.slurm import trusted_conf
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.arrays import plan_arrays
+from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
 from slurmtrain.system import files, user
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.files import read_json, write_json
@@ -123,7 +123,7 @@ def _submit(sweep: Sweep, client: SlurmClient, choose: Callable[[], list[str]], 
     An array above a limit on jobs is halved until a part fits; the next command goes on from there.
 
     Args:
-        behind: with a limit on the runs at the same time, they wait until the arrays before them have ended.
+        behind: with a limit on the runs at the same time, they wait until the arrays of earlier calls have ended, too.
     """
     submitted: list[str] = []
     runs: list[str] = []
@@ -150,29 +150,23 @@ def _submit(sweep: Sweep, client: SlurmClient, choose: Callable[[], list[str]], 
         shapes = {point.run_id: point.shape for point in sweep.points()} if run_ids else {}
         limit, pack = sweep.info()["parallelism"], sweep.pack
         size = client.max_array_size() if run_ids else None
-        left = [
-            (
-                [run_ids[member] for member in each.members],
-                each.parallelism,
-                limit is not None and (each.after is not None or (behind and bool(before))),
-            )
-            for each in plan_arrays([shapes[each] for each in run_ids], max_size=size, parallelism=limit, pack=pack)
-        ]
-        number = len(sweep.array_numbers())
+        arrays = plan_arrays([shapes[each] for each in run_ids], max_size=size, pack=pack)
+        left = [[run_ids[member] for member in members] for members in arrays]
+        first = number = len(sweep.array_numbers())
         while left:
-            members, at_once, waits = left.pop(0)
-            _make_array(sweep.array(number), {"members": members, "parallelism": at_once, "waits": waits})
+            members = left.pop(0)
+            waits = limit is not None and (number > first or (behind and bool(before)))
+            _make_array(sweep.array(number), {"members": members, "waits": waits})
             try:
                 hand_over(number)
                 number += 1
             except SubmitLimitError as error:
                 tasks = tasks_of(len(members), pack)
                 if tasks < 2:
-                    waiting = len(members) + sum(len(others) for others, _, _ in left)
-                    return Submission(submitted, runs, waiting, error)
+                    return Submission(submitted, runs, len(members) + sum(map(len, left)), error)
                 middle = (tasks + 1) // 2 * pack
                 log.info("%s; trying with %d of its runs", error.message, middle)
-                left[:0] = [(members[:middle], at_once, waits), (members[middle:], at_once, limit is not None)]
+                left[:0] = [members[:middle], members[middle:]]
     return Submission(submitted, runs)
 
 
@@ -233,8 +227,8 @@ def _script(sweep: Sweep, number: int) -> str:
         others = [each for each in sweep.array_numbers() if each < number and not _is_over(sweep, each)]
         if others:
             config = with_dependency(config, [f"afterany:{':'.join(str(sweep.job_id(each)) for each in others)}"])
-    paths = job_paths([run_dir.path for run_dir in run_dirs], info)
-    return render_script(config, dataclasses.replace(paths, parallelism=plan["parallelism"], pack=info["pack"]))
+    paths, at_once = job_paths([each.path for each in run_dirs], info), tasks_at_once(info["parallelism"], info["pack"])
+    return render_script(config, dataclasses.replace(paths, parallelism=at_once, pack=info["pack"]))
 
 
 def _is_over(sweep: Sweep, number: int) -> bool:

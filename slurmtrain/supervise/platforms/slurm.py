@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import JobKind, RequeueMode
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import chain

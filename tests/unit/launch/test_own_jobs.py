@@ -130,7 +130,7 @@ def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
-    accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
+    accepted: bool, project: Path, slurm: FakeSlurm
 ) -> None:
     accept = '"$here/real/sbatch" "$@" >/dev/null; ' if accepted else ""
     slurm.instead_of_sbatch(f'{accept}touch "$here/in-sbatch"; exec sleep 600')
@@ -143,10 +143,10 @@ def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
     said = process.communicate(timeout=120)[1]
     (run_dir,) = all_runs(project / "runs")
     assert process.returncode == 130 and f"cancel {run_dir.id}" in said
-    if accepted:
-        assert "was submitted all the same, as job 101, and goes on" in said and run_dir.info()["job_ids"] == ["101"]
-    else:
-        assert f"no job of run {run_dir.id} is in the queue yet" in said and f"resume {run_dir.id}" in said
+    assert f"run {run_dir.id} may have a job already: resume {run_dir.id} looks for it" in said
+    (slurm.directory / "real" / "sbatch").replace(slurm.directory / "sbatch")
+    assert main(["resume", run_dir.id]) == 0
+    assert run_dir.info()["job_ids"] == ["101"] and len(slurm.jobs) == 1
 
 
 # Ending it.

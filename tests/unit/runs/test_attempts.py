@@ -835,20 +835,20 @@ def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
 # The config of it.
 
 SANDBOX, CONTAINER = "cluster=sandbox", ("cluster.container.kind=apptainer", "cluster.container.image=a.sif")
-NO_SPARE_NODES = "ranks start again in the same job only with requeue.in_place=true"
+NO_SPARE_NODES = "cluster.spare_nodes=1 needs requeue.in_place=true"
 REFUSED = [
     ([SANDBOX, "cluster.spare_nodes=1", "requeue.in_place=false"], NO_SPARE_NODES),
     ([SANDBOX, "cluster.spare_nodes=1", "requeue=off"], NO_SPARE_NODES),  # what has stopped stays stopped
-    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "works only for a run with a job of its own"),
+    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "needs sweep.pack=1"),
     ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
-    (["cluster=local", "cluster.spare_nodes=1"], "has only this machine"),
-    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "only with requeue.in_place=true"),
-    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "job.kind=command has no ranks"),
-    (["cluster=local", "requeue.standby_ranks=true"], "has only this machine"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "may start on other nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "may start on other nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "a second container"),
-    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "works only for a run with a job of its own"),
+    (["cluster=local", "cluster.spare_nodes=1"], "needs a SLURM cluster"),
+    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "needs requeue.in_place=true"),
+    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "needs the built-in trainer"),
+    (["cluster=local", "requeue.standby_ranks=true"], "needs a SLURM cluster"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "needs fixed nodes"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "needs fixed nodes"),
+    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "needs ranks without a container"),
+    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "needs sweep.pack=1"),
 ]
 
 
