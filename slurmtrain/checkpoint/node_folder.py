@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.errors import NodeFolderError
 from slurmtrain.system.files import read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 MARK = "copy.json"  # which incarnation made or last restored the copy, and which checkpoint was the newest then
 OWNER = "owner.json"

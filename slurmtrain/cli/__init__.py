@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, storage_hint
-from slurmtrain.system import interrupts
+from slurmtrain.system import signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def _run(words: list[str]) -> int:
         from slurmtrain.cli import remote
 
         if remote.wanted(words):
-            interrupts.raise_again()
+            signals.raise_again()
             return remote.main(words)
     found = arguments.parse(words)
     if found.verb is None:
@@ -70,7 +70,7 @@ def _run(words: list[str]) -> int:
         elif found.multirun and found.verb != "submit":
             raise UsageError(f"-m (--multirun) works with submit, not with {found.verb}", hint="-m key=1,2 submit")
     main_of_verb = importlib.import_module(module).main
-    interrupts.raise_again()
+    signals.raise_again()
     code: int = main_of_verb(found)
     return code
 
@@ -94,7 +94,7 @@ def _without_verb(found: argparse.Namespace) -> int:
     if _is_for_hydra(found):
         from slurmtrain.cli import hydra_options
 
-        interrupts.raise_again()
+        signals.raise_again()
         return hydra_options.main(found)
     if found.words:
         raise arguments.not_understood(found.words[0], None)

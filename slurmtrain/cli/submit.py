@@ -19,13 +19,13 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
-from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import dry_run, explained, preparing, slurm_conf_of
+from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
         check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
         local = config.cluster.backend == Backend.LOCAL
         if after is not None and (local or arguments.dry_run):
-            from slurmtrain.control.submitting import starting_after
+            from slurmtrain.launch.dependencies import starting_after
 
             config = starting_after(config, after)
         if arguments.dry_run:
@@ -135,11 +135,10 @@ def awaited_runs(config: Config, after: str | None) -> list[RunDir]:
     """Return the runs of --after. Errors in them are raised before anything is created."""
     if after is None:
         return []
-    from slurmtrain.control.submitting import starting_after
-    from slurmtrain.launch import dependencies
+    from slurmtrain.launch.dependencies import find_runs, starting_after
 
     starting_after(config, after)
-    return dependencies.find_runs(after, runs_root())
+    return find_runs(after)
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
@@ -155,9 +154,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         if target is not None:
             raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-        from slurmtrain.slurm.topology import order_of_ranks
-
-        lines = explained(config, current_folder(), order_of_ranks(_slurm_here(config)))
+        lines = explained(config, current_folder())
         text: list[str] = []
         for why, group in groupby(lines, key=lambda line: line.why):
             text += [line.text for line in group]
@@ -177,14 +174,3 @@ def _render(arguments: argparse.Namespace) -> int:
     run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
-
-
-def _slurm_here(config: Config) -> dict[str, str]:
-    """Return the configuration of SLURM on the config's cluster; empty if it cannot be asked from this machine."""
-    from slurmtrain.slurm.client import SlurmClient
-
-    try:
-        client = SlurmClient(slurm_conf_of(config))
-    except (ClusterError, ConfigError):  # its sandbox is not running
-        return {}
-    return client.configuration() if client.available else {}

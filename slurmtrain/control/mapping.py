@@ -50,13 +50,12 @@ from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_fi
 from slurmtrain.sweep.folder import create_sweep
 from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.system import user
 from slurmtrain.system.file_claims import holder_here
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import open_regular
 from slurmtrain.system.redaction import redact
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)
 
@@ -383,7 +382,7 @@ def _read_result(run_dir: RunDir) -> dict[str, Any]:
             owner = os.fstat(file.fileno()).st_uid  # of what is read, whoever renames folders meanwhile
             if owner != os.geteuid():
                 raise UsageError(
-                    f"{path} belongs to {user.in_words(owner)}: a result is a pickle, which could execute any code as you",
+                    f"{path} belongs to {user_in_words(owner)}: a result is a pickle, which could execute any code as you",
                     hint="`status` and `logs` show the run; its owner can write the result in another format",
                 )
             left = pickle.loads(file.read())

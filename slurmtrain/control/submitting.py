@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from slurmtrain.choices import Backend
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.control.checks import warn_of_memory
@@ -32,7 +31,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,11 @@ def submit_run(
         ClusterError: SLURM is not there, refuses, or does not answer.
         UsageError: the runs to wait for do not exist, or cannot finish any more.
     """
-    plan = starting_after(config, after) if after is not None else config
+    plan = config
+    if after is not None:
+        from slurmtrain.launch.dependencies import check_again, starting_after
+
+        plan = starting_after(config, after)
     warn_of_memory(plan, dims)
     client, facts = ask_cluster(plan)
     for warning in compare_with_cluster(facts, plan, check_measured(plan)):
@@ -79,26 +82,13 @@ def submit_run(
             log.info(interrupted(run_dir))
             raise
     if after is not None:
-        from slurmtrain.launch.dependencies import check_again
-
         try:
-            check_again(after, runs_root(), client)
+            check_again(after, client)
         except UsageError:
             write_request(run_dir, RunAction.CANCEL)
             client.cancel(*reversed(run_dir.info()["job_ids"]))
             raise
     return run_dir, f"{first}, followed by {', '.join(links)}" if links else first
-
-
-def starting_after(config: Config, runs: str) -> Config:
-    """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
-    from slurmtrain.launch import dependencies
-
-    if config.cluster.backend == Backend.LOCAL:
-        raise UsageError(
-            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
-        )
-    return dependencies.starting_after(config, runs, runs_root())
 
 
 class PointLook:

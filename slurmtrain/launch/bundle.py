@@ -27,9 +27,8 @@ from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.launch.changes import changed
 from slurmtrain.launch.snapshot import CodeSource, source_of_run
-from slurmtrain.runs.code_record import CodeRecord
-from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, newest_environment
 from slurmtrain.system import records
 from slurmtrain.system.files import give_name, temporary_beside
 from slurmtrain.system.records import printable

@@ -37,9 +37,9 @@ from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup, reached_step
-from slurmtrain.runs.code_record import CodeRecord, read_code_record, record_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.modes import folder_mode

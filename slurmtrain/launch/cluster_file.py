@@ -14,17 +14,7 @@ import yaml
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.gpus import gpu_of
-from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
-from slurmtrain.slurm.job_limits import (
-    Bound,
-    Limit,
-    association_of,
-    bounds_of,
-    job_limit,
-    node_limit,
-    qos_of,
-    wall_limit,
-)
+from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
 from slurmtrain.system.durations import roughly
 
 WIDTH = 112
@@ -130,11 +120,10 @@ def describe(
     groups = facts.nodes_of(chosen.name)
     if not groups:
         raise ConfigError(f"partition {chosen.name!r} has no nodes that sinfo shows", hint="probe --partition NAME")
-    bounds = bounds_of(facts, chosen, account, qos)
     entries = [
         *_where(facts, chosen, account, qos, slurm_conf),
-        *_shape(facts, chosen, groups, bounds),
-        *_time(chosen, bounds),
+        *_shape(facts, chosen, groups),
+        *_time(chosen, wall_limit(facts, chosen, account, qos)),
         *_of_the_person(facts, groups),
     ]
     file_name = name or name_of(facts, chosen, taken)
@@ -223,9 +212,7 @@ def _account(facts: ClusterFacts, partition: Partition) -> Iterable[Entry]:
         yield Entry("account", None, why, question=True)
 
 
-def _shape(
-    facts: ClusterFacts, partition: Partition, groups: Sequence[NodeGroup], bounds: Sequence[Bound]
-) -> Iterable[Entry]:
+def _shape(facts: ClusterFacts, partition: Partition, groups: Sequence[NodeGroup]) -> Iterable[Entry]:
     """Return the fields that say what a job asks for: as much of a node as it may have.
 
     The node is of the most frequent kind with the most GPUs.
@@ -238,14 +225,12 @@ def _shape(
 
     most_cpus = partition.cpus_per_node
     partition_limit = Limit(most_cpus, f"partition {partition.name}") if most_cpus is not None else None
-    cpus, limit = _within(group.cpus, partition_limit, job_limit(bounds, "cpu"), node_limit(bounds, "cpu"))
+    cpus, limit = _within(group.cpus, partition_limit)
     cpus = max(1, cpus)
     of_cpus = f"that {limit.of} allows" if limit else "of a node that jobs can have (sinfo)"
-    by_type = (job_limit(bounds, key) for key in ("gres/gpu", f"gres/gpu:{gpu_type}".lower()))
-    gpus, limit = _within(there, *by_type, node_limit(bounds, "gres/gpu"))
-    gpus = min(gpus, cpus)
+    gpus = min(there, cpus)
     gres = f"gpu:{gpu_type}:{there}" if gpu_type else f"gpu:{there}"
-    of_gpus = f"{limit.of} allows so many; its nodes have {gres}" if limit else f"sinfo: {gres}"
+    of_gpus = f"sinfo: {gres}"
     if gpus > 1 and _PART.search(gpu_type):
         gpus, of_gpus = 1, f"sinfo: {gres}; a rank uses one part of a GPU (MIG), and NCCL joins no parts"
 
@@ -260,7 +245,7 @@ def _shape(
     each -= each % group.threads if each > group.threads else 0  # SLURM gives whole cores
     shared = "" if tasks == 1 else f", shared by {tasks} ranks"
     yield Entry("cpus_per_task", each, f"the {cpus} CPUs {of_cpus}{shared}")
-    yield from _memory(facts, partition, group, bounds, tasks * each)
+    yield from _memory(facts, partition, group, tasks * each)
     if partition.exclusive:
         yield Entry("exclusive", True, "the partition gives whole nodes (OverSubscribe=EXCLUSIVE)")
     gpu = next((found for word in (gpu_type, *group.features) if (found := gpu_of(word))), None)
@@ -277,12 +262,10 @@ def _within(amount: int, *limits: Limit | None) -> tuple[int, Limit | None]:
     return lowest.most, lowest
 
 
-def _memory(
-    facts: ClusterFacts, partition: Partition, group: NodeGroup, bounds: Sequence[Bound], cpus: int
-) -> Iterable[Entry]:
+def _memory(facts: ClusterFacts, partition: Partition, group: NodeGroup, cpus: int) -> Iterable[Entry]:
     if "MEMORY" not in facts.config.get("SelectTypeParameters", "").upper():
         return  # SLURM does not share out memory, so no amount is asked for
-    limits = [job_limit(bounds, "mem"), node_limit(bounds, "mem")]
+    limits = []
     if partition.memory_mb is not None:
         limits.append(Limit(partition.memory_mb, f"MaxMemPerNode of partition {partition.name}"))
     if partition.memory_per_cpu_mb is not None:  # SLURM gives more CPUs to a job that asks for more
@@ -324,8 +307,8 @@ def usable_memory_gb(name: str, sold_with_gb: float) -> int:
     return int(sold_with_gb * (15 / 16 if name in ECC_IN_MEMORY else 0.99))
 
 
-def _time(partition: Partition, bounds: Sequence[Bound]) -> Iterable[Entry]:
-    limits = [wall_limit(bounds)]
+def _time(partition: Partition, wall: Limit | None) -> Iterable[Entry]:
+    limits = [wall]
     if partition.max_time_min is not None:
         limits.append(Limit(partition.max_time_min, f"MaxTime of partition {partition.name}"))
     minutes, limit = _within(DAY_MIN, *limits)

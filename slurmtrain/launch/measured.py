@@ -44,7 +44,7 @@ def check_measured(config: Config) -> list[Finding]:
             f"({_seconds(save_s)}), as measured in run {run_dir.id}"
         )
         hint = f"set at least cluster.signal_lead_s={math.ceil((step_s + save_s) * ROOM / 10) * 10}"
-        return [Finding("cluster.signal_lead_s", message, hint)]
+        return [Finding(message, hint)]
     return []
 
 

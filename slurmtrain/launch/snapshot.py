@@ -19,9 +19,9 @@ from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.runs import lookup
-from slurmtrain.runs.code_record import CodeRecord, read_code_record, write_code_record
 from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, RunDir
+from slurmtrain.runs.software import CodeRecord, read_code_record, write_code_record
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.paths import absolute, runs_root
 from slurmtrain.system.process_facts import without_user
@@ -77,7 +77,7 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Co
             raise _git_failed(here, found)
     if source.root is None or interpreter is None:
         return source
-    return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
+    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 def source_of_run(run_dir: RunDir) -> CodeSource:

@@ -32,22 +32,21 @@ from slurmtrain.launch.submit_once import NotSubmittedError, SubmitLimitError, e
 from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import attempts, requests
-from slurmtrain.runs.attempt_history import failed_quickly
+from slurmtrain.runs.attempts import failed_quickly
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.origin import copied_from
+from slurmtrain.runs.jobs import TOKEN_PREFIX
 from slurmtrain.runs.reasons import Reason
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, copied_from
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
-from slurmtrain.slurm import trusted_conf
+from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
-from slurmtrain.system import files, user
+from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.process_mark import ProcessMark
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.process import ProcessMark
+from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +351,7 @@ def require_own(sweep: Sweep) -> None:
         )
     for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
         if os.path.lexists(path) and not is_mine(path):
-            whose = user.in_words(os.lstat(path).st_uid)
+            whose = user_in_words(os.lstat(path).st_uid)
             raise UsageError(
                 f"{path} belongs to {whose}: only the user who submitted a sweep may change or continue it",
                 hint="`sweep status` and `sweep collect` show it",
@@ -361,4 +360,4 @@ def require_own(sweep: Sweep) -> None:
 
 def trusted_client(sweep: Sweep) -> SlurmClient:
     """Return a client of the cluster that a sweep is on."""
-    return SlurmClient(trusted_conf.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))
+    return SlurmClient(command_environment.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

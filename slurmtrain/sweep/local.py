@@ -20,8 +20,7 @@ from slurmtrain.report.status.look import states
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.file_claims import claimed
-from slurmtrain.system.parent_death import end_with_parent
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark, end_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -25,16 +25,16 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
+from slurmtrain.runs.failures import record_killed_task
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import record_killed_task
 from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
 from slurmtrain.supervise.loop import supervise
 from slurmtrain.supervise.platforms import rank_environment
 from slurmtrain.system import process as processes
-from slurmtrain.system.parent_death import end_with_parent
+from slurmtrain.system.process import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)

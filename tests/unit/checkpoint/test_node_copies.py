@@ -62,7 +62,7 @@ def test_the_folders_of_dead_runs_are_removed_and_those_of_live_and_young_ones_s
         name = run.name.partition("-")[0]
         if name != "live":  # "contained" is at work in a container of this host, where its pid is another one
             owner = {"host": os.uname().nodename, "pid": ended.pid, "born": "1"}
-            in_container = {"pid_namespace": "pid:[1]"} if name == "contained" else {}
+            in_container = {"namespace": "pid:[1]"} if name == "contained" else {}
             write_json(run / "node1" / "owner.json", owner | in_container)
         if name != "young":
             long_ago = run.stat().st_mtime - 2 * DEAD_S

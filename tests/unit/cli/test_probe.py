@@ -140,7 +140,7 @@ def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
         "sbatch --test-only", "Batch job submission failed: Invalid qos specification"
     )  # SLURM has the last word
     assert main(["probe", "--check", "mine/cluster/own.yaml"]) == 78
-    assert "cannot run: sbatch refused the job: Invalid qos specification" in capsys.readouterr().out
+    assert "cannot run: sbatch refused the job: Batch job submission failed: Invalid qos" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

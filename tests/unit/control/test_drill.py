@@ -39,7 +39,7 @@ from slurmtrain.control.drill.ways import (
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.slurm.facts import ClusterFacts
-from slurmtrain.slurm.parse_facts import (
+from slurmtrain.slurm.read_facts import (
     ASSOC_COLUMNS,
     QOS_COLUMNS,
     parse_associations,

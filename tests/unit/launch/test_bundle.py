@@ -15,10 +15,9 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.runs.code_record import read_code_record
-from slurmtrain.runs.environment_record import write_environment
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import read_code_record, write_environment
 from slurmtrain.system.process_facts import ProcessFacts
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run

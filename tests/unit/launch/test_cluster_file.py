@@ -157,7 +157,7 @@ def test_what_is_not_known_is_a_commented_question_and_said() -> None:
     text = file.text()
     assert "# modules: ..." in text and "`module avail` lists them" in text
     assert any(question.startswith("storage_gb_per_s:") for question in file.questions)
-    silent = replace(facts_of("alpha_22_05"), associations=None, silent=("sacctmgr show assoc",))
+    silent = replace(facts_of("alpha_22_05"), associations=None)
     assert "# account: ..." in describe(silent).text()
 
 

@@ -20,7 +20,6 @@ from slurmtrain.launch.queue_check import check_request, hint_of_facts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.topology import order_of_ranks
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 from tests.support.runs import add_attempt, submitted_run
@@ -246,23 +245,3 @@ def test_the_newest_run_of_the_same_experiment_counts_also_under_another_name(
     assert main([*words, "submit"]) == 78
     said = capsys.readouterr().err
     assert f"one step (4 s) plus a save (30 s), as measured in run {runs[-1].id}" in said, said
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameter", "words"),
-    [
-        ("topology/tree", "SwitchAsNodeRank", "switch by switch (TopologyParam=SwitchAsNodeRank)"),
-        (
-            "topology/tree",
-            "(null)",
-            "need not follow the switches of topology/tree: with TopologyParam=SwitchAsNodeRank",
-        ),
-        ("topology/block", "RoutePart,BlockAsNodeRank", "block by block"),
-        ("topology/block", "", "need not follow the blocks of topology/block"),
-        ("topology/default", "", "SLURM knows no topology"),
-        ("topology/3d_torus", "", "SLURM's order of nodes (topology/3d_torus)"),
-    ],
-)
-def test_the_order_of_ranks_is_that_of_slurms_nodes_and_said(kind: str, parameter: str, words: str) -> None:
-    assert words in str(order_of_ranks({"TopologyPlugin": kind, "TopologyParam": parameter}))
-    assert order_of_ranks({}) is None

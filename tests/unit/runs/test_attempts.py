@@ -16,8 +16,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG
-from slurmtrain.runs.attempt_history import stalled_numbers
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.attempts import Attempt, stalled_numbers
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
 from slurmtrain.system import files, records
@@ -225,13 +224,13 @@ def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
     left = {f"failed-{rank}.json": failure("boom", rank=rank) for rank in range(2)}
     number = job.attempt({"srun.log": "srun: error: n1: task 1: Killed\n", **left})
     opened: list[str] = []
-    real = records.open_with_size
+    real = records.open_regular
 
-    def open_and_note(path: Path) -> tuple[int, int]:
+    def open_and_note(path: Path) -> int:
         opened.append(path.name)
         return real(path)
 
-    job.monkeypatch.setattr(records, "open_with_size", open_and_note)
+    job.monkeypatch.setattr(records, "open_regular", open_and_note)
     job.ends(number, 137)
     assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
     assert job.slurm.calls() == ["scontrol show job -o 7"]
