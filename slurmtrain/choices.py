@@ -44,7 +44,7 @@ ContainerKind = StrEnum("ContainerKind", "PYXIS APPTAINER")
 # of the verb `preflight`; no person types them.
 JobKind = StrEnum("JobKind", "TRAIN COMMAND PREPARE EVALUATE PREFLIGHT")
 # The program that starts the processes of a program of the user's own on each node
-Launcher = StrEnum("Launcher", "NONE TORCHRUN ACCELERATE DEEPSPEED")
+Launcher = StrEnum("Launcher", "NONE TORCHRUN")
 # The code that a snapshot takes
 SnapshotMode = StrEnum("SnapshotMode", "AUTO CWD NONE")
 # What context parallelism exchanges
@@ -94,9 +94,8 @@ PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
 # What the checks before training may find; each has a paragraph on the manual's page `preflight`
 FindingKind = StrEnum(
     "FindingKind",
-    "RANKS MASTER_ADDRESS BLOCKED_PORT INTERFACE NETWORK_SPEED GPU_MISSING GPU_DRIVER GPU_BROKEN "
-    "GPU_SLOWED GPU_BUSY VERSIONS PACKAGES CODE CONFIG DATA_MISSING DATA_DIFFERS SHARED_FOLDER DISK_FULL "
-    "MEMORY CPUS NUMA CLOCK VARIABLES SLOW_NODE SLOW_LINK BELOW_STATED",
+    "RANKS GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS PACKAGES CODE CONFIG DATA_MISSING DATA_DIFFERS "
+    "SHARED_FOLDER DISK_FULL CPUS CLOCK VARIABLES SLOW_NODE SLOW_LINK BELOW_STATED",
 )
 
 for _kind in list(globals().values()):

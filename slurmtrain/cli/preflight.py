@@ -90,9 +90,7 @@ def _report(run_dir: RunDir, *, as_json: bool) -> int:
 def print_record(found: PreflightRecord) -> None:
     """Print what was measured, and each finding with what to do. The facts of each node are in preflight.json."""
     measured = found.measured or {}
-    rates: dict[str, list[Any]] = {
-        f"{name.replace('_', '-')} {{}} GB/s": [measured.get(name)] for name in ("all_reduce", "all_gather")
-    }
+    rates: dict[str, list[Any]] = {"all-reduce {} GB/s": [measured.get("all_reduce")]}
     by_rank = measured.get("tflops")
     rates["{} TFLOP/s on a rank"] = list(by_rank.values()) if isinstance(by_rank, Mapping) else []
     for name, key in (("between", "links"), ("within", "pairs")):

@@ -21,28 +21,16 @@ PYTHON = re.compile(r"python(\d+(\.\d+)?)?$")
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 IN_A_SHELL = re.compile(r"[$`*?{}]")  # characters that only a shell, or a rank, can expand
 WITH_VALUE = re.compile(r"-[XW]|--check-hash-based-pycs")  # options of Python
-# The module by which Python starts a launcher, and the words that people type for it.
-MODULES: dict[str, str] = {
-    Launcher.TORCHRUN: "torch.distributed.run",
-    Launcher.ACCELERATE: "accelerate.commands.launch",
-    Launcher.DEEPSPEED: "deepspeed.launcher.runner",
-}
-HEADS: dict[str, tuple[str, ...]] = {
-    Launcher.TORCHRUN: ("torchrun", "python -m torch.distributed.launch"),
-    Launcher.ACCELERATE: ("accelerate launch", "accelerate-launch"),
-    Launcher.DEEPSPEED: ("deepspeed",),
-}
-# Options of launchers that are derived, by their names without dashes and underscores.
+TORCHRUN = ("torchrun", "python -m torch.distributed.run", "python -m torch.distributed.launch")
+# What starts several processes of a program: its training and another one know nothing of each other if each rank starts one.
+LAUNCHERS = (*TORCHRUN, "accelerate launch", "accelerate-launch", "deepspeed")
+# Options of torchrun that are derived, by their names without dashes and underscores.
 DERIVED = {
     *("nnodes", "nprocpernode", "noderank", "masteraddr", "masterport", "standalone", "maxrestarts", "rdzvbackend"),
-    *("rdzvendpoint", "rdzvid", "rdzvconf", "numprocesses", "nummachines", "machinerank", "mainprocessip"),
-    *("mainprocessport", "samenetwork", "deepspeedhostfile", "deepspeedmultinodelauncher", "mpirunhostfile"),
-    *("hostfile", "numnodes", "numgpus", "include", "exclude", "nossh", "launcher", "launcherargs", "forcemulti"),
-    "nosshcheck",
+    *("rdzvendpoint", "rdzvid", "rdzvconf"),
 }
 # Options by which a launcher that is typed for each node joins those of the other nodes.
 OF_SEVERAL_NODES = ("nnodes", "nummachines", "hostfile", "numnodes")
-SHORT = {"-H": "hostfile", "-i": "include", "-e": "exclude"}  # of deepspeed
 OF_ONE_PROCESS = re.compile(r"\$(?:\{(RANK|LOCAL_RANK)\}|(RANK|LOCAL_RANK)\b)")
 
 
@@ -89,7 +77,7 @@ def as_started(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """A command, taken apart for a launcher.
+    """A command, taken apart for torchrun.
 
     Attributes:
         interpreter: the Python that the command names; None: it names none.
@@ -108,14 +96,14 @@ class LaunchedProgram:
     script_end: int
 
 
-def launched_program(launcher: str, command: str) -> LaunchedProgram:
+def launched_program(command: str) -> LaunchedProgram:
     """Take a command apart: `train.py ...`, `python train.py ...`, `torchrun OPTIONS train.py ...`, or any other program.
 
     Raises:
         ConfigError: it has options of the launcher that are derived, or no program can be found among its words.
     """
     words = shlex.split(command)
-    is_python, rest = PYTHON.match(os.path.basename(words[0])) is not None, _after_launcher(launcher, words)
+    is_python, rest = PYTHON.match(os.path.basename(words[0])) is not None, _after(TORCHRUN, words)
     interpreter = words[0] if is_python else None
     if rest is None:
         own = tuple(words[1:] if is_python else words)
@@ -125,7 +113,7 @@ def launched_program(launcher: str, command: str) -> LaunchedProgram:
     for at, word in enumerate(rest):
         if word.startswith("-") and _option(word) in DERIVED:
             raise ConfigError(
-                f"job.command: {word.partition('=')[0]} is derived with job.launcher={launcher}",
+                f"job.command: {word.partition('=')[0]} is derived with job.launcher=torchrun",
                 hint="leave it out: cluster.nodes, gpus_per_node and tasks_per_node decide; or run the command as it is: "
                 "job.launcher=none",
             )
@@ -145,11 +133,11 @@ def _script_end(words: Sequence[str]) -> int:
     return max(0, _named(["python", *words])[2] - 1)
 
 
-def _after_launcher(launcher: str, words: Sequence[str]) -> list[str] | None:
-    """Return the words after those that start a launcher; None: the command does not begin with it."""
+def _after(heads: Sequence[str], words: Sequence[str]) -> list[str] | None:
+    """Return the words after those that start a launcher; None: the command does not begin with one."""
     program = os.path.basename(words[0])
     typed = ["python" if PYTHON.match(program) else program, *words[1:]]
-    for head in (f"python -m {MODULES[launcher]}", *HEADS[launcher]):
+    for head in heads:
         if typed[: len(head.split())] == head.split():
             return list(words[len(head.split()) :])
     return None
@@ -157,7 +145,7 @@ def _after_launcher(launcher: str, words: Sequence[str]) -> list[str] | None:
 
 def _option(word: str) -> str:
     """Return the name of an option without dashes and underscores."""
-    return SHORT.get(word) or word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
+    return word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
 
 
 def repeated_launcher(config: Config) -> str | None:
@@ -167,15 +155,14 @@ def repeated_launcher(config: Config) -> str | None:
     if job.kind != JobKind.COMMAND or job.launcher != Launcher.NONE or tasks == 1:
         return None
     words = shlex.split(job.command or "")
-    for launcher in HEADS if words else ():
-        rest = _after_launcher(launcher, words)
-        if rest is None or any(word.startswith("-") and _option(word) in OF_SEVERAL_NODES for word in rest):
-            continue
-        return (
-            f"job.command: each of the {tasks} ranks starts {launcher} by itself, so that {tasks} trainings run beside each "
-            f"other and write the same files; job.launcher={launcher} starts one on each node, and all of them train together"
-        )
-    return None
+    rest = _after(LAUNCHERS, words) if words else None
+    if rest is None or any(word.startswith("-") and _option(word) in OF_SEVERAL_NODES for word in rest):
+        return None
+    return (
+        f"job.command: each of the {tasks} ranks starts {os.path.basename(words[0])} by itself, so that {tasks} trainings run "
+        "beside each other and write the same files; without it, or with job.launcher=torchrun and the program alone, all "
+        "ranks train together"
+    )
 
 
 def program_of(config: Config) -> str:
@@ -183,16 +170,15 @@ def program_of(config: Config) -> str:
     command = config.job.command or ""
     if not has_launcher(config):
         return command
-    program = launched_program(config.job.launcher, command)
+    program = launched_program(command)
     words = [program.interpreter or program.beside or "python", *program.words] if program.python else program.words
     return shlex.join(words)
 
 
 def check_launched(config: Config) -> None:
     """Raise ConfigError where a command does not suit its launcher."""
-    launcher = config.job.launcher
     command = config.job.command or ""
-    program = launched_program(launcher, command)
+    program = launched_program(command)
     if not program.words or program.words == ("-m",):
         raise ConfigError(f"job.command={command!r} contains no program", hint="submit -- train.py --lr 1e-3")
     for word in program.words:
@@ -201,7 +187,7 @@ def check_launched(config: Config) -> None:
         found = OF_ONE_PROCESS.search(word)
         if found is not None:
             raise ConfigError(
-                f"job.command: {found.group()} cannot be replaced with job.launcher={launcher}, which starts a process for "
+                f"job.command: {found.group()} cannot be replaced with job.launcher=torchrun, which starts a process for "
                 "each rank later",
                 hint="read it from the environment in the program",
             )

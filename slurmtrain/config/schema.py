@@ -196,8 +196,8 @@ class JobConfig:
     # What ${NAME} stands for in the words after `submit --`; set by +NAME=VALUE, also with choices in a sweep.
     args: dict[str, str] = field(default_factory=dict)
     # With job.command: what starts its processes. "none": srun starts cluster.tasks_per_node processes on each node.
-    # "torchrun", "accelerate", "deepspeed": srun starts one launcher on each node, which starts as many processes, or
-    # one per GPU if cluster.tasks_per_node=1; slurmtrain passes it the nodes, processes, addresses and ports.
+    # "torchrun": srun starts it once on each node, and it starts as many processes, or one per GPU if
+    # cluster.tasks_per_node=1; slurmtrain passes it the nodes, processes, addresses and ports.
     launcher: choices.Launcher = choices.Launcher.NONE
     # With job.command: the signal that tells its processes to stop, whatever the reason. With "SIGTERM", processes that
     # handle SIGUSR2 get that as the early warning before the time limit. With another signal, they ignore the SIGTERM

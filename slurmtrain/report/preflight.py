@@ -29,7 +29,7 @@ class PreflightRecord:
     Attributes:
         seconds: of the quick checks, on rank 0.
         nodes: for each node, what `runtime.preflight.check.record_of` writes.
-        measured: rates, as `runtime.preflight.rates.summary` writes them; None: nothing was measured.
+        measured: rates, as `runtime.preflight.measure.Rates.summary` writes them; None: nothing was measured.
         values: all of it, for `--json`.
     """
 

@@ -13,31 +13,12 @@ from typing import Any
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.gpu import Sample
 from slurmtrain.system.records import Count, Number, typed_or_none
 
 IDLE_PERCENT = 5  # a GPU whose kernels ran for less than this share of a sample is idle
 XIDS_KEPT = 32
 NODES_READ = 4096
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What NVML says of a GPU at one moment; None where it does not tell.
-
-    Attributes:
-        utilization: percent of the last second or less in which a kernel ran. It says that the GPU is used, not how well.
-        power_w: watts.
-        temperature_c: degrees Celsius of the chip.
-        ecc_errors: uncorrectable memory errors since the driver was loaded.
-        lost: the driver has lost it, or could not be asked.
-    """
-
-    utilization: float | None = None
-    memory_gb: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    ecc_errors: int | None = None
-    lost: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import random
 import socket
@@ -105,16 +104,6 @@ def interface_addresses() -> dict[str, str]:
                 continue
             addresses[name] = socket.inet_ntoa(answer[20:24])
     return addresses
-
-
-def network_of(interface: str) -> str | None:
-    """Return the IPv4 network that an interface is in, as in "10.0.0.0/16"; None if it has no address (SIOCGIFNETMASK)."""
-    address = interface_addresses().get(interface)
-    if address is None:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), 0x891B, struct.pack("256s", interface.encode()[:15]))
-    return str(ipaddress.ip_network(f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False))
 
 
 def interface_towards(address: str) -> str | None:

@@ -38,8 +38,7 @@ from slurmtrain.runs.failures import record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.client_loggers import close_client_loggers
-from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
+from slurmtrain.runtime.leaving import close_client_loggers, fail, failure_of, leave, show, undeterred
 from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
 from slurmtrain.system.paths import runs_root
@@ -313,15 +312,5 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
 
         with undeterred("complete the last save"):
             checkpointer.close(DRAIN_S)
-    rank = rank_or_zero()
-    failure = failure_of(error, rank)
-    if session.watchdog is not None and timed_out(error):
-        with undeterred("find out which ranks did not come"):
-            session.watchdog.collective_timed_out(error)
-    if session.context is not None:
-        with undeterred("record the failure"):
-            record_failure(session.context.attempt_dir, rank, failure, when=failed_at)
-    if session.watchdog is not None:
-        with undeterred("tell the other ranks"):
-            session.watchdog.failed(lost_a_peer=failure.because_of_peer)
-    leave(failure.exit_code)
+    attempt_dir = session.context.attempt_dir if session.context is not None else None
+    fail(error, rank_or_zero(), attempt_dir, session.watchdog, when=failed_at)

@@ -15,14 +15,12 @@ import torch.distributed as dist
 from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
-from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
-from slurmtrain.runtime.preflight.peer_ports import check_peer_ports
-from slurmtrain.runtime.preflight.waiting import begin
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
+from slurmtrain.system.gpu import PATIENCE_S, NoAnswerError, read_gpus
+from slurmtrain.system.patience import begin
 from slurmtrain.system.signals import StopFlag
 
-DRIVER_S = 5.0  # for a driver to say why there is no GPU
 # A collective of NCCL that times out ends the process with SIGABRT, whatever it is about to say. Ranks that wait for each other
 # on the CPU, too, get an error of gloo's before that, and find out who did not come.
 AFTER_GLOO_S = 300
@@ -105,7 +103,6 @@ def init_distributed(
     Raises:
         EnvironmentMismatchError: a GPU was asked for that does not exist.
         RendezvousError: a rank is missing.
-        PreflightError: nodes do not reach each other.
     """
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
     if own.type == "cpu":
@@ -134,8 +131,6 @@ def init_distributed(
     if own.type == "cuda":
         _check_own_gpu(rendezvous.store, environment, own)
     _choose_interface(cluster.network_interface, rendezvous.interface)
-    if rendezvous.interface != "lo":  # which all ranks of one machine have
-        check_peer_ports(rendezvous.store, environment, os.environ.get("GLOO_SOCKET_IFNAME"))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=rendezvous.store,
@@ -235,11 +230,11 @@ def driver_says() -> str | None:
     """Return what the driver says of why there is no GPU; None if it says nothing, or nobody can ask it."""
     asked = begin(read_gpus)
     try:
-        asked.result(DRIVER_S)
+        asked.result(PATIENCE_S)
     except NoAnswerError as error:
         return str(error)
     except TimeoutError:
-        return f"nothing within {DRIVER_S:.0f} s"
+        return f"nothing within {PATIENCE_S:.0f} s"
     except Exception:
         return None
     return None

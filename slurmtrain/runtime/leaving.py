@@ -11,9 +11,11 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmtrain.errors import (
     DIVERGED,
@@ -25,9 +27,13 @@ from slurmtrain.errors import (
     SupersededError,
     exit_code_of,
 )
-from slurmtrain.runs.failures import Failure
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.system import signals
 from slurmtrain.system.logs import show_error
+
+if TYPE_CHECKING:
+    from slurmtrain.runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +104,36 @@ def show(error: BaseException) -> None:
             traceback.print_exception(error)
 
 
+def fail(
+    error: BaseException,
+    rank: int,
+    attempt_dir: AttemptDir | None,
+    watchdog: Watchdog | None,
+    *,
+    when: float | None = None,
+    finish: Callable[[int], None] = lambda code: None,
+) -> NoReturn:
+    """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else.
+
+    Args:
+        when: when it failed, in unix seconds; None: now.
+        finish: called with the exit code when the failure is on record.
+    """
+    failure = failure_of(error, rank)
+    if watchdog is not None and timed_out(error):
+        with undeterred("find out which ranks did not come"):
+            watchdog.collective_timed_out(error)
+    if attempt_dir is not None:
+        with undeterred("record the failure"):
+            record_failure(attempt_dir, rank, failure, when=when)
+    with undeterred("complete the record of the attempt"):
+        finish(failure.exit_code)
+    if watchdog is not None:
+        with undeterred("tell the other ranks"):
+            watchdog.failed(lost_a_peer=failure.because_of_peer)
+    leave(failure.exit_code)
+
+
 def leave(code: int) -> NoReturn:
     """End this process now: no exit handlers that could hang, no child left behind, no signal that changes the code."""
     signals.ignore_further_stop_signals()
@@ -107,3 +143,66 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # the disk of its log is full, or somebody has closed it
             stream.flush()
     os._exit(code)
+
+
+# W&B and MLflow in a program that leaves to be started again: `leave` runs no exit handlers, in which these libraries would
+# write what they buffer.
+
+WITHIN_S = 5.0  # of the grace time
+
+
+def close_client_loggers(within_s: float = WITHIN_S) -> None:
+    """Close the runs of W&B and MLflow that this process has open, if any; give up after `within_s` seconds.
+
+    Neither ends the run: the next attempt goes on in the one of the same id.
+    """
+    closing = []
+    for name, find in _FIND.items():
+        close = _found(name, find) if name in sys.modules else None
+        if close is not None:
+            closing.append(threading.Thread(target=_tried, args=(name, close), name=f"close-{name}", daemon=True))
+    for thread in closing:
+        thread.start()
+    deadline = time.monotonic() + within_s
+    for thread in closing:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _found(name: str, find: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None] | None:
+    try:
+        return find(sys.modules[name])
+    except Exception as error:  # a logger must not keep the program from leaving
+        log.warning("%s could not be asked for its run before the program leaves: %s", name, error)
+        return None
+
+
+def _tried(name: str, close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception as error:
+        log.warning("%s could not be closed before the program leaves: %s", name, error)
+
+
+def _find_wandb(wandb: Any) -> Callable[[], None] | None:
+    run: Any = getattr(wandb, "run", None)
+
+    def close() -> None:
+        run.mark_preempting()
+        run.finish(exit_code=1)
+
+    return close if run is not None else None
+
+
+def _find_mlflow(mlflow: Any) -> Callable[[], None] | None:
+    find = getattr(mlflow, "active_run", None)
+    run: Any = find() if find is not None else None  # of this thread: MLflow has one for each
+
+    def close() -> None:
+        mlflow.flush_async_logging()
+        mlflow.MlflowClient().set_terminated(run.info.run_id, "KILLED")
+
+    return close if run is not None else None
+
+
+# By the module of a library, what returns how to close the run that it has open; None: it has none.
+_FIND: dict[str, Callable[[Any], Callable[[], None] | None]] = {"wandb": _find_wandb, "mlflow": _find_mlflow}

@@ -23,13 +23,12 @@ from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.failures import record_failure
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
-from slurmtrain.runtime.leaving import failure_of, leave, show, timed_out, undeterred
+from slurmtrain.runtime.leaving import fail, leave, show, undeterred
 from slurmtrain.runtime.profiles import profile_switch_of
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
@@ -185,11 +184,8 @@ def _join(
         on_met: see `init_distributed`.
     """
     from slurmtrain.runtime.distributed_context import init_distributed
-    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
     from slurmtrain.training.seeds import use_deterministic_kernels
 
-    if not config.parallel.compile:
-        load_dynamo_on_demand()
     if config.train.deterministic:
         use_deterministic_kernels()
     timeline.mark("interpreter and imports")
@@ -337,21 +333,12 @@ def _fail(
     environment: Environment | None,
     watchdog: Watchdog | None,
 ) -> NoReturn:
-    """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
+    """Show and record a failure, and exit."""
     show(error)
     rank = environment.rank if environment is not None else rank_or_zero()
-    failure = failure_of(error, rank)
-    if watchdog is not None and timed_out(error):
-        with undeterred("find out which ranks did not come"):
-            watchdog.collective_timed_out(error)
-    if context is not None:
-        with undeterred("record the failure"):
-            record_failure(context.attempt_dir, rank, failure)
-        if environment is not None and not context.supervised:
-            with undeterred("complete the record of the attempt"):
-                config = load_frozen(context.run_dir.config_file)
-                _finish_by_hand(config, environment, context, failure.exit_code)
-    if watchdog is not None:
-        with undeterred("tell the other ranks"):
-            watchdog.failed(lost_a_peer=failure.because_of_peer)
-    leave(failure.exit_code)
+
+    def finish(code: int) -> None:
+        if context is not None and environment is not None and not context.supervised:
+            _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
+
+    fail(error, rank, context.attempt_dir if context is not None else None, watchdog, finish=finish)

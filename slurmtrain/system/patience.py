@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat, takewhile
@@ -107,6 +109,23 @@ def refresh(directory: Path) -> None:
     probe = directory / f".probe-{uuid.uuid4().hex}"
     probe.touch(mode=0o600)
     probe.unlink()
+
+
+def begin(function: Callable[[], T]) -> Future[T]:
+    """Call what may never return, such as a file system whose server is gone, in a thread that nobody has to wait for.
+
+    Not even the end of this process waits for it.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="patience", daemon=True).start()
+    return future
 
 
 class BestEffort:

@@ -29,8 +29,7 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.build_model import build_model, distribute_model, fill
-from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.runtime.jobs.build_model import build, build_model, distribute_model, fill
 from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause

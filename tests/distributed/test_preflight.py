@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from slurmtrain.report.preflight import read_preflight
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed
-from slurmtrain.runtime.preflight import check, measure
+from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.check import run_preflight
-from slurmtrain.runtime.preflight.facts import DiskFacts, FolderFacts, PathFacts
-from slurmtrain.runtime.preflight.gpus import NoAnswerError
+from slurmtrain.runtime.preflight.facts import MISSING, FolderFacts
 from slurmtrain.runtime.preflight.readers import Readers
 from slurmtrain.runtime.preflight.shared_folder import SharedFolder
 from slurmtrain.slurm.environment import NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import write_json
+from slurmtrain.system.gpu import NoAnswerError
 from tests.support.gloo import GlooRanks, cluster_config
 
 # Findings that rank 0 has recorded, and the nodes that every rank's error blames.
@@ -91,13 +91,12 @@ def everything(directory: Path) -> dict[str, Said]:
         "sound": ranks.check(),
         "clock": ranks.check(Readers(clock=lambda: sound.clock() + 300), on=1),
         "package": ranks.check(Readers(process=older), on=2),
-        "data": ranks.check(Readers(looks_at=lambda _: PathFacts("missing")), on=3),
-        "disk": ranks.check(Readers(disk=lambda _: DiskFacts(0.0)), on=3),
+        "data": ranks.check(Readers(path=lambda _: MISSING), on=3),
+        "disk": ranks.check(Readers(disk=lambda *_: "has 0 GB left"), on=3),
         "driver": ranks.check(Readers(gpus=no_driver), on=1, config=asks_gpus),
     }
-    if ranks.rank == 2:  # whose folder is not that of the others
-        check.folder_of = lambda attempt_dir: directory / "own" / attempt_dir.path.name
-    found["own folder"] = ranks.check(Readers(folder_limit_s=1.0), on=ranks.rank)
+    own = directory / "own" if ranks.rank == 2 else None  # it is not that of the others
+    found["own folder"] = ranks.check(Readers(folder=own, folder_limit_s=1.0), on=ranks.rank)
     ranks.distributed.leave_together()
     return found
 
@@ -108,7 +107,8 @@ def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node
     found: dict[str, Said] = answers[0]
     assert found["sound"] == ([], None)
     (clock,), blamed = found["clock"]
-    assert clock.startswith(("n1: its clock is 300.0 s ahead", "n1: its clock is 299.9 s ahead"))
+    ahead = re.match(r"n1: its clock is ([\d.]+) s ahead", clock)
+    assert ahead is not None and 290 < float(ahead[1]) <= 300.1  # what is certain, whenever the ranks came
     assert blamed is None  # a warning
     (package,), blamed = found["package"]
     assert package.startswith("n2: numpy 1.0.0; expected: numpy ") and blamed == ("n2",)
@@ -134,31 +134,6 @@ def test_ranks_that_are_handed_out_to_the_nodes_in_turn_are_checked_as_well(gloo
     assert gloo_ranks.start(4, handed_out_in_turn).results()[0] == ([], None)
 
 
-def two_of_a_node(directory: Path) -> tuple[Said, Said, Said]:
-    ranks = Ranks(directory, nodes=1)
-    sound = ranks.check()
-    other = Readers()
-    if ranks.rank == 1:  # another environment is first on its path
-        (directory / "older" / "numpy-1.0.0.dist-info").mkdir(parents=True)
-        (directory / "older" / "numpy-1.0.0.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 1.0.0\n")
-        import sys
-
-        sys.path.insert(0, str(directory / "older"))
-    wrong = ranks.check(other, on=1)
-    slow = ranks.check(Readers(process=threading.Event().wait, limit_s=0.2), on=1)  # type: ignore[arg-type]
-    ranks.distributed.leave_together()
-    return sound, wrong, slow
-
-
-def test_a_rank_that_would_import_another_package_than_its_neighbour_is_found(gloo_ranks: GlooRanks) -> None:
-    (sound, wrong, slow), _ = gloo_ranks.start(2, two_of_a_node).results()
-    assert sound == ([], None)
-    assert slow == ([], None)  # a disk too slow to say how they differ ends no training
-    (sentence,), nodes = wrong
-    assert sentence.startswith("rank 1 on n0: numpy 1.0.0; expected: numpy ")
-    assert nodes == ()  # the rank's environment is at fault, and no node
-
-
 def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, int]:
     ranks, looks = Ranks(directory, nodes=2), []
     look = SharedFolder.look
@@ -168,7 +143,7 @@ def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, int]:
         return look(folder, error)
 
     SharedFolder.look = counted  # type: ignore[method-assign, assignment]
-    measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 12, 1, 0.0)
+    measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
     config = replace(
         ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
     )
@@ -188,4 +163,4 @@ def test_full_measures_every_rank_and_every_pair(gloo_ranks: GlooRanks) -> None:
     assert list(rates["tflops"]) == ["0", "1", "2", "3"]
     assert [pair[:2] for pair in rates["pairs"]] == [[0, 1], [2, 3]]
     assert [link[:2] for link in rates["links"]] == [["n0", "n1"]]
-    assert min(rates["all_reduce"], rates["all_gather"], *(link[2] for link in rates["links"])) > 0
+    assert min(rates["all_reduce"], *(link[2] for link in rates["links"])) > 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import threading
-import time
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,8 @@ from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
 from slurmtrain.models.pretrained import load_pretrained
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import exports
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.jobs.build_model import distribute_model
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support import transformers_models as theirs
@@ -156,7 +154,7 @@ def test_a_run_begins_with_the_weights_exports_what_it_makes_of_them_and_goes_on
     # From here on its own checkpoints count; and an export that fails is told, and fails nothing else.
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    monkeypatch.setattr(Exports, "_run", lambda self, words: ("the disk is full", 1))
+    monkeypatch.setattr(exports, "command_of", lambda *_: ["bash", "-c", "echo the disk is full; exit 1"])
     words += ["train.steps=4", "checkpoint.export_every_steps=4", "checkpoint.allow=[config]"]
     assert fit(alone(), run.path, words, attempt=2).first_step == 2
     (failed,) = [event for event in run.events() if event["event"] == "export failed"]
@@ -164,65 +162,26 @@ def test_a_run_begins_with_the_weights_exports_what_it_makes_of_them_and_goes_on
     assert sorted(path.name for path in run.exports.iterdir()) == ["export.log", "step_0000002"]
 
 
-def test_a_checkpoint_stays_until_it_is_exported_and_the_next_attempt_makes_what_this_one_could_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, begun, go_on = RunDir(tmp_path), threading.Event(), threading.Event()
-
-    def slow(self: Exports, words: list[str]) -> tuple[str, int]:
-        begun.set()
-        with self._condition:
-            self._condition.wait_for(lambda: self._ended or go_on.is_set(), 60)
-        if self._ended:
-            return "it was ended", -15
-        Path(words[6]).mkdir()
-        return "", 0
-
-    monkeypatch.setattr(Exports, "_run", slow)
+def test_a_checkpoint_stays_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, go_on = RunDir(tmp_path), tmp_path / "go on"
+    wait = f"until [ -e {shlex.quote(str(go_on))} ]; do sleep 0.05; done; mkdir"
+    monkeypatch.setattr(exports, "command_of", lambda path, out, dtype: ["bash", "-c", f"{wait} {out}"])
     model = torch.nn.Linear(2, 2)
     checkpointer = Checkpointer(run.checkpoints, run_id=run.id)
     events: list[Any] = []
-    exports = Exports(run, "bfloat16", lambda event, **values: events.append((event, values["step"])))
-    exports.ask(1)
+    made = exports.Exports(run, "bfloat16", lambda event, **values: events.append((event, values["step"])))
+    made.ask(1)
     checkpointer.save(1, model=model).wait()
-    exports.committed(1)
-    assert begun.wait(60)
+    made.committed(1)
     for step in (2, 3, 4):
         checkpointer.save(step, model=model).wait()
     checkpointer.close()  # which finishes cleaning up, too
     assert [step_of(path) for path in committed(run.checkpoints)] == [1, 3, 4]
-    exports.close()
-    assert events == []
-    go_on.set()
-    second = Exports(run, "bfloat16", lambda event, **values: events.append((event, values["step"])))
-    second.finish()
-    second.close()
+    go_on.touch()
+    made.finish()
+    made.close()
     assert events == [("exported", 1)] and (run.exports / "step_0000001").is_dir()
-    assert [path.name for path in run.exports.iterdir()] == ["step_0000001"]
-    assert retention.in_use(run.checkpoints, time.time()) == set()
-
-
-def test_an_export_that_a_preemption_ends_before_the_ranks_have_stopped_is_made_by_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM sends SIGTERM to all processes of the job, and the ranks first finish their step."""
-    run, events = RunDir(tmp_path), list[tuple[str, int]]()
-    checkpointer = Checkpointer(run.checkpoints, run_id=run.id)
-    checkpointer.save(1, model=torch.nn.Linear(2, 2)).wait()
-    checkpointer.close()
-
-    def made(self: Exports, words: list[str]) -> tuple[str, int]:
-        Path(words[6]).mkdir()
-        return "", 0
-
-    monkeypatch.setattr(Exports, "_run", lambda self, words: ("", -signal.SIGTERM))
-    for _ in range(2):
-        exports = Exports(run, None, lambda event, **values: events.append((event, values["step"])))
-        exports.ask(1)
-        exports.finish()
-        exports.close()
-        monkeypatch.setattr(Exports, "_run", made)
-    assert events == [("exported", 1)]
+    assert retention.held(run.checkpoints) == []
 
 
 ADAPTED = ["lora.r=4", "lora.dropout=0.1", "train.steps=6", "train.eval_every=0", "checkpoint.every_steps=0"]

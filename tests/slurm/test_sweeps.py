@@ -371,7 +371,7 @@ def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_ha
 ) -> None:
     first = Project(sweeper.path, sweeper.cluster).submit(LATER)
     words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2")
-    words += ["--array-parallelism", "13", "--after", first.run_dir.id]
+    words += ["--array-parallelism", "7", "--after", first.run_dir.id]
     sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
     assert sorted(sweeper.queue().values()) == [1, 4, 4]
 
@@ -383,7 +383,7 @@ def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_ha
     assert waits == f"afterok:{first.job_id}(unfulfilled)"
     # With a limit, one array begins when the one before has ended.
     assert waits in limited and f"afterany:{sweep.job_id(0)}_*(unfulfilled)" in limited
-    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["6", "6"]  # there is no half of a pack
+    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["3", "3"]  # there is no half of a pack
     first.cli("cancel", first.run_dir.id)
     said = sweeper.cli(*words, "--again", check=False)
     assert f"run {first.run_dir.id} will not finish: stopped" in said

@@ -1,11 +1,13 @@
-"""From a config to this rank's part of a model, with its first values."""
+"""From a config to objects: those of classes that it names by `_target_`, and this rank's part of a model."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +16,13 @@ from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.models.flops import flops_of
 from slurmtrain.models.pretrained import check_config, load_pretrained, weights_path
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.system.node_copies import with_copies
 from slurmtrain.training.seeds import seed_everything
 
 
@@ -132,3 +135,27 @@ def _read_weights(config: Config, model: nn.Module, folder: Path) -> Restored:
     check_config(config.model, folder)
     loaded = load_pretrained(model, folder)
     return Restored(folder, 0, "", loaded.size, as_start=True)
+
+
+def build(group: str, values: dict[str, Any]) -> Any:
+    """Instantiate a config group's `_target_`, which reads the copies of this node where cluster.stage has made some.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take these arguments.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(with_copies(values), _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, SlurmtrainError):
+            raise cause from None
+        if cause is not None and not isinstance(cause, (ImportError, TypeError, AttributeError)):
+            raise cause from None  # the class itself failed: its own traceback says more
+        target = str(values.get("_target_"))
+        raise ConfigError(
+            f"{group}._target_={target}: {why_not_built(error, target)}",
+            hint=f"is it importable from {sys.path[0] or 'the working directory'}, and are its arguments spelled correctly?",
+        ) from None

@@ -29,12 +29,18 @@ from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
-from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code, described, is_crash, signal_lag_s
+from slurmtrain.runtime.jobs.program_exit_code import (
+    DIED_OF_A_STOP,
+    FinishedWhen,
+    contract_code,
+    described,
+    is_crash,
+    signal_lag_s,
+)
 from slurmtrain.runtime.jobs.program_loggers import program_text_file
-from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, ProgramStart, start_of
+from slurmtrain.runtime.jobs.program_start import ProgramStart, start_of
 from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
 from slurmtrain.runtime.leaving import undeterred
-from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
@@ -91,7 +97,6 @@ def run_command(
         text_file.close()
     if watch is not None:
         watch.close()
-    Published(context.attempt_dir.master_file, environment).forget()
     _wait_for_descendants(config, code, context, environment, stop_flag)
     stopper.close()
     told = stop_flag.requested and not crashed  # a stop that came after a crash, perhaps because of it, excuses nothing

@@ -27,7 +27,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.fit import StageMemory, memory_of
-from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.runtime.jobs.build_model import build
 from slurmtrain.training.optim import build_optimizer
 
 

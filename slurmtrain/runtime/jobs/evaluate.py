@@ -19,8 +19,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.build_model import distribute_model
-from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.runtime.jobs.build_model import build, distribute_model
 from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json

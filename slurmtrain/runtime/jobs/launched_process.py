@@ -1,16 +1,15 @@
-"""One process that a launcher (torchrun, accelerate, deepspeed) starts: it starts the program, and stands between the two.
+"""One process that torchrun starts: it starts the program, and stands between the two.
 
-Launchers end all processes of a node when one leaves with another code than 0, at the latest after 30 s, and hide its
-code; and they do the same when they hear SIGTERM themselves. So this process tells its code to the task that has
+torchrun ends all processes of a node when one leaves with another code than 0, at the latest after 30 s, and hides its
+code; and it does the same when it hears SIGTERM itself. So this process tells its code to the task that has
 started the launcher, in a file, and leaves with 0 when that is a stop; and a launcher hears no signals: they are
 blocked from its start. The program gets the signals of SLURM, as every process of the step does; this one passes on
 those of the launcher only.
 
-It runs as a file of its own, without any package: python -I -S launched_process.py FOLDER SIGNALS CODES AT PROGRAM...
+It runs as a file of its own, without any package: python -I -S launched_process.py FOLDER SIGNALS CODES PROGRAM...
 
 FOLDER: where it writes how the program has ended. SIGNALS: names of the stop signals for which the program starts with the
-default, separated by commas. CODES: exit codes after which the other processes of the node go on. AT: where among the words
-of the program --local_rank=N goes; 0: nowhere.
+default, separated by commas. CODES: exit codes after which the other processes of the node go on.
 """
 
 from __future__ import annotations
@@ -85,17 +84,11 @@ def code_for_launcher(code: int, *, told: bool, quiet: Collection[int]) -> int:
 
 def main(words: list[str]) -> int:
     """Run a program as the words of the module's docstring say, and return the exit code for the launcher."""
-    folder, heard, quiet, local_rank_at, *program = words
-    variables = os.environ
-    # DeepSpeed's launcher numbers the node's GPUs from 0, also where the job has others.
-    if "SLURMTRAIN_VISIBLE_DEVICES" in variables:
-        variables["CUDA_VISIBLE_DEVICES"] = variables.pop("SLURMTRAIN_VISIBLE_DEVICES")
-    if int(local_rank_at):
-        program.insert(int(local_rank_at), f"--local_rank={variables.get('LOCAL_RANK', '0')}")
+    folder, heard, quiet, *program = words
     open(os.path.join(folder, f"{os.getpid()}.pid"), "x").close()
     code, told = run(program, [signal.Signals[name] for name in heard.split(",")])
     if code:
-        end = {"rank": int(variables.get("RANK", "0")), "code": code, "time": time.time()}
+        end = {"rank": int(os.environ.get("RANK", "0")), "code": code, "time": time.time()}
         try:
             with open(os.path.join(folder, f"{os.getpid()}.json"), "w") as file:
                 json.dump(end, file)

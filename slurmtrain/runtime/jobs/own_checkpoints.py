@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,9 +27,6 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 
 log = logging.getLogger(__name__)
 
-RECENT_S = 60.0  # what was changed within this time may still be written, by a process that has outlived its attempt
-QUIET_S = 3.0  # what has not changed for this long is not
-PATIENCE_S = 60.0
 CLOCKS_S = 60.0  # by how much the clocks of a node and of a file server may differ
 
 
@@ -43,9 +38,9 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
     run_dir, job = context.run_dir, config.job
     before = [each for each in attempts.all_attempts(run_dir) if each.number < context.number and each.started]
     found = find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete)
-    if before and job.checkpoints is not None:
+    if before and job.checkpoints is not None and not stop_requested():
         since = min(each.started for each in before)
-        found, incomplete = _when_quiet(config, run_dir, since, stop_requested)
+        incomplete = to_move(found, job.checkpoint_complete, since=since, own_folder=run_dir.path)
         for each in incomplete:
             _move_aside(each, context)
     newest = newest_complete(found)
@@ -86,37 +81,6 @@ def to_move(
         and (rule is not None or not each.path.is_dir())
         and (each.changed >= since - CLOCKS_S or each.path.is_relative_to(own_folder))
     ]
-
-
-def _when_quiet(
-    config: Config, run_dir: RunDir, since: float, stop_requested: Callable[[], bool]
-) -> tuple[list[ProgramCheckpoint], list[ProgramCheckpoint]]:
-    """Wait while an incomplete checkpoint is still being written, and return all as they are then, and those to move."""
-    job, give_up = config.job, time.monotonic() + PATIENCE_S
-    sizes: dict[str, tuple[int, float]] | None = None
-    while True:
-        found = find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete)
-        incomplete = to_move(found, job.checkpoint_complete, since=since, own_folder=run_dir.path)
-        now = _sizes(incomplete)
-        recent = any(abs(time.time() - changed) < RECENT_S for _, changed in now.values())
-        if stop_requested():  # the program will not look for one
-            return found, []
-        if not recent or now == sizes or time.monotonic() > give_up:
-            return found, incomplete
-        sizes = now
-        time.sleep(QUIET_S)
-
-
-def _sizes(checkpoints: Sequence[ProgramCheckpoint]) -> dict[str, tuple[int, float]]:
-    """Return the size and the time of the last change of every file in these checkpoints."""
-    found: dict[str, tuple[int, float]] = {}
-    for each in checkpoints:
-        below = [os.path.join(folder, name) for folder, _, names in os.walk(each.path) for name in names]
-        for path in [str(each.path), *below]:
-            with contextlib.suppress(OSError):
-                facts = os.lstat(path)
-                found[path] = (facts.st_size, facts.st_mtime)
-    return found
 
 
 def _move_aside(checkpoint: ProgramCheckpoint, context: AttemptContext) -> None:

@@ -13,35 +13,31 @@ import shlex
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from slurmtrain.choices import Launcher, StopSignal
-from slurmtrain.config.launched_program import SHELLS, LaunchedProgram, has_launcher, launched_program, node_shape
+from slurmtrain.choices import StopSignal
+from slurmtrain.config.launched_program import SHELLS, has_launcher, launched_program, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import RendezvousError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime.addresses import HeldPort, address_of, interface_addresses, is_taken, machine, own_addresses
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs import launchers
 from slurmtrain.runtime.jobs.launched_process import STOPS, reset_signals
-from slurmtrain.runtime.jobs.launchers import Launch, ProcessEnd, end_of_node
+from slurmtrain.runtime.jobs.program_exit_code import ProcessEnd, end_of_node
 from slurmtrain.runtime.jobs.program_loggers import checked, logger_variables, of_rank
-from slurmtrain.runtime.shared_file_wait import Pauses, Published
-from slurmtrain.slurm.environment import Environment, has_gpu_files
+from slurmtrain.runtime.jobs.torchrun import torchrun_variables, torchrun_words
+from slurmtrain.runtime.shared_file_wait import Pauses, look
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import StopDuringStartError
 
 SCRIPT_MAX = 1 << 20  # bytes; a longer file is no script
 EARLY_WARNING = "SIGUSR2"
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
-DIED_OF_A_STOP = {sign for number in STOPS for sign in (-number, 128 + number)}
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class ProgramStart:
             with contextlib.suppress(OSError, ValueError):
                 ends.append(ProcessEnd(**json.loads(path.read_text())))
         shutil.rmtree(self.folder, ignore_errors=True)
-        return end_of_node(code, ends, DIED_OF_A_STOP, told=told, finished_code=self.finished_code)
+        return end_of_node(code, ends, told=told, finished_code=self.finished_code)
 
 
 def start_of(
@@ -90,7 +86,7 @@ def start_of(
     """
     command, port = config.job.command or "", HeldPort(config.cluster.ports, environment.node)
     if has_launcher(config):
-        return _start_of_launcher(config, environment, context, port, stop_requested)
+        return _start_of_torchrun(config, environment, context, port, stop_requested)
     given = rank_variables(config, environment, context, port, stop_requested)
     words = with_variables(shlex.split(command), given, os.environ)
     heard = [signal.Signals[name] for name in heard_signals(config.job.stop_signal, words)]
@@ -98,55 +94,35 @@ def start_of(
     return ProgramStart(words, {**os.environ, **given}, lambda: reset_signals(heard), None, words[0], port)
 
 
-def _start_of_launcher(
+def _start_of_torchrun(
     config: Config,
     environment: Environment,
     context: AttemptContext,
     port: HeldPort,
     stop_requested: Callable[[], bool],
 ) -> ProgramStart:
-    """Return the start of this node's launcher."""
-    launcher, command = config.job.launcher, config.job.command or ""
+    """Return the start of torchrun on this node."""
+    processes = node_shape(config).processes
     given = rank_variables(config, environment, context, port, stop_requested)
-    master = {name: given.get(name) or os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
-    given |= master | {
-        "WORLD_SIZE": str(len(environment.nodes) * node_shape(config).processes),
-        "LOCAL_WORLD_SIZE": str(node_shape(config).processes),
-    }
-    known = {name: value for name, value in given.items() if name not in ("RANK", "LOCAL_RANK")}
-    program = launched_program(launcher, shlex.join(with_variables(shlex.split(command), known, os.environ)))
-    launch = Launch(
-        launcher,
-        _interpreter(program),
-        environment.node_rank,
-        environment.nodes,
-        node_shape(config).processes,
-        (master["MASTER_ADDR"], int(master["MASTER_PORT"] or 29500)),
-    )
-    variables = launchers.task_variables(launch, os.environ)
+    variables = torchrun_variables(environment, processes, {"MASTER_PORT": "29500", **os.environ, **given})
     variables |= {name: given[name] for name in (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)} | checked(given, {})
-    accelerate_config = None
-    if launcher == Launcher.ACCELERATE:
-        accelerate_config = _read_yaml(launchers.accelerate_config_file(program.options, variables))
-        if "--cpu" in program.options or not _has_gpus(config, environment):
-            # Without it, processes that find no GPU do not look for each other.
-            variables.setdefault("ACCELERATE_USE_CPU", "true")
-    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-launched-"))
-    hostfile = folder / "hostfile"
-    hostfile.write_text(launchers.hostfile_text(launch))
+    # RANK and LOCAL_RANK are this task's, and those of the program's processes come later.
+    known = {name: variables[name] for name in (*given, "MASTER_ADDR", "MASTER_PORT") if name in variables}
+    command = with_variables(shlex.split(config.job.command or ""), known, os.environ)
+    program = launched_program(shlex.join(command))
     finished_when = config.job.finished_when or ""
     finished_code = int(finished_when) if finished_when.isdigit() else None
-    process = launchers.process_words(
-        launch,
+    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-launched-"))
+    words = torchrun_words(
         program,
-        python=sys.executable,
+        variables,
+        nodes=len(environment.nodes),
         folder=folder,
         heard=heard_signals(config.job.stop_signal, program.words),
         finished_code=finished_code,
     )
-    words = launchers.launcher_words(launch, program, process, hostfile=hostfile, accelerate_config=accelerate_config)
     name = shlex.join(program.words[: max(1, program.script_end)])
-    return ProgramStart(words, variables, _block_stops, folder, f"{name} ({launcher})", port, finished_code)
+    return ProgramStart(words, variables, _block_stops, folder, f"{name} (torchrun)", port, finished_code)
 
 
 def heard_signals(stop_signal: str, words: Sequence[str]) -> list[str]:
@@ -179,32 +155,6 @@ def _traps_warning(words: Sequence[str], at: int) -> bool:
 def _block_stops() -> None:
     """Let a launcher, and what it starts before the program, hear no stop signal: the program and this package do."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-
-
-def _interpreter(program: LaunchedProgram) -> str:
-    """Return the Python that runs the launcher: the command's own, the one beside a launcher that it names, or this one."""
-    if program.interpreter is not None:
-        return program.interpreter
-    found = shutil.which(program.beside) if program.beside is not None else None
-    beside = Path(found).with_name("python") if found is not None else None
-    return str(beside) if beside is not None and beside.exists() else sys.executable
-
-
-def _has_gpus(config: Config, environment: Environment) -> bool:
-    """Return whether the job has GPUs: it has asked for some, SLURM has given it some otherwise, or this machine has some."""
-    given = any(os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"))
-    return config.cluster.gpus_per_node > 0 or given or (environment.source != "slurm" and has_gpu_files())
-
-
-def _read_yaml(path: Path) -> dict[str, Any] | None:
-    """Return the mapping in a file; None if there is none, which its own reader will say better."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def rank_variables(
@@ -290,7 +240,6 @@ def _master(
     Args:
         own: further variables of the program, on rank 0; they are published, too, and returned everywhere.
     """
-    address_of_rank_0 = Published(published, environment)
     if environment.rank == 0:
         address = {
             "hosts": own_addresses(environment, cluster.network_interface),
@@ -299,10 +248,9 @@ def _master(
             "variables": dict(own),
         }
         write_json(published, address)
-        address_of_rank_0.look()  # hands it on to the ranks beside this one
         return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"])), own
-    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
-    while (found := address_of_rank_0.look()) is None:
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses.of_rank(environment)
+    while (found := look(published)) is None:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "

@@ -44,8 +44,7 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.exports import Exports, finish_waits_s
-from slurmtrain.runtime.jobs.build_model import distribute_model, pretrained
-from slurmtrain.runtime.jobs.instantiate import build
+from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline

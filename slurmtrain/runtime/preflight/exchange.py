@@ -1,12 +1,13 @@
 """How the facts of all ranks come to rank 0, and its verdict to all: through the store in which they have met.
 
-Each rank writes one value and reads one, so that rank 0 alone sees all of them, in one answer of the store.
+Rank 0 says when it begins, each rank sends its facts, and rank 0 its verdict. So rank 0 alone sees all facts, in one answer of
+the store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,81 +22,58 @@ class Exchange:
     """Sends and receives the messages of the checks.
 
     Args:
+        store: of this attempt alone.
         timeout_s: seconds to wait for any other rank.
         stop_requested: returns whether this rank was told to stop, so that it waits for nobody any more.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ):
-        self._store, self._rank, self._world_size = store, rank, world_size
+    def __init__(self, store: dist.Store, world_size: int, timeout_s: float, stop_requested: Callable[[], bool]):
+        self._store, self._world_size = store, world_size
         self._timeout_s, self._stop_requested = timeout_s, stop_requested
 
-    def send(self, what: str, text: str, *, of: int | None = None) -> None:
-        """Send this rank's part of `what`.
+    def send(self, key: str, text: str) -> None:
+        """Send a text under a key that no other rank uses.
 
-        Args:
-            of: the rank as whose part the others read it; None: this one. Which rank is the first of another's node is not
-                known to that one: SLURM may hand ranks out in turn (`srun -m cyclic`).
+        Raises:
+            LostPeersError: the store has ended with rank 0.
         """
         try:
-            self._store.set(f"preflight/{what}/{self._rank if of is None else of}", text)
+            self._store.set(key, text)
         except (dist.DistError, RuntimeError) as error:
             raise _rank_0_is_gone(error) from None
 
-    def receive(self, what: str, rank: int) -> str:
-        """Wait for a rank's part of `what`, and return it.
+    def receive(self, key: str) -> str:
+        """Wait for what rank 0 sends under a key.
 
         Raises:
             LostPeersError: it does not come.
             StopDuringStartError: this rank was told to stop before it came.
         """
-        key = f"preflight/{what}/{rank}"
         try:
             self._wait([key])
             return self._store.get(key).decode()
         except (dist.DistError, RuntimeError) as error:
             raise _rank_0_is_gone(error) from None
 
-    def collect(self, what: str, ranks: Sequence[int] | None = None) -> list[str]:
-        """Wait for the parts of all ranks, or of `ranks`, and return them in that order.
+    def collect(self, what: str) -> list[str]:
+        """Wait on rank 0 for what each rank sends under `what`/RANK.
 
         Raises:
             RendezvousError: some do not come; it names them.
             StopDuringStartError: this rank was told to stop before they came.
         """
-        wanted = list(range(self._world_size) if ranks is None else ranks)
-        keys = [f"preflight/{what}/{rank}" for rank in wanted]
+        keys = [f"{what}/{rank}" for rank in range(self._world_size)]
         try:
             self._wait(keys)
             return [each.decode() for each in self._store.multi_get(keys)]
         except (dist.DistError, RuntimeError):
-            missing = [rank for rank, key in zip(wanted, keys, strict=True) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise RendezvousError(
-                f"{len(missing)} of {len(wanted)} ranks did not report their facts within "
-                f"{self._timeout_s:.0f} s: rank {shown}",
+                f"{len(missing)} of {len(keys)} ranks did not report their facts within {self._timeout_s:.0f} s: "
+                f"rank {shown}",
                 hint="their logs say why; preflight=off skips the checks",
             ) from None
-
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are here.
-
-        Raises:
-            LostPeersError, RendezvousError: some do not come.
-            StopDuringStartError: this rank was told to stop before they came.
-        """
-        if self._rank != 0:
-            self.send(what, "")
-            self.receive(what, 0)
-            return
-        self.collect(what, range(1, self._world_size))
-        self.send(what, "")
 
     def _wait(self, keys: list[str]) -> None:
         deadline = time.monotonic() + self._timeout_s

@@ -35,21 +35,13 @@ ADVICE = {
     FindingKind.DATA_DIFFERS: "copy the data to {node} once more, or name a folder that all nodes share",
     FindingKind.CLOCK: "tell the admins of the cluster: chronyd or ntpd of {node} does not run, or has lost its server",
     FindingKind.DISK_FULL: "make room there: `runs prune`, `checkpoints RUN prune`, `df -h` and `df -i` on {node}",
-    FindingKind.MEMORY: "other processes take it on {node}; cluster.exclusive=true keeps other jobs away",
     FindingKind.CPUS: "cluster.cpus_per_task asks for them, and srun binds ranks to them: see --cpu-bind of cluster.srun_args",
-    FindingKind.NUMA: "`nvidia-smi topo -m` on {node} shows the CPUs near each GPU; --cpu-bind in cluster.srun_args binds "
-    "ranks to them. Not --gpu-bind, with which NCCL could not use the links between GPUs",
     FindingKind.VARIABLES: "unset it in your shell, in cluster.env and in cluster.setup",
-    FindingKind.INTERFACE: "cluster.network_interface=NAME names the network that all nodes share",
-    FindingKind.NETWORK_SPEED: "cluster.network_interface=NAME names a faster one; has {node} lost its link speed?",
     FindingKind.SHARED_FOLDER: "job.runs_dir has to be one folder for all nodes: is it mounted on {node}?",
     FindingKind.RANKS: "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job",
     FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
     FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
     FindingKind.BELOW_STATED: "correct the field of the cluster file if it is wrong; otherwise ask the admins why it is slower",
-    FindingKind.MASTER_ADDRESS: "unset MASTER_ADDR, or let it name the node of rank 0 as {node} resolves it",
-    FindingKind.BLOCKED_PORT: "a firewall between the nodes blocks it: cluster.port_range=LOW-HIGH names those that it lets "
-    "through, cluster.network_interface another network",
 }
 
 

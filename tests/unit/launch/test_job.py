@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
+from tests.support import fake_nvml
 from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
 
 CLUSTER = (
@@ -152,7 +153,13 @@ def lose_node_2(job: Job) -> None:
 
 def break_gpu_3(job: Job) -> None:
     job.slurm.configure(ClusterName="another")  # which blames its n1, and leaves that of the other jobs alone
-    job.slurm.command("nvidia-smi", "echo '3, 2, Yes, No'")
+    (job.folder / "site").mkdir()
+    fake = Path(fake_nvml.__file__).read_text()
+    broken = "nvml.errors[3] = 2\nnvml.answers(nvmlDeviceGetRemappedRows=nvml.NVMLError())\n"
+    text = (
+        f"{fake}\n\nimport sys\nnvml = FakeNvml(4)\nnvml.errors = [0, 0, 0, 0]\n{broken}sys.modules['pynvml'] = nvml\n"
+    )
+    (job.folder / "site" / "pynvml.py").write_text(text)
 
 
 def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
@@ -177,7 +184,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "crashed": (Job("exit 3", (OFF,)), 3, "FAILED", "end", "bash ended with exit code 3; it is not requeued"),
     "killed": (Job("kill -9 $$", (OFF,)), 137, "FAILED", "end", "bash ended with signal 9 .SIGKILL.; it is not"),
     "crashed beside a broken GPU": (
-        Job("exit 3", (OFF,), prepare=break_gpu_3),
+        Job("exit 3", (OFF, "+cluster.env.PYTHONPATH=FOLDER/site"), prepare=break_gpu_3),
         *(3, "FAILED", "end", "exit code 3 .GPU 3 has 2 uncorrectable ECC errors.; it is not requeued"),
     ),
     "crashed once": (Job(ONCE + "exit 3", HOOKS), 0, "COMPLETED", "in-place done", "finished"),

@@ -24,8 +24,8 @@ from slurmtrain.observe import logger_process as process
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
 from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
-from slurmtrain.runtime.client_loggers import close_client_loggers
 from slurmtrain.runtime.jobs.program_loggers import checked, newest_numbers, of_rank
+from slurmtrain.runtime.leaving import close_client_loggers
 from tests.support.gloo import wait_until
 
 

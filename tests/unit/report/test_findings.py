@@ -13,7 +13,7 @@ from slurmtrain.choices import FindingKind
 from slurmtrain.cli.preflight import print_record
 from slurmtrain.report.preflight import read_preflight
 from slurmtrain.runtime.preflight.check import record_of
-from slurmtrain.runtime.preflight.facts import DiskFacts, GatheredFacts, NodeFacts, RankFacts
+from slurmtrain.runtime.preflight.facts import GatheredFacts, NodeFacts, RankFacts
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
@@ -95,13 +95,13 @@ def test_slow_ranks_that_no_run_would_write_are_left_out_and_odd_times_do_no_har
 FACTS = GatheredFacts(
     (RankFacts(0, "n0"), RankFacts(1, "n1")),
     (
-        NodeFacts("n0", 0, {"torch": "2.13.0"}, disks={"/tmp": DiskFacts(5.0)}, memory_gb=9.0, interface="ib0"),
+        NodeFacts("n0", 0, {"torch": "2.13.0"}),
         NodeFacts("n1", 1),
     ),
 )
 FINDING = Finding(FindingKind.DISK_FULL, ("n1",), "/tmp has 0 GB left", "at least 0.05 GB", True, Fault.NODE)
 LINKS = {"links": [["n0", "n1", 2.5]], "pairs": []}
-RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, "all_gather": None, **LINKS}
+RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, **LINKS}
 STRANGE: list[Any] = [
     [],
     {},

@@ -190,19 +190,6 @@ def test_empty_files_that_mark_something_are_no_checkpoints_and_stay(run: RunDir
     assert left(run) == {*whole, *marks}, "what a kill has left empty or cut is moved aside"
 
 
-def test_a_checkpoint_that_a_surviving_process_completes_is_kept(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    torn, looks = save(run, 20, state=None), iter(range(10))
-
-    def goes_on(waited_s: float) -> None:
-        """The other process writes another part at each look, and the last one at the third."""
-        look = next(looks)
-        (torn / (RULE if look == 2 else f"part-{look}")).write_text("{}")
-
-    no_waiting(monkeypatch, goes_on)
-    begin(run, config_of())
-    assert torn.exists() and shown("status", run.id)["attempts"][-1]["first_step"] == 20
-
-
 def test_a_checkpoint_that_cannot_be_read_now_may_be_whole_and_stays(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,102 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.gpu_use import Sample, read_gpu_use, total_of
+from slurmtrain.runs.gpu_use import read_gpu_use, total_of
 from slurmtrain.runtime import gpu_sampler
 from slurmtrain.runtime.gpu_memory import GIB, explain_out_of_memory, out_of_memory
-from slurmtrain.runtime.gpu_sampler import GpuSampler, Nvml, start_gpu_sampler
-from slurmtrain.runtime.preflight.facts import GpuFacts
-from slurmtrain.runtime.preflight.gpus import NoAnswerError, read_gpus
+from slurmtrain.runtime.gpu_sampler import GpuSampler, start_gpu_sampler
 from slurmtrain.slurm.environment import Environment
-
-
-class FakeNvml:
-    """The functions of `pynvml` that are used, over GPUs whose numbers a test sets."""
-
-    NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
-    NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
-    nvmlEventTypeXidCriticalError = 8
-
-    class NVMLError(Exception):
-        value = 0
-
-    def check(self, handle: int) -> None:
-        if handle == self.lost:
-            error = self.NVMLError("GPU is lost")
-            error.value = 15
-            raise error
-
-    def __init__(self, count: int = 2):
-        self.utilization, self.watts, self.errors = [90] * count, [500] * count, [3] * count
-        self.pending: list[tuple[int, int]] = []
-        self.mig = False
-        self.lost: int | None = None
-        self.answers(nvmlInit=None, nvmlShutdown=None, nvmlEventSetCreate=[], nvmlDeviceRegisterEvents=None)
-        self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
-        self.answers(nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=9)], nvmlDeviceGetMigMode=(0, 0))
-        self.answers(nvmlDeviceGetFieldValues=recovery_action(0))
-
-    def answers(self, **answers: Any) -> FakeNvml:
-        """Let functions return this, or raise it."""
-
-        def give(value: Any) -> Any:
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        for name, value in answers.items():
-            setattr(self, name, lambda *_, value=value: give(value))
-        return self
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.utilization)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        self.check(index)
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return f"GPU number {handle}"
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        if self.mig:
-            raise self.NVMLError("Not Supported")
-        return SimpleNamespace(gpu=self.utilization[handle])
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        self.check(handle)
-        return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        return 1000 * self.watts[handle]
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return 60 + handle
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
-        return self.errors[handle]
-
-    def nvmlEventSetWait_v2(self, events: list[int], milliseconds: int) -> Any:
-        if not self.pending:
-            raise self.NVMLError("Timeout")
-        device, number = self.pending.pop(0)
-        return SimpleNamespace(device=device, eventData=number)
-
-    def nvmlDeviceGetIndex(self, handle: int) -> int:
-        self.check(handle)
-        return handle
-
-
-def recovery_action(number: int, code: int = 0) -> list[Any]:
-    """What nvmlDeviceGetFieldValues returns for one field."""
-    return [SimpleNamespace(fieldId=230, nvmlReturn=code, value=SimpleNamespace(uiVal=number))]
+from slurmtrain.system.gpu import GpuFacts, Gpus, NoAnswerError, Sample, read_gpus
+from tests.support.fake_nvml import FakeNvml, recovery_action
 
 
 @pytest.fixture
@@ -113,7 +30,7 @@ def attempt_dir(tmp_path: Path) -> AttemptDir:
 
 
 def sampler_of(nvml: FakeNvml, attempt_dir: AttemptDir, ticks: list[float]) -> GpuSampler:
-    return GpuSampler(Nvml(nvml, {}), attempt_dir, "n1", 0, every_s=30.0, clock=iter(ticks).__next__)
+    return GpuSampler(Gpus(nvml, {}), attempt_dir, "n1", 0, clock=iter(ticks).__next__)
 
 
 def test_idle_time_use_power_and_errors_are_added_up(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
@@ -172,7 +89,7 @@ def test_a_slice_that_does_not_tell_its_use_is_not_idle(nvml: FakeNvml, attempt_
     sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
     total = total_of(read_gpu_use(attempt_dir))
     assert total.sampled_s == 0 and total.idle_share is None
-    assert Nvml(nvml, {}).sample(0) == Sample(None, 70.0, 500.0, 60.0, 3)
+    assert Gpus(nvml, {}).sample(0) == Sample(None, 70.0, 500.0, 60.0, 3)
 
 
 # What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
@@ -193,7 +110,7 @@ SECOND = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1,2", "CUDA_VISIBLE_DEVIC
     ],
 )
 def test_only_the_gpus_of_the_job_are_sampled(count: int, variables: dict[str, str], own: list[int]) -> None:
-    assert list(Nvml(FakeNvml(count), variables).names()) == own
+    assert Gpus(FakeNvml(count), variables).indices == own
 
 
 def test_only_the_first_rank_of_a_node_with_gpus_looks(
@@ -215,7 +132,8 @@ def test_without_a_package_or_a_driver_the_thread_ends_without_a_word(
     if breaks == "no driver":
         nvml.answers(nvmlInit=OSError("no libnvidia-ml"))
     if breaks == "a driver that stops to answer":
-        monkeypatch.setattr(Nvml, "xids", lambda self: exec("raise nvml.NVMLError('GPU is lost')", {"nvml": nvml}))
+        answers = iter([list[tuple[int, int]]()])
+        monkeypatch.setattr(Gpus, "xids", lambda self: next(answers))
     monkeypatch.setitem(sys.modules, "pynvml", None if breaks == "no package" else nvml)
     monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: True)
     monkeypatch.setattr(gpu_sampler, "EVERY_S", 0.0)

@@ -15,10 +15,10 @@ import pytest
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.jobs.launchers import PROCESS, ProcessEnd, accelerate_config_file, end_of_node, needs_kind
-from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code, signal_lag_s
-from slurmtrain.runtime.jobs.program_start import DIED_OF_A_STOP, heard_signals
+from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, ProcessEnd, contract_code, end_of_node, signal_lag_s
+from slurmtrain.runtime.jobs.program_start import heard_signals
 from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell, told_facts
+from slurmtrain.runtime.jobs.torchrun import PROCESS
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
 
@@ -69,30 +69,14 @@ def test_a_signal_that_is_noticed_after_the_end_of_a_program_may_have_been_its_c
 def test_the_end_of_all_processes_of_a_node_is_that_of_the_one_that_counts(
     launcher_code: int, ends: list[tuple[int, int, float]], told: bool, rank: int, code: int
 ) -> None:
-    end = end_of_node(launcher_code, [ProcessEnd(*each) for each in ends], DIED_OF_A_STOP, told=told)
+    end = end_of_node(launcher_code, [ProcessEnd(*each) for each in ends], told=told)
     assert (end.rank, end.code) == (rank, code)
 
 
 def test_a_crash_or_a_stop_of_one_process_outweighs_the_word_of_another_that_it_has_finished() -> None:
     finished, crashed, stopped = ProcessEnd(0, 9, 4.0), ProcessEnd(1, 1, 5.0), ProcessEnd(1, 75, 5.0)
     for ends, end in (([finished, crashed], crashed), ([finished, stopped], stopped), ([finished], finished)):
-        assert end_of_node(0, ends, DIED_OF_A_STOP, told=False, finished_code=9) == end
-
-
-def test_accelerate_is_told_to_start_several_processes_unless_the_person_has_said_how() -> None:
-    assert needs_kind([], None) and not needs_kind([], {"distributed_type": "FSDP"})
-    # A config of one process, made on somebody's laptop, would start one on each node.
-    assert needs_kind([], {"distributed_type": "NO"})
-    assert not any(needs_kind([option], None) for option in ("--use_fsdp", "--use_deepspeed", "--multi_gpu"))
-
-
-def test_the_config_of_accelerate_is_found_where_it_is_looked_for() -> None:
-    assert accelerate_config_file(["--config_file", "a.yaml"], {}) == Path("a.yaml")
-    assert accelerate_config_file(["--config_file=b.yaml"], {}) == Path("b.yaml")
-    home = Path("accelerate/default_config.yaml")
-    assert accelerate_config_file([], {"HOME": "/h"}) == "/h/.cache/huggingface" / home
-    assert accelerate_config_file([], {"HOME": "/h", "HF_HOME": "/hf"}) == "/hf" / home
-    assert accelerate_config_file([], {"HOME": "/h", "XDG_CACHE_HOME": "/c"}) == "/c/huggingface" / home
+        assert end_of_node(0, ends, told=False, finished_code=9) == end
 
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -188,7 +172,7 @@ def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
 def test_a_process_of_a_launcher_whose_end_cannot_be_told_in_a_file_leaves_with_its_code(tmp_path: Path) -> None:
     """As when /tmp is full: 0, which keeps the other processes alive, would be taken for finished."""
     (tmp_path / "ends").mkdir()
-    words = [sys.executable, "-I", "-S", str(PROCESS), str(tmp_path / "ends"), "SIGTERM", "75", "0"]
+    words = [sys.executable, "-I", "-S", str(PROCESS), str(tmp_path / "ends"), "SIGTERM", "75"]
     program = ["bash", "-c", f"rm -r {tmp_path}/ends; exit 75"]
     env = {**os.environ, "RANK": "5"}
     assert subprocess.run([*words, *program], env=env, timeout=60, check=False).returncode == 75

@@ -326,16 +326,15 @@ def test_outside_of_a_run_the_verb_progress_says_so(capsys: pytest.CaptureFixtur
     assert "STEP: 'ten' is not a whole number" in capsys.readouterr().err
 
 
-# Starts the processes of a node as the launchers do: when one fails, it ends the others and hides its code.
+# Starts the processes of a node as torchrun does: when one fails, it ends the others and hides its code.
 LAUNCHER = f"""#!{sys.executable}
-import json, os, pathlib, re, subprocess, sys
+import json, os, pathlib, subprocess, sys
 
-if sys.argv[2] != "-m" or "launch" not in sys.argv[3] and "distributed" not in sys.argv[3]:
+if sys.argv[2:4] != ["-m", "torch.distributed.run"]:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 node, size, words = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), sys.argv[1:]
-hosts = [pathlib.Path(word.partition("=")[2]).read_text() for word in words if word.startswith("--hostfile=")]
-at = next(at for at, word in enumerate(words) if re.fullmatch("--no[-_]python", word)) + 1
-pathlib.Path(f"node-{{node}}").write_text(json.dumps([words[:at], hosts, dict(os.environ)]))
+at = words.index("--no-python") + 1
+pathlib.Path(f"node-{{node}}").write_text(json.dumps([words[:at], dict(os.environ)]))
 if "--slow" in words:
     import time
     time.sleep(3000)
@@ -399,38 +398,38 @@ class Launched:
     job: str
 
     @classmethod
-    def submit(cls, folder: Path, launcher: str, command: str, slurm: FakeSlurm) -> Launched:
+    def submit(cls, folder: Path, command: str, slurm: FakeSlurm) -> Launched:
         folder.mkdir()
         (folder / "python").write_text(LAUNCHER)
         (folder / "python").chmod(0o700)
-        (folder / launcher).symlink_to("python")
+        (folder / "torchrun").symlink_to("python")
         (folder / "train.py").write_text(LAUNCHED)
         with contextlib.chdir(folder):
             words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0"]
             words += ["cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"]
             words += ["requeue.restart_delay_s=0", "requeue.in_place=false", "job=command", "job.snapshot=none"]
-            assert main([*words, f"job.launcher={launcher}", "submit", "--", *command.split()]) == 0
+            assert main([*words, "job.launcher=torchrun", "submit", "--", *command.split()]) == 0
         return cls(folder, str(slurm.jobs[-1]["id"]))
 
-    def node(self, number: int) -> tuple[str, list[str], dict[str, str]]:
-        """The words of the launcher there, the contents of its hostfile, and its environment."""
-        words, hosts, environment = json.loads((self.folder / f"node-{number}").read_text())
-        port = environment["MASTER_PORT"]
-        text = " ".join(word for word in words if not word.startswith("--hostfile="))
-        return text.replace(port, "PORT").replace(f"{self.folder}/", ""), hosts, environment
+    def node(self, number: int) -> tuple[str, dict[str, str]]:
+        """The words of torchrun there, and its environment."""
+        words, environment = json.loads((self.folder / f"node-{number}").read_text())
+        return " ".join(words).replace(environment["MASTER_PORT"], "PORT"), environment
 
     def came(self, rank: int) -> str:
         return (self.folder / f"up-{rank}").read_text()
 
 
 def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(project: Path, slurm: FakeSlurm) -> None:
-    folder = {name: project / name for name in ("crashes", "goes-on", "saves", "starts")}
-    command = {name: f"{folder[name]}/{program}" for name, program in (("crashes", "python"), ("starts", "torchrun"))}
-    accelerate = f"{folder['goes-on']}/accelerate launch --mixed_precision no"
-    crashes = Launched.submit(folder["crashes"], "torchrun", f"{command['crashes']} train.py --lr 1 crashes", slurm)
-    goes_on = Launched.submit(folder["goes-on"], "accelerate", f"{accelerate} train.py goes-on", slurm)
-    saves = Launched.submit(folder["saves"], "deepspeed", f"{folder['saves']}/deepspeed train.py saves", slurm)
-    starts = Launched.submit(folder["starts"], "torchrun", f"{command['starts']} --slow train.py", slurm)
+    commands = {
+        "crashes": "python train.py --lr 1 crashes",
+        "goes-on": "torchrun --tee 3 train.py goes-on",
+        "saves": "torchrun train.py saves",
+        "starts": "torchrun --slow train.py",
+    }
+    crashes, goes_on, saves, starts = (
+        Launched.submit(project / name, f"{project / name}/{command}", slurm) for name, command in commands.items()
+    )
     leaked: dict[str, Any] = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
     with ThreadPoolExecutor(4) as pool:
         all_of_them = (crashes, goes_on, saves, starts)
@@ -458,22 +457,14 @@ def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(pr
     # A launcher that has started nothing yet hears no signal, and what it starts later would not have heard it either.
     status(starts, "requeued", "asked")
 
-    words, _, environment = crashes.node(1)
+    words, environment = crashes.node(1)
     assert words == (
         "-u -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 --master-addr=127.0.0.1 "
         "--master-port=PORT --max-restarts=0 --no-python"
     )
     assert not {*OF_THE_TASK} & {*environment} and environment.items() >= OF_PEOPLE.items()
     assert environment.items() >= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}.items()
-    words, _, environment = goes_on.node(0)
-    assert words == (
-        "-u -m accelerate.commands.launch --num_machines=2 --num_processes=4 --machine_rank=0 "
-        "--main_process_ip=127.0.0.1 --main_process_port=PORT --rdzv_backend=static --max_restarts=0 "
-        "--deepspeed_multinode_launcher=standard --multi_gpu --mixed_precision no --no_python"
+    words, _ = goes_on.node(0)
+    assert words.endswith(
+        "--node-rank=0 --master-addr=127.0.0.1 --master-port=PORT --max-restarts=0 --tee 3 --no-python"
     )
-    words, hosts, _ = saves.node(1)
-    assert words == (
-        "-u -m deepspeed.launcher.runner --no_ssh --node_rank=1 --master_addr=127.0.0.1 --master_port=PORT "
-        "--no_local_rank --no_python"
-    )
-    assert hosts == ["n1 slots=2\nn2 slots=2\n"] and saves.came(3) == "--local_rank=1 saves"

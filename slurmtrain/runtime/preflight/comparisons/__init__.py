@@ -1,1 +1,0 @@
-"""What is not as it should be on ranks and nodes: a module for each subject, and `majority`, by which they judge."""

@@ -1,0 +1,88 @@
+"""NVML without a GPU. It imports nothing but the standard library, so that a test can put it in the place of `pynvml`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class FakeNvml:
+    """The functions of `pynvml` that are used, over GPUs whose numbers a test sets."""
+
+    NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
+    NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+    nvmlEventTypeXidCriticalError = 8
+
+    class NVMLError(Exception):
+        value = 0
+
+    def check(self, handle: int) -> None:
+        if handle == self.lost:
+            error = self.NVMLError("GPU is lost")
+            error.value = 15
+            raise error
+
+    def __init__(self, count: int = 2):
+        self.utilization, self.watts, self.errors = [90] * count, [500] * count, [3] * count
+        self.pending: list[tuple[int, int]] = []
+        self.mig = False
+        self.lost: int | None = None
+        self.answers(nvmlInit=None, nvmlShutdown=None, nvmlEventSetCreate=[], nvmlDeviceRegisterEvents=None)
+        self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
+        self.answers(nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=9)], nvmlDeviceGetMigMode=(0, 0))
+        self.answers(nvmlDeviceGetFieldValues=recovery_action(0))
+
+    def answers(self, **answers: Any) -> FakeNvml:
+        """Let functions return this, or raise it."""
+
+        def give(value: Any) -> Any:
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        for name, value in answers.items():
+            setattr(self, name, lambda *_, value=value: give(value))
+        return self
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.utilization)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self.check(index)
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"GPU number {handle}"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        if self.mig:
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=self.utilization[handle])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self.check(handle)
+        return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 1000 * self.watts[handle]
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 60 + handle
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        return self.errors[handle]
+
+    def nvmlEventSetWait_v2(self, events: list[int], milliseconds: int) -> Any:
+        if not self.pending:
+            raise self.NVMLError("Timeout")
+        device, number = self.pending.pop(0)
+        return SimpleNamespace(device=device, eventData=number)
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        self.check(handle)
+        return handle
+
+
+def recovery_action(number: int, code: int = 0) -> list[Any]:
+    """What nvmlDeviceGetFieldValues returns for one field."""
+    return [SimpleNamespace(fieldId=230, nvmlReturn=code, value=SimpleNamespace(uiVal=number))]
