@@ -7,6 +7,7 @@ null.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -14,12 +15,18 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON text that every parser accepts."""
+    """Return a value as JSON text that every parser accepts; a dataclass is an object of its fields and properties."""
     text = json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a pair of surrogates, which no UTF-8 can hold
 
 
 def _strict(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif dataclasses.is_dataclass(value):
+        properties = [name for name, each in vars(type(value)).items() if isinstance(each, property)]
+        names = [*(field.name for field in dataclasses.fields(value)), *properties]
+        value = {name: getattr(value, name) for name in names if not name.startswith("_")}
     if isinstance(value, Mapping):
         return {str(key): _strict(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
