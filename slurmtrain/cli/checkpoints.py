@@ -1,4 +1,4 @@
-"""checkpoints: list, verify and prune checkpoints; export and import are in a module of their own, which loads torch.
+"""checkpoints: list, verify, prune and export checkpoints, and import weights. Only export and import load torch.
 
 Works on a run, on any directory of checkpoints, and on a single one.
 """
@@ -9,24 +9,15 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import (
-    COMPLETE,
-    FINAL_NAME,
-    MANIFEST,
-    TEMPORARY_NAME,
-    committed,
-    damaged,
-    remove,
-)
+from slurmtrain.checkpoint.format import blocks, directory
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import CLAIMS, newest_claim
@@ -35,14 +26,7 @@ from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.stop import say_which
 from slurmtrain.cli.units import format_size, with_unit
-from slurmtrain.errors import (
-    CheckpointError,
-    SlurmtrainError,
-    UnreadableError,
-    UnreadableRecordError,
-    UsageError,
-    nearest,
-)
+from slurmtrain.errors import CheckpointError, UnreadableError, UnreadableRecordError, UsageError, nearest
 from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
@@ -56,38 +40,28 @@ from slurmtrain.system.records import printable
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "torch", "written by", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
 KEEP = {"last": "keep_last", "every": "keep_every", "best": "keep_best", "metric": "best_metric", "mode": "best_mode"}
+SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth")}
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    try:
-        if options.action in ("export", "import"):
-            from slurmtrain.cli import checkpoints_export
-
-            if options.action == "import":
-                return checkpoints_export.import_checkpoint(options)
-            return checkpoints_export.export_weights(of_step(find_target(options.run), options.step)[-1], options)
-        actions = {"list": list_checkpoints, "verify": verify_checkpoints, "prune": prune_checkpoints}
-        return actions[options.action](find_target(options.run), options)
-    except SlurmtrainError as error:
-        # Names out of a checkpoint must not steer the terminal.
-        error.message = printable(error.message)
-        error.hint = printable(error.hint) if error.hint else None
-        raise
+    if options.action == "import":
+        return _import(options)
+    actions = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
+    return actions[options.action](_target(options.run), options)
 
 
-@dataclass(frozen=True)
-class CheckpointTarget:
+class Target(NamedTuple):
     """The checkpoints that a command is about.
 
     Attributes:
-        directory: directory of the checkpoints.
-        name: name of the directory for a person.
+        folder: folder of the checkpoints.
+        name: name of the folder for a person.
         run: the run that it belongs to, if any.
         chosen: the one checkpoint that was named, if any.
     """
 
-    directory: Path
+    folder: Path
     name: str
     run: RunDir | None = None
     chosen: Path | None = None
@@ -95,56 +69,49 @@ class CheckpointTarget:
     def committed(self) -> list[Path]:
         if self.chosen is not None:
             return [self.chosen]
-        return blocks.patiently(partial(committed, self.directory), self.directory)
+        return blocks.patiently(partial(directory.committed, self.folder), self.folder)
+
+    def of_step(self, step: int | None) -> list[Path]:
+        """Return the committed checkpoints of a step, or all.
+
+        Raises:
+            UsageError: there is none.
+        """
+        found = self.committed()
+        chosen = [path for path in found if step in (None, _step_of(path))]
+        if not found:
+            raise UsageError(
+                f"{self.name} has no checkpoint yet", hint=f"status {self.run.id}" if self.run is not None else None
+            )
+        if not chosen:
+            steps = ", ".join(str(_step_of(path)) for path in found[-5:])
+            raise UsageError(f"{self.name} has no checkpoint of step {step}", hint=f"there are: {steps}")
+        return chosen
 
 
-def find_target(reference: str) -> CheckpointTarget:
+def _target(reference: str) -> Target:
     """Return the checkpoints that a person means by RUN.
 
     Raises:
         UsageError: it is neither a run nor a checkpoint.
     """
-    path = Path(reference)
-    try:
-        is_dir = path.is_dir()
-    except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise UsageError(f"{reference[:80]!r} is no path: {error}") from None
-    if is_dir and not (path / "run.json").is_file():
-        path = path.resolve()
-        if RunDir(path).exists():
-            return CheckpointTarget(RunDir(path).checkpoints, f"run {path.name}", run=RunDir(path))
+    if os.path.isdir(reference) and not os.path.isfile(os.path.join(reference, "run.json")):
+        path = Path(reference).resolve()
         if (path / MANIFEST).is_file() or (path / COMPLETE).is_file() or FINAL_NAME.match(path.name):
-            return CheckpointTarget(path.parent, str(path), chosen=path)
+            return Target(path.parent, str(path), chosen=path)
         if (path / CLAIMS).is_dir() or any(FINAL_NAME.match(entry.name) for entry in path.iterdir()):
-            return CheckpointTarget(path, str(path))
+            return Target(path, str(path))
         if os.sep in reference or reference in (".", ".."):
             raise UsageError(
                 f"{path} is neither a run nor a directory of checkpoints",
                 hint="checkpoints are folders called checkpoint_<step>",
             )
     run = lookup.find(reference, runs_root())
-    return CheckpointTarget(run.checkpoints, f"run {run.id}", run=run)
+    return Target(run.checkpoints, f"run {run.id}", run=run)
 
 
-def of_step(target: CheckpointTarget, step: int | None) -> list[Path]:
-    """Return the committed checkpoints of a step, or all.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = target.committed()
-    chosen = [path for path in found if step in (None, step_of(path))]
-    if not chosen:
-        if step is None or not found:
-            hint = f"status {target.run.id}" if target.run else None
-            raise UsageError(f"{target.name} has no checkpoint yet", hint=hint)
-        steps = ", ".join(str(step_of(path)) for path in found[-5:])
-        raise UsageError(f"{target.name} has no checkpoint of step {step}", hint=f"there are: {steps}")
-    return chosen
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint; -1: its name has none."""
+def _step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint, also of one that was set aside; -1: its name has none."""
     match = FINAL_NAME.match(path.name)
     return int(match.group(1)) if match else -1
 
@@ -152,19 +119,16 @@ def step_of(path: Path) -> int:
 # list
 
 
-def list_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
+def _list(target: Target, options: argparse.Namespace) -> int:
     """Print a row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
     if target.chosen is not None:
         paths = [target.chosen]
     else:
-        try:
-            entries = list(target.directory.iterdir()) if target.directory.exists() else []
-        except OSError as error:
-            raise CheckpointError(f"{target.directory} cannot be read: {error.strerror}") from None
+        entries = target.folder.iterdir() if target.folder.exists() else ()
         paths = [path for path in entries if FINAL_NAME.match(path.name) and path.is_dir()]
     if not paths:
-        of_step(target, None)
-    found = [_describe(path) for path in sorted(paths, key=lambda path: (step_of(path), path.name))]
+        target.of_step(None)
+    found = [_describe(path) for path in sorted(paths, key=lambda path: (_step_of(path), path.name))]
     if options.json:
         print_json(found)
     else:
@@ -178,7 +142,7 @@ def _describe(path: Path) -> dict[str, Any]:
     `damage` is what is wrong by sizes, in words; `complete` is whether a restore would consider the checkpoint, and
     `state` says why not. Where the storage fails, `complete` is null.
     """
-    facts: dict[str, Any] = {"step": step_of(path), "path": str(path), "bytes": None, "damage": [], "complete": False}
+    facts: dict[str, Any] = {"step": _step_of(path), "path": str(path), "bytes": None, "damage": [], "complete": False}
     if TEMPORARY_NAME.fullmatch(path.name):
         doing = "removed" if ".removed-" in path.name else "written"
         return facts | {"bytes": disk_usage(path), "state": f"being {doing}, or left by a process that was killed"}
@@ -200,12 +164,10 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any]) -> list[str]:
-    path, layout, metrics = Path(facts["path"]), "", ""
+    path, layout = Path(facts["path"]), ""
     if "tensors" in facts:
         layout = f"{plural(facts['world_size'], 'rank')}, {facts['tensors']} tensors"
-        metrics = ", ".join(
-            f"{name} {with_unit(value) or value}" for name, value in islice(facts["metrics"].items(), 3)
-        )
+    metrics = [f"{name} {with_unit(value) or value}" for name, value in islice(facts.get("metrics", {}).items(), 3)]
     try:  # since the commit, or else since the folder changed
         marker = path / COMPLETE
         age = roughly(max(0.0, time.time() - (marker if marker.exists() else path).stat().st_mtime))
@@ -213,23 +175,21 @@ def _row(facts: dict[str, Any]) -> list[str]:
         age = "?"
     size = "" if facts["bytes"] is None else format_size(facts["bytes"])
     about = (facts.get("torch", ""), facts.get("written_by", ""), facts["state"])
-    return [printable(str(cell)) for cell in (path.name, size, age, layout, metrics, *about)]
+    return [printable(str(cell)) for cell in (path.name, size, age, layout, ", ".join(metrics), *about)]
 
 
 # verify
 
 
-def verify_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
+def _verify(target: Target, options: argparse.Namespace) -> int:
     """Compare every file with its digest. The exit code is 1 if anything is damaged."""
-    aside = damaged(target.directory) if target.chosen is None and options.step is None else []
-    paths = of_step(target, options.step) if not aside else target.committed()
+    aside = directory.damaged(target.folder) if target.chosen is None and options.step is None else []
     found: list[dict[str, Any]] = []
-    for path in paths:
+    for path in target.committed() if aside else target.of_step(options.step):
         began = time.monotonic()
-        facts: dict[str, Any] = {"step": step_of(path), "path": str(path), "sound": None, "damage": []}
+        facts: dict[str, Any] = {"step": _step_of(path), "path": str(path), "sound": None, "damage": []}
         try:
-            with retention.reading(path):
-                size, files, damage = compare_with_digests(path)
+            size, files, damage = _compare_with_digests(path)
             facts |= {"sound": not damage, "damage": damage}
             rate = f"{size / 1e6 / max(time.monotonic() - began, 1e-6):.0f} MB/s"
             text = f"DAMAGED: {'; '.join(damage)}" if damage else f"sound ({files} files, {format_size(size)}, {rate})"
@@ -247,129 +207,128 @@ def verify_checkpoints(target: CheckpointTarget, options: argparse.Namespace) ->
     return 0 if all(each["sound"] for each in found) else 1
 
 
-def compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
+def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
     """Return bytes and number of files, and everything that is wrong with their contents.
 
     Raises:
         UnreadableError: the storage fails, and after all retries still does.
     """
-    try:
-        manifest = read_manifest(path)
-    except UnreadableError:
-        raise
-    except CheckpointError as error:
-        return 0, 0, [error.message.removeprefix(f"{path}: ")]
-    files = sorted(manifest.files.items())
-    with progress_bar(path.name, manifest.size) as progress:
-        damage = blocks.find_damage(path, files, mapped=True, progress=progress)
-    if not damage:
-        from slurmtrain.checkpoint.format.index_file import find_disagreement  # numpy, which other actions do not need
+    with retention.reading(path):
+        try:
+            manifest = read_manifest(path)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            return 0, 0, [error.message.removeprefix(f"{path}: ")]
+        with _progress_bar(path.name, manifest.size) as progress:
+            damage = blocks.find_damage(path, sorted(manifest.files.items()), mapped=True, progress=progress)
+        if not damage:
+            from slurmtrain.checkpoint.format.index_file import find_disagreement  # numpy, which others do not need
 
-        damage = find_disagreement(path, manifest)
+            damage = find_disagreement(path, manifest)
     return manifest.size, len(manifest.files), damage
 
 
 @contextmanager
-def progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Give a function that shows a number of bytes as progress: a bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.markup import escape
+    from rich.progress import Progress
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        yield partial(bar.advance, bar.add_task(escape(name), total=total))
 
 
 # prune
 
 
-def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
+def _prune(target: Target, options: argparse.Namespace) -> int:
     """Remove checkpoints that no rule keeps, and what killed saves have left.
 
     The newest checkpoint is verified first: if it were damaged, an older one would be needed. A run that is running may
     be pruned: it only adds newer ones, and the decision concerns those that were there before. It must not be fenced
     off, so no incarnation is claimed: removed checkpoints get the number of the newest incarnation.
     """
-    directory = target.directory
+    folder = target.folder
     if target.chosen is not None:
         raise UsageError(
-            "prune takes a run or a directory of checkpoints, not one of them", hint=f"checkpoints {directory} prune"
+            "prune takes a run or a directory of checkpoints, not one of them", hint=f"checkpoints {folder} prune"
         )
-    _require_own(target)
     if target.run is not None:
+        ownership.require_own(target.run)
+        ownership.check_not_linked(target.run)
         say_which(options.run, target.run)
+    if folder.exists() and not trust.is_mine(folder):
+        owner = user.in_words(folder.lstat().st_uid)
+        raise UsageError(f"{folder} belongs to {owner}: only they may prune it")
     keep, found = _keep(target, options), target.committed()
     sound, soundness = _sound(found, asked_metric=keep.metric if keep is not None and options.best else None)
 
     def unwanted() -> list[Path]:
-        return [] if keep is None else retention.unwanted(directory, sound, keep, soundness=soundness)
+        return [] if keep is None else retention.unwanted(folder, sound, keep, soundness=soundness)
 
-    aside = [directory / name for name in damaged(directory)] if options.damaged else []
+    aside = [folder / name for name in directory.damaged(folder)] if options.damaged else []
     surplus = unwanted()
     if surplus or aside:
         _check_newest(target, found)
         surplus = unwanted()  # somebody may read one of them by now
-    freed, failed, order = 0, 0, newest_claim(directory)
     removals = dict.fromkeys(surplus, "not kept") | dict.fromkeys(aside, "set aside as damaged")
-    removals |= dict.fromkeys(retention.leftovers(directory, now=time.time()), "left by a process that was killed")
-    for path, why in removals.items():
-        size = disk_usage(path)
+    removals |= dict.fromkeys(retention.leftovers(folder, now=time.time()), "left by a process that was killed")
+    order = newest_claim(folder)
+    return remove_all(removals, lambda path: directory.remove(path, order), dry_run=options.dry_run)
+
+
+def remove_all(
+    whys: Mapping[Path, str],
+    remove: Callable[[Path], bool | None],
+    *,
+    size_of: Callable[[Path], int] = disk_usage,
+    dry_run: bool,
+) -> int:
+    """Remove folders, and print each with why and its size, or only print them; return 1 if one could not be removed.
+
+    Args:
+        remove: returns False if a folder has to stay, since it has changed.
+    """
+    freed, failed = 0, 0
+    for path, why in whys.items():
+        size = size_of(path)
         try:
-            if not options.dry_run:
-                remove(path, order)
+            if not dry_run and remove(path) is False:
+                print(f"{path.name} is kept: it has just changed")
+                continue
         except OSError as error:
             print(f"{path.name} cannot be removed: {error.strerror}", file=sys.stderr)
-            failed += 1
+            failed = 1
             continue
         freed += size
-        print(f"{'would remove' if options.dry_run else 'removed'} {path.name} ({why}, {format_size(size)})")
-    if removals:
-        print(f"{format_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
-    else:
-        print(f"{target.name}: nothing to remove")
-    return 1 if failed else 0
+        print(f"{'would remove' if dry_run else 'removed'} {path.name} ({why}, {format_size(size)})")
+    would = "would be" if dry_run else "were"
+    print(f"{format_size(freed)} {would} freed ({freed} bytes)" if whys else "nothing to remove")
+    return failed
 
 
-def _require_own(target: CheckpointTarget) -> None:
-    """Raise UsageError if the checkpoints belong to another user, or are reached through a link in the run."""
-    if target.run is not None:
-        ownership.require_own(target.run)
-        ownership.check_not_linked(target.run)
-    if target.directory.exists() and not trust.is_mine(target.directory):
-        raise UsageError(
-            f"{target.directory} belongs to {user.in_words(target.directory.lstat().st_uid)}: only they may prune it"
-        )
-
-
-def _keep(target: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
+def _keep(target: Target, options: argparse.Namespace) -> Keep | None:
     """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
         raise UsageError("--metric and --mode define which checkpoints are best", hint="add --best N")
     asked = {"last": options.keep_last, "every": options.keep_every, "best": options.best}
+    asked |= {"metric": options.metric, "mode": options.mode}
     asked = {name: value for name, value in asked.items() if value is not None}
-    asked |= {name: value for name, value in (("metric", options.metric), ("mode", options.mode)) if value}
-    if not asked and options.damaged:
-        return None
     run = target.run
+    if asked or options.damaged or run is None or not run.config_file.exists():
+        return Keep(**asked) if asked or not options.damaged else None
     try:
-        if not asked and run is not None and run.config_file.exists():
-            settings: Any = run.config_values()["checkpoint"]
-            asked = {name: settings[field] for name, field in KEEP.items() if field in settings}
-        return Keep(**asked)
-    except CheckpointError as error:
-        raise UsageError(error.message, hint=error.hint) from None
-    except (UnreadableRecordError, ValueError, TypeError, KeyError, AttributeError):
-        assert run is not None  # the parser has checked the options
+        settings: Any = run.config_values()["checkpoint"]
+        return Keep(**{name: settings[field] for name, field in KEEP.items() if field in settings})
+    except (CheckpointError, UnreadableRecordError, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
             f"{run.config_file} does not define what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
         ) from None
 
 
-def _sound(found: Sequence[Path], *, asked_metric: str | None) -> tuple[list[Path], Soundness]:
+def _sound(found: list[Path], *, asked_metric: str | None) -> tuple[list[Path], Soundness]:
     """Return the checkpoints that have all their files, and what the newest says of the numbers of older ones.
 
     Visibly damaged ones are neither counted nor removed: a restore sets them aside.
@@ -393,14 +352,93 @@ def _sound(found: Sequence[Path], *, asked_metric: str | None) -> tuple[list[Pat
     return list(sound), Soundness(state if records.is_count(state) else None)
 
 
-def _check_newest(target: CheckpointTarget, found: Sequence[Path]) -> None:
+def _check_newest(target: Target, found: list[Path]) -> None:
     """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
         raise CheckpointError(f"{target.name} has no valid checkpoint, so nothing was removed")
-    with retention.reading(found[-1]):
-        _, _, damage = compare_with_digests(found[-1])
+    _, _, damage = _compare_with_digests(found[-1])
     if damage:
         raise CheckpointError(
             f"{found[-1].name}, the newest checkpoint, is damaged, so nothing was removed: {'; '.join(damage)}",
             hint="the next start of the run sets it aside and continues from an older one",
         )
+
+
+# export and import
+
+
+def _export(target: Target, options: argparse.Namespace) -> int:
+    """Write the weights of one checkpoint to a file or folder, and print how many tensors it has."""
+    path, out, only = target.of_step(options.step)[-1], Path(options.out), options.only
+    kind = _format_of(out, options.format)
+    if kind != "hf" and options.max_shard_size_gb is not None:
+        raise UsageError(f"--max-shard-size-gb is for --format hf, and this is {kind}")
+    if kind in ("hf", "peft") and only != "model":
+        raise UsageError(
+            f"--only {only}: a Hugging Face folder always contains the whole model", hint="--format safetensors"
+        )
+    if kind == "peft" and options.dtype is not None:
+        raise UsageError("--dtype is not for --format peft, which writes adapters unchanged")
+    notes: tuple[str, ...] = ()
+    with _progress_bar(path.name, read_manifest(path).size) as progress:
+        if kind == "hf":
+            from slurmtrain.checkpoint.hf_folder import SHARD_BYTES
+            from slurmtrain.models.hf_export import export_hf
+
+            size = round(1e9 * options.max_shard_size_gb) if options.max_shard_size_gb else SHARD_BYTES
+            folder = export_hf(path, out, dtype=options.dtype, force=options.force, shard_bytes=size, progress=progress)
+            done, notes = folder.exported, folder.notes
+        elif kind == "peft":
+            from slurmtrain.models.hf_export import export_peft
+
+            folder = export_peft(path, out, force=options.force, progress=progress)
+            done, notes = folder.exported, folder.notes
+        else:
+            from slurmtrain.checkpoint.dcp import export_dcp
+            from slurmtrain.checkpoint.export import export
+
+            write = export_dcp if kind == "dcp" else export
+            done = write(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
+    print(f"{out}: {done.tensors} tensors of {only} from {path.name}, {format_size(done.size)}")
+    for note in notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _format_of(out: Path, asked: str | None) -> str:
+    """Return the format to write: what is asked for, or else what the suffix of `out` says.
+
+    Raises:
+        UsageError: the two disagree.
+    """
+    by_suffix = next((kind for kind, suffixes in SUFFIXES.items() if out.suffix in suffixes), None)
+    if asked in SUFFIXES and by_suffix != asked:
+        raise UsageError(
+            f"{out} is not a valid name for --format {asked}", hint=f"end it in {' or '.join(SUFFIXES[asked])}"
+        )
+    if asked in ("hf", "peft", "dcp") and by_suffix is not None:
+        raise UsageError(f"--format {asked} writes a folder, and {out} is the name of a file")
+    return asked or by_suffix or "safetensors"  # whose own check says what is wrong with the name
+
+
+def _import(options: argparse.Namespace) -> int:
+    """Write a checkpoint of another program's weights, and print its path and how a run begins from it."""
+    folder, source = Path(options.run), Path(options.source)
+    if RunDir(folder).exists():
+        raise UsageError(
+            f"{folder} is a run, which has its own checkpoints",
+            hint="name a new folder for the checkpoint: checkpoints FOLDER import SOURCE",
+        )
+    if not folder.parent.is_dir():
+        raise UsageError(f"there is no folder {folder.parent} to make {folder.name} in")
+    if not source.exists():
+        raise UsageError(f"there is no file or folder {source}")
+    from slurmtrain.models.import_weights import import_weights
+
+    with _progress_bar(source.name, disk_usage(source.resolve())) as progress:
+        done = import_weights(source, folder, only=options.only, progress=progress)
+    print(f"{done.path}: {done.tensors} tensors from {source}, {format_size(done.size)}")
+    # The trainer keeps its weights in float32, and a restore refuses others until it is told that they are meant.
+    allowed = " 'checkpoint.allow=[dtypes]'" if {str(dtype) for dtype in done.dtypes} != {"torch.float32"} else ""
+    print(f"to start from them: checkpoint.restore_from={done.path} checkpoint.restore_only=model{allowed}")
+    return 0

@@ -10,8 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import printable
@@ -24,48 +25,40 @@ if TYPE_CHECKING:
 
 GAP = 3  # between two columns
 LONGEST_RULE = 120  # in a file or pipe, where the longest sentence is one line
+LONGEST_REMARK = 140  # of a run in a file or pipe; `status RUN` and --json have all of it
 LEAST_ROOM = 30  # least width of the last column beside the others
 INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 # Columns that a narrow terminal leaves out, in this order.
 LEAST_WANTED = (
-    *("queue h", "checkpoints", "evaluation", "start-up", "idle", "unknown", "by SLURM", "lost steps", "GPUs idle"),
-    *("redone", "hung", "size", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
+    *("queue h", "checkpoint", "evaluation", "startup", "idle end", "between", "unknown", "by SLURM", "lost"),
+    *("GPUs idle", "redone", "hung", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
 )
 
 
 def progress_cells(now: RunState) -> list[str]:
     """Return the cells below PROGRESS; a cell is empty if its value is not known."""
-    progress = now.progress
-    step = "" if progress.step is None else str(progress.step)
-    tokens = ""
+    progress, tokens = now.progress, ""
     if progress.tokens_per_s is not None:
         from slurmtrain.observe.progress import format_count
 
         tokens = format_count(progress.tokens_per_s)
+    of = "" if progress.steps is None else f"/{progress.steps}"
     return [
-        f"{step}/{progress.steps}" if step and progress.steps is not None else step,
-        _loss(progress.loss),
-        _loss(progress.valid_loss),
+        "" if progress.step is None else f"{progress.step}{of}",
+        *(
+            "" if loss is None else f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.3g}"
+            for loss in (progress.loss, progress.valid_loss)
+        ),
         tokens,
         "" if progress.eta_s is None else roughly(progress.eta_s),
     ]
 
 
-def progress_sentence(now: RunState, clock: float) -> str | None:
-    """Describe the progress of one run in words; None when it has logged nothing. `clock` is in unix seconds."""
-    progress = now.progress
-    if progress.logged is None:
-        return None
-    sayings = ("step {}", "loss {}", "valid loss {}", "{} tokens/s", "ends in about {}")
-    words = [saying.format(cell) for saying, cell in zip(sayings, progress_cells(now), strict=True) if cell]
-    logged = f"logged {roughly(max(0.0, clock - progress.logged))} ago"
-    return f"{', '.join(words)}; {logged}" if words else logged
-
-
 def remark(now: RunState) -> str:
-    """Return what there is to say beyond the word for its state."""
-    return now.explanation if now.explanation != now.status else ""
+    """Return what there is to say of a run in a row, beyond the word for its state: whole on a terminal, which wraps it."""
+    text = "" if now.explanation == now.status else now.explanation
+    return text if terminal_width() is not None else textwrap.shorten(text, LONGEST_REMARK, placeholder=" ...")
 
 
 def urgency(now: RunState) -> int:
@@ -83,11 +76,6 @@ def summary(by_word: dict[str, int]) -> str:
     return ", ".join(f"{number} {word}" for word, number in by_word.items())
 
 
-def doubts(found: Iterable[RunState]) -> list[str]:
-    """Return the reasons why SLURM could not be asked, each once."""
-    return list(dict.fromkeys(now.slurm_error for now in found if now.slurm_error))
-
-
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Return the lines of a table with aligned columns, without columns of PROGRESS that are empty.
 
@@ -97,33 +85,26 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
         width: width of the terminal. The last column wraps in it; if it has no room, it comes below the others, and the
             least important columns are left out. None: a row is a line.
     """
-    shown = [i for i, name in enumerate(header) if name not in PROGRESS or any(row[i] for row in rows)]
-    cells = [[one_line(row[i]) for i in shown] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    columns = [[one_line(cell) for cell in column] for column in zip(header, *rows, strict=True)]
+    first, *middle, last = [column for column in columns if column[0] not in PROGRESS or any(column[1:])]
+    room = sys.maxsize if width is None else width
     for name in LEAST_WANTED:
-        if width is not None and _beside(widths) > width and name in cells[0][1:-1]:
-            left_out = cells[0].index(name)
-            cells = [row[:left_out] + row[left_out + 1 :] for row in cells]
-            del widths[left_out]
-    beside = _beside(widths)
-    indent = beside if width is None or width - beside >= LEAST_ROOM else INDENT
+        if width is not None and sum(max(map(len, column)) + GAP for column in (first, *middle)) > width:
+            middle = [column for column in middle if column[0] != name]
+    sizes = [max(map(len, column)) + GAP for column in (first, *middle)]
+    beside = sum(sizes)
+    indent = beside if room - beside >= LEAST_ROOM else INDENT
     lines = []
-    for *first, last in cells:
-        begin = "".join(cell.ljust(size + GAP) for cell, size in zip(first, widths, strict=False))
-        if width is None or beside + len(last) <= width:
-            parts = [last]
-        else:
-            parts = textwrap.wrap(last, max(LEAST_ROOM, width - indent), break_on_hyphens=False)
+    for *cells, text in zip(first, *middle, last, strict=True):
+        begin = "".join(cell.ljust(size) for cell, size in zip(cells, sizes, strict=True))
+        parts = [text]
+        if beside + len(text) > room:
+            parts = textwrap.wrap(text, max(LEAST_ROOM, room - indent), break_on_hyphens=False)
             if indent != beside:
                 parts.insert(0, "")
         lines += [(begin + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
     rule = "-" * min(max(map(len, lines)), LONGEST_RULE if width is None else width)
     return [lines[0], rule, *lines[1:]]
-
-
-def _beside(widths: Sequence[int]) -> int:
-    """Return the width of all columns but the last one, with the gaps."""
-    return sum(widths[:-1]) + GAP * (len(widths) - 1)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -156,10 +137,6 @@ def one_line(cell: str) -> str:
     return (cell if cell.isprintable() else "".join(each if each.isprintable() else " " for each in cell)).rstrip()
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
-
-
 SHARE = 0.1  # greatest share of time spent on asking: after an answer that took a second, ten seconds pass
 SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
 
@@ -179,14 +156,30 @@ class View:
     over: bool = True
 
 
-def show(look: Callable[[], View], options: argparse.Namespace) -> int:
-    """Print what `look` returns, or show it until it is over, with --watch."""
+def show(options: argparse.Namespace, look: Callable[[], View], value: Callable[[], Any]) -> int:
+    """Print `value` with --json, or else what `look` returns, with --watch again and again until it is over.
+
+    Raises:
+        UsageError: --watch is not possible.
+    """
+    if options.watch and options.json:
+        raise UsageError("--watch and --json exclude each other", hint="a program can call status repeatedly")
+    if options.watch and not sys.stdout.isatty():
+        raise UsageError("--watch needs a terminal", hint="leave it out, or use --json")
     if options.watch:
         return watch(look, options.every)
+    if options.json:
+        print_json(value())
+        return 0
     view = look()
     print("\n".join(view.lines))
     print_doubts(view.doubts)
     return 0
+
+
+def doubts(found: Iterable[RunState]) -> list[str]:
+    """Return the reasons why SLURM could not be asked, each once."""
+    return list(dict.fromkeys(now.slurm_error for now in found if now.slurm_error))
 
 
 def print_doubts(reasons: Iterable[str]) -> None:
@@ -194,18 +187,6 @@ def print_doubts(reasons: Iterable[str]) -> None:
     for reason in reasons:
         print()
         print_sentence(f"SLURM cannot be asked: {printable(reason)}", 2)
-
-
-def check_watch_options(options: argparse.Namespace) -> None:
-    """Check the options of `--watch`.
-
-    Raises:
-        UsageError: they are not possible.
-    """
-    if options.watch and options.json:
-        raise UsageError("--watch and --json exclude each other", hint="a program can call status repeatedly")
-    if options.watch and not sys.stdout.isatty():
-        raise UsageError("--watch needs a terminal", hint="leave it out, or use --json")
 
 
 def watch(
@@ -247,10 +228,5 @@ def watch(
             live.update(Text("\n".join([*lines, *end]), no_wrap=True, overflow="ellipsis"), refresh=True)
             if view.over:
                 return 0
-            sleep(pause_s(every_s, took_s, failures))
-
-
-def pause_s(every_s: float, took_s: float, failures: int) -> float:
-    """Return the seconds until the next look, by the duration of the last one and the failures so far."""
-    patience_s = min(every_s * 2.0 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
-    return max(patience_s, took_s * (1 / SHARE - 1))
+            patience_s = min(every_s * 2.0 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
+            sleep(max(patience_s, took_s * (1 / SHARE - 1)))

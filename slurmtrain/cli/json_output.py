@@ -1,4 +1,4 @@
-"""The JSON of runs that `--json` prints. Programs rely on its shape: keys may be added, never renamed or removed."""
+"""The JSON that `--json` prints. Programs rely on its shape: keys may be added, never renamed or removed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.json_text import json_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from slurmtrain.report.goodput.causes import Goodput
-    from slurmtrain.report.page.contents import Page
     from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.sweep_dir import Point
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON."""
+    """Print a value as JSON; a dataclass is an object of its fields."""
     print(json_text(value), end="")
 
 
@@ -71,18 +67,38 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
         "id": run_dir.id,
         "name": run_dir.path.parent.name,
         "path": str(run_dir.path),
-        "state": now.status,
-        "sentence": now.explanation,
-        **fields_of(now, "alive step job_id"),
+        **_state_object(now),
+        "alive": now.alive,
         "job_ids": info["job_ids"],
         "created": info.get("created"),
         "doubt": now.slurm_error,
-        **_progress_object(now),
         "attempts": [fields_of(each, _ATTEMPT) | {"started": each.started or None} for each in now.attempts],
     }
 
 
 _ATTEMPT = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
+
+
+def point_object(point: Point, now: RunState) -> dict[str, Any]:
+    """Return one point of a sweep, as in `sweep status SWEEP --json`: {"sweep", "states" (word -> count), "points"}.
+
+    point, varied  its number, and what distinguishes it: key -> value, as text
+    run            id of the run that computes it
+    state, sentence, step, job_id, and steps to expected_start as of a run; state may also be removed
+    attempts       number of attempts
+    """
+    about = {"point": point.number, "varied": point.varied, "run": point.run_id}
+    return {**about, **_state_object(now), "attempts": len(now.attempts)}
+
+
+def _state_object(now: RunState) -> dict[str, Any]:
+    return {
+        "state": now.status,
+        "sentence": now.explanation,
+        "job_id": now.job_id,
+        **fields_of(now.progress, "step steps loss valid_loss logged tokens_per_s step_time_s eta_s"),
+        **fields_of(now, "reason expected_start"),
+    }
 
 
 def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
@@ -92,14 +108,13 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
     state, sentence, job_id, job_ids  as of a run
     metrics        metrics by name; {} before it is done
     """
-    readable = now.readable
     return {
         "name": evaluation.path.name,
         "state": now.status,
         "sentence": now.explanation,
         "job_id": now.job_id,
-        "job_ids": evaluation.info()["job_ids"] if readable else [],
-        "metrics": evaluation.measured() if readable else {},
+        "job_ids": evaluation.info()["job_ids"] if now.readable else [],
+        "metrics": evaluation.measured() if now.readable else {},
     }
 
 
@@ -118,12 +133,11 @@ def goodput_object(found: Goodput) -> dict[str, Any]:
     interruptions number of attempts that ended before the run had finished, by why
     gpu_hours, lost_gpu_hours, held_s, gpu_count, running  sums; seconds in which nodes were held; GPUs of the newest attempt
     """
-    by_cause = fields_of(found, "seconds gpu_seconds startup_s lost_s lost_gpu_seconds interruptions")
     return {
         "goodput": found.share,
         "effective": found.effective_share,
         **fields_of(found, "wall_s held_s gpu_count gpu_hours lost_gpu_hours running"),
-        **{name: {str(key): value for key, value in each.items()} for name, each in by_cause.items()},
+        **fields_of(found, "seconds gpu_seconds startup_s lost_s lost_gpu_seconds interruptions"),
     }
 
 
@@ -131,59 +145,10 @@ def usage_object(row: Row) -> dict[str, Any]:
     """Return one row of `usage`: `usage --json` prints {"by", "since", "rows", "total", "left_out", "no_accounting"}.
 
     who, runs     id of the run, or name of the user or node; number of runs. Beside them all of `goodput_object`
-    gpus          what NVML has shown of the GPUs: sampled_gpu_hours, idle_gpu_hours (next to no kernels ran), utilization (mean
-                  percent) and power_w (mean watts of a GPU), null if nothing was sampled; ecc_errors, and xids, each with node,
-                  gpu and xid
-    accounted_gpu_hours  GPU hours of its jobs by SLURM's accounting; null if there is none, or by node
+    gpus          what NVML has shown of the GPUs: sampled_s and idle_s (GPUs x seconds; idle: next to no kernels ran),
+                  utilization (mean percent) and power_w (mean watts of a GPU), null if nothing was sampled; lost_s (GPUs x
+                  seconds without an answer), ecc_errors, and xids, each as node, GPU and number of the Xid error
+    accounted_gpu_s  GPUs x seconds of its jobs by SLURM's accounting; null if there is none, or by node
     """
-    gpus, sampled = row.gpus, row.gpus.sampled_s > 0
-    return {
-        **fields_of(row, "who runs"),
-        **goodput_object(row.goodput),
-        "gpus": {
-            "sampled_gpu_hours": gpus.sampled_s / 3600 if sampled else None,
-            "idle_gpu_hours": gpus.idle_s / 3600 if sampled else None,
-            **fields_of(gpus, "utilization power_w ecc_errors"),
-            "xids": [dict(zip(("node", "gpu", "xid"), each, strict=True)) for each in gpus.xids],
-        },
-        "accounted_gpu_hours": None if row.accounted_gpu_s is None else row.accounted_gpu_s / 3600,
-    }
-
-
-def report_object(page: Page, written: Sequence[Path]) -> dict[str, Any]:
-    """Return what `report RUN|SWEEP --json` prints.
-
-    files        paths of the page, the pictures and the tables that were written
-    state        one word on the run; of a sweep, how many points are in which state
-    sentences    what it is, how far it got, what was lost and why
-    advice       what to do
-    """
-    return {"files": [str(each) for each in written], **fields_of(page, "state sentences advice")}
-
-
-def point_object(point: Point, now: RunState) -> dict[str, Any]:
-    """Return one point of a sweep, as in `sweep status SWEEP --json`: {"sweep", "states" (word -> count), "points"}.
-
-    point, varied  its number, and what distinguishes it: key -> value, as text
-    run            id of the run that computes it
-    state, sentence, step, job_id, and steps to expected_start as of a run; state may also be removed
-    attempts       number of attempts
-    """
-    return {
-        "point": point.number,
-        "varied": point.varied,
-        "run": point.run_id,
-        "state": now.status,
-        "sentence": now.explanation,
-        "step": now.step,
-        "attempts": len(now.attempts),
-        "job_id": now.job_id,
-        **_progress_object(now),
-    }
-
-
-def _progress_object(now: RunState) -> dict[str, Any]:
-    return {
-        **fields_of(now.progress, "steps loss valid_loss logged tokens_per_s step_time_s eta_s"),
-        **fields_of(now, "reason expected_start"),
-    }
+    gpus = fields_of(row.gpus, "sampled_s idle_s utilization power_w lost_s ecc_errors xids")
+    return {**fields_of(row, "who runs accounted_gpu_s"), **goodput_object(row.goodput), "gpus": gpus}

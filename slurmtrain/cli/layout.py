@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from slurmtrain.choices import JobKind
 from slurmtrain.cli.columns import print_table
@@ -36,10 +35,9 @@ def main(arguments: argparse.Namespace) -> int:
             }
             for rank in range(dims.world_size)
         ]
-        memory = None if stages is None else [asdict(stage) | {"total": stage.total} for stage in stages]
         axes = dict(zip(AXES, dims.shape, strict=True))
         by_nodes = {str(nodes): str(each) for nodes, each in sizes.items()}
-        print_json({"layout": str(dims), "axes": axes, "sizes": by_nodes, "memory": memory, "ranks": ranks})
+        print_json({"layout": str(dims), "axes": axes, "sizes": by_nodes, "memory": stages, "ranks": ranks})
         return 0
     print(dims)
     if len(sizes) > 1:
@@ -47,10 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"below: the layout on {config.cluster.node_range.most} nodes")
     if arguments.memory and stages is not None:
         parts = "parameters gradients optimizer gathered activations total".split()
-        values = [[getattr(stage, part) for part in parts] for stage in stages]
-        rows = [["?" if size is None else in_gb(size) for size in each] for each in values]
         header = ["stage", "first rank", *"parameters gradients optimiser gathered* activations* total".split()]
-        print_table(header, [[str(s.stage), str(s.rank), *row] for s, row in zip(stages, rows, strict=True)])
+        rows = []
+        for stage in stages:
+            values = [getattr(stage, part) for part in parts]
+            rows.append([str(stage.stage), str(stage.rank), *("?" if x is None else in_gb(x) for x in values)])
+        print_table(header, rows)
         print("GB of 2^30 bytes. * estimated; ? is not known of this model")
         check_fits(config, dims, stages)
         if config.cluster.gpu_memory_gb is not None:
@@ -60,10 +60,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"a rank{f' of stage {stage.stage}' if dims.pp > 1 else ''} needs about {stage}")
     used = [axis for axis, size in zip(AXES, dims.shape, strict=True) if size > 1]
     rows = []
-    for rank in range(
-        dims.world_size
-    ):  # its coordinate on every axis in use, and the ranks that it shares the axis with
-        own = dims.coordinates(rank)
+    for rank in range(dims.world_size):
+        own = dims.coordinates(rank)  # on every axis in use, and the ranks that it shares the axis with
         cells = [f"{own[axis]} of {ranks_text(dims.group(rank, axis))}" for axis in used]
         rows.append([str(rank), str(rank // tasks_per_node), *cells])
     print_table(["rank", "node", *used], rows)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, next_steps, say_unless_awaited, submitting_points
+from slurmtrain.cli.submit import next_steps, submitting_points
 from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -20,9 +20,10 @@ from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.plan import Composer, Grid, SweepPlan, composing, naming_point, plan_sweep, preview, validated
-from slurmtrain.system.paths import current_folder
+from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
     from slurmtrain.sweep.study import Study
@@ -63,7 +64,7 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.Namespace) -> int:
-    plan, after = _planned(composer, grid, arguments), awaited_runs(first, arguments.after)
+    plan, after = _planned(composer, grid, arguments), _awaited_runs(first, arguments.after)
     scripts = preview(plan, current_folder(), arguments.array_parallelism, after)
     print(*scripts, sep="\n", end="")
     how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
@@ -104,7 +105,7 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
     from slurmtrain.sweep.jobs import submit_arrays
 
     parallelism, again = arguments.array_parallelism, arguments.again
-    after, local = awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
+    after, local = _awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
     # The same command finds its sweep without composing all points.
     command = command_of(arguments.overrides, composer.primary, first)
     sweep = None if again else find_by_command(first, command)
@@ -120,7 +121,7 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
         sweep = create_sweep(plan, grid.varied, arguments.overrides, current_folder(), **how)
     if client is None:
         return run_on_this_machine(sweep, parallelism or sweep.pack, as_json=arguments.json)
-    say_unless_awaited(after, sweep)
+    _say_unless_awaited(after, sweep)
     limit = sweep.info()["parallelism"]
     if parallelism not in (None, limit):
         log.info("sweep %s was submitted with --array-parallelism %s, which stays", sweep.id, limit or "not given")
@@ -136,6 +137,23 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
         print(next_steps(*(f"sweep {action} {sweep.id}" for action in ("status", "collect", "cancel"))))
     submission.check()
     return 0
+
+
+def _awaited_runs(config: Config, after: str | None) -> list[RunDir]:
+    """Return the runs of --after. Errors in them are raised before anything is created."""
+    if after is None:
+        return []
+    from slurmtrain.control.submitting import starting_after
+    from slurmtrain.launch import dependencies
+
+    starting_after(config, after)
+    return dependencies.find_runs(after, runs_root())
+
+
+def _say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
+    """Log a message if --after names other runs than those that an existing sweep already waits for."""
+    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        log.info("--after does not apply to %s, which already exists", sweep.id)
 
 
 def _facts_of(sweep: Sweep) -> dict[str, Any]:
@@ -198,7 +216,7 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
             hint="eval.mode=inline",
         )
     study = Study(sweeper, space, base)
-    after = awaited_runs(base, arguments.after)
+    after = _awaited_runs(base, arguments.after)
     varies = any(may_change_request(key) for key in space)
     asks = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
 
@@ -219,7 +237,7 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
         look=look,
     )
     name = opened.sweep.id
-    say_unless_awaited(after, opened.sweep)
+    _say_unless_awaited(after, opened.sweep)
     log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", name)
     try:
         Search(composer, opened, study, base, fixed, show=not arguments.json).run()

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
-from slurmtrain import __version__, sandbox
+from slurmtrain import __version__
 from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import one_line
-from slurmtrain.cli.json_output import print_json
+from slurmtrain.cli.json_output import emit, fields_of
+from slurmtrain.config.composition import Composer
 from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, search_folders, shipped
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
-from slurmtrain.launch.cluster_file import ClusterFile, LoginNode, describe, look_at_login_node
-from slurmtrain.launch.queue_check import Finding, check_request
-from slurmtrain.launch.submit import dry_run, slurm_conf_of
+from slurmtrain.control.submitting import client_of
+from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError, nearest
+from slurmtrain.launch.cluster_file import LoginNode, describe, look_at_login_node
+from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
-from slurmtrain.launch.submit_once import check as ask_slurm
-from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient, run_command
+from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.files import write_where_named
-from slurmtrain.system.paths import absolute, current_folder, runs_root
+from slurmtrain.system.paths import absolute, runs_root
 
 ANSWERS_S = 15  # for each of SLURM's answers: a busy controller is slow, and a file without its facts is of no use
 
@@ -59,16 +54,11 @@ def _facts(slurm_conf: str | None) -> ClusterFacts:
 def _write(options: argparse.Namespace) -> int:
     if options.json and options.out == "-":
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
-    began, in_shell = time.monotonic(), os.environ.get("SLURM_CONF")
-    # Jobs of a sandbox need its slurm.conf; any other that the shell names is that of the machine.
-    slurm_conf = in_shell if in_shell and sandbox.find(Path(in_shell).parent) is not None else None
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        looking = pool.submit(look_at_login_node, absolute(runs_root()))
-        facts = _facts(slurm_conf)
-        login = looking.result()
+    slurm_conf = slurm_conf_of(Config())
+    facts = _facts(slurm_conf)
     described = describe(
         facts,
-        login,
+        look_at_login_node(absolute(runs_root())),
         partition=options.partition,
         name=Path(options.out).stem if options.out not in (None, "-") else None,
         account=options.account,
@@ -77,9 +67,8 @@ def _write(options: argparse.Namespace) -> int:
         taken=[path.stem for path in (shipped("conf") / "cluster").glob("*.yaml")],
         version=__version__,
     )
-    took_s, text = time.monotonic() - began, described.text()
     if options.out == "-":
-        print(text, end="")
+        print(described.text(), end="")
         return 0
     path = Path(options.out) if options.out else Path(OWN_CLUSTERS) / f"{described.name}.yaml"
     if path.is_dir() or (path.exists() and not options.force):
@@ -87,61 +76,49 @@ def _write(options: argparse.Namespace) -> int:
             f"{path} already exists",
             hint=f"probe --check {path} compares it with the cluster; --force replaces it; --out - prints",
         )
+    folder = _folder_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_where_named(path, text.encode())
+        write_where_named(path, described.text().encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", hint="--out FILE; --out - prints it") from None
-    refused = _refused(path, slurm_conf)
-    if options.json:
-        print_json(
-            {
-                "file": str(path),
-                "cluster": facts.name,
-                "partition": described.partition,
-                "slurm": facts.config.get("SLURM_VERSION"),
-                "values": described.values,
-                "questions": described.questions,
-                "refused": refused,
-                "seconds": round(took_s, 3),
-            }
+    refused, version = _refused(_composed(path)), facts.config.get("SLURM_VERSION")
+    partitions = ", ".join(f"{each.name}{' (default)' if each.default else ''}" for each in facts.partitions)
+    chosen = f"+cluster={path.stem}"
+    if folder not in search_folders("config", None, None):
+        chosen = f"--config-dir {folder} {chosen}"
+    lines = [
+        f"cluster {facts.name}, SLURM {version}, with the partitions {partitions}",
+        f"wrote {path} for partition {described.partition}",
+        f"SLURM would {'accept a job of it' if refused is None else f'not accept a job of it: {refused}'}",
+        *(["not known; please answer in the file:"] if described.questions else []),
+        *(f"  - {question}" for question in described.questions),
+        f"  {PROGRAM} {chosen} submit --dry-run",
+        f"  {PROGRAM} probe --check {path}",
+    ]
+    about = {
+        "file": path,
+        "cluster": facts.name,
+        "slurm": version,
+        **fields_of(described, "partition values questions"),
+    }
+    emit(about | {"refused": refused}, "\n".join(map(one_line, lines)), as_json=options.json)
+    return EXIT_CONFIG if refused is not None else 0
+
+
+def _folder_of(path: Path) -> Path:
+    """Return the folder of configs that a cluster's file lies in.
+
+    Raises:
+        UsageError: no +cluster=NAME could mean it.
+    """
+    folder = path.resolve().parent
+    if folder.name != "cluster" or path.suffix != ".yaml":
+        raise UsageError(
+            f"{path}: +cluster=NAME finds files called NAME.yaml in a folder called cluster",
+            hint=f"{OWN_CLUSTERS}/{path.stem}.yaml",
         )
-    else:
-        _print(facts, described, path, refused)
-    return 0 if refused is None else EXIT_CONFIG
-
-
-def _print(facts: ClusterFacts, described: ClusterFile, path: Path, refused: str | None) -> None:
-    names = ", ".join(f"{each.name}{' (default)' if each.default else ''}" for each in facts.partitions)
-    print(one_line(f"cluster {facts.name}, SLURM {facts.config['SLURM_VERSION']}, with the partitions {names}"))
-    print(one_line(f"wrote {path} for partition {described.partition}"))
-    accepted = "would accept a job of it" if refused is None else f"would not accept a job of it: {refused}"
-    print(one_line(f"SLURM {accepted}"))
-    if described.questions:
-        print("not known; please answer in the file:")
-    for question in described.questions:
-        print(f"  - {one_line(question)}")
-    own = path.resolve().parent.parent
-    found = path.suffix == ".yaml" and path.parent.name == "cluster" and own in search_folders("config", None, None)
-    chosen = f"+cluster={path.stem}" if found else f"--config-dir {own} +cluster={path.stem}"
-    print(f"  {PROGRAM} {chosen} submit --dry-run\n  {PROGRAM} probe --check {path}")
-
-
-def _refused(path: Path, slurm_conf: str | None) -> str | None:
-    """Return why SLURM would not accept a job of this file; None if it would, or cannot be asked."""
-    try:
-        config = _composed(path)
-        validate(config)
-        script = dry_run(config, current_folder())
-        with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
-            # What it has to do with this machine's folders is not SLURM's concern now.
-            folders = ("#SBATCH --output=", "#SBATCH --chdir=")
-            file.writelines(line for line in script.splitlines(keepends=True) if not line.startswith(folders))
-            file.flush()
-            ask_slurm(Path(file.name), SlurmClient(slurm_conf, run=functools.partial(run_command, timeout_s=ANSWERS_S)))
-    except (ConfigError, RefusedError) as error:
-        return str(error)
-    return None
+    return folder.parent
 
 
 def _composed(path: Path) -> Config:
@@ -150,22 +127,21 @@ def _composed(path: Path) -> Config:
     Raises:
         UsageError, ConfigError: it cannot be read or composed.
     """
-    from slurmtrain.config.composition import Composer
+    folders = [
+        _folder_of(path),
+        *search_folders("config", None, None),
+    ]  # its own first: a shipped one may have its name
+    return Composer(Primary("config", folders)).compose([f"cluster={path.stem}"])
 
-    folders, beside = search_folders("config", None, None), path.resolve().parent.parent
-    if path.resolve().parent.name == "cluster" and beside not in folders:
-        folders.append(beside)
-    with tempfile.TemporaryDirectory(prefix="slurmtrain-probe-") as folder:
-        # Under a name that no other file has: a shipped cluster of the same name would be taken instead.
-        copy = Path(folder) / "cluster" / f"{path.stem}-checked.yaml"
-        copy.parent.mkdir()
-        try:
-            copy.write_bytes(path.read_bytes())
-            return Composer(Primary("config", [*folders, Path(folder)])).compose([f"cluster={copy.stem}"])
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-        except ConfigError as error:
-            raise ConfigError(error.message.replace(str(copy), str(path)), hint=error.hint) from None
+
+def _refused(config: Config) -> str | None:
+    """Return why `submit` would not submit a job of this config; None if it would."""
+    try:
+        validate(config)
+        client_of(config)
+    except (ConfigError, RefusedError) as error:
+        return str(error)
+    return None
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -174,38 +150,31 @@ def _check(options: argparse.Namespace) -> int:
     named = [Path(options.check), *(folder / "cluster" / f"{options.check}.yaml" for folder in folders)]
     path = next((each for each in named if each.is_file()), None)
     if path is None:
-        known = ", ".join(config_groups(folders)["cluster"])
         raise UsageError(
-            f"--check {options.check}: there is no such file, and no such cluster", hint=f"known are: {known}"
+            f"--check {options.check}: there is no such file, and no such cluster",
+            hint=nearest(options.check, config_groups(folders)["cluster"]),
         )
     config = _composed(path)
     cluster = config.cluster
     if cluster.backend != Backend.SLURM:
         raise UsageError(f"{path} is not a SLURM cluster (backend: {cluster.backend})", hint="name another file")
-    facts = _facts(slurm_conf_of(config))
+    facts, refused = _facts(slurm_conf_of(config)), _refused(config)
     name = cluster.partition.partition(",")[0] if cluster.partition else None
     now: dict[str, object] = {}
     try:
-        now = describe(
-            facts, LoginNode(), partition=name, account=cluster.account, qos=cluster.qos, name=path.stem
-        ).values
-        fatal = [each for each in check_request(facts, cluster) if each.fatal]
-        refused = None if fatal else _refused(path, slurm_conf_of(config))
-        if refused is not None:
-            fatal = [Finding("cluster", f"SLURM would not accept a job of it: {refused}", "")]
+        now = describe(facts, LoginNode(), partition=name, account=cluster.account, qos=cluster.qos).values
     except ConfigError as error:
-        fatal = [Finding("cluster.partition", error.message, error.hint or "")]
-    changed = {name: (getattr(cluster, name), now[name]) for name in now if getattr(cluster, name) != now[name]}
-    if options.json:
-        values = {name: {"file": before, "probe": after} for name, (before, after) in changed.items()}
-        print_json({"file": str(path), "cannot_run": [asdict(each) for each in fatal], "changed": values})
-    elif not fatal and not changed:
-        print(f"{path} fits cluster {one_line(facts.name)}")
-    else:
-        for each in fatal:
-            print(f"cannot run: {one_line(each.message)}{one_line(f'; {each.hint}' if each.hint else '')}")
-        if changed:
-            print(f"--- {path}\n+++ what probe would write today")
-        for name, (before, after) in changed.items():
-            print(f"-{name}: {one_line(str(before))}\n+{name}: {one_line(str(after))}")
-    return EXIT_CONFIG if fatal else int(bool(changed))
+        refused = refused or str(error)
+    changed = {key: (getattr(cluster, key), now[key]) for key in now if getattr(cluster, key) != now[key]}
+    lines = [f"cannot run: {refused}"] if refused is not None else []
+    if changed:
+        lines += [f"--- {path}", "+++ what probe would write today"]
+    for key, (before, after) in changed.items():
+        lines += [f"-{key}: {before}", f"+{key}: {after}"]
+    values = {key: {"file": before, "probe": after} for key, (before, after) in changed.items()}
+    emit(
+        {"file": str(path), "cannot_run": refused, "changed": values},
+        "\n".join(map(one_line, lines or [f"{path} fits cluster {facts.name}"])),
+        as_json=options.json,
+    )
+    return EXIT_CONFIG if refused is not None else int(bool(changed))

@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from slurmtrain.cli.json_output import print_json, report_object
+from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.status import run_or_sweep
 from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UsageError
@@ -17,6 +17,7 @@ from slurmtrain.report import collect
 from slurmtrain.report.page.contents import Page
 from slurmtrain.report.page.render import render
 from slurmtrain.report.table_files import write_whole
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.jobs import states_of
 from slurmtrain.system.paths import runs_root
@@ -25,16 +26,51 @@ from slurmtrain.system.redaction import SECRET_VARIABLE, hide
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb and return its exit code."""
+    """Run the verb and return its exit code.
+
+    `--json` prints
+
+    files        paths of the page, the pictures and the tables that were written
+    state        one word on the run; of a sweep, how many points are in which state
+    sentences    what it is, how far it got, what was lost and why
+    advice       what to do
+    """
     _check(options)
     hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
-    make = _page_of(options)
+    found = run_or_sweep(options.what, runs_root())
+    if isinstance(found, RunDir) and (options.metric or options.mode):
+        raise UsageError("--metric and --mode are for a sweep", hint=f"{found.id} is a run")
     if options.serve:
         from slurmtrain.report.page.serve import serve
 
-        return serve(make, port=options.port or 0, every_s=options.every)
-    page = make()
-    return _write(page, options)
+        return serve(partial(_page, found, options), port=options.port or 0, every_s=options.every)
+    page = _page(found, options)
+    content = render(page).encode()
+    path = Path(options.out or f"report-{page.slug}.html")
+    if options.out == "-":
+        sys.stdout.write(content.decode())
+    elif path.is_dir():
+        raise UsageError(f"--out {path} is a folder", hint=f"give a file, such as {path / f'report-{page.slug}.html'}")
+    else:
+        write_whole(path, content)
+    others: list[Path] = []
+    if options.png is not None:
+        from slurmtrain.report.page.pictures import draw_all
+
+        others += draw_all(page, Path(options.png))
+    if options.tables is not None:
+        from slurmtrain.report.page.tables import write_all
+
+        others += write_all(page, Path(options.tables))
+    if options.json:
+        print_json({"files": [path, *others], **fields_of(page, "state sentences advice")})
+    elif options.out != "-":
+        print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser; it needs no network")
+        if options.what == "last" and page.sweep:
+            print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
+        if others:
+            print(f"{len(others)} more files in {', '.join(each for each in (options.png, options.tables) if each)}")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -48,65 +84,20 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
 
 
-def _page_of(options: argparse.Namespace) -> Callable[[], Page]:
-    """Return what makes the page, each time from the files as they are then."""
-    found = run_or_sweep(options.what, runs_root())
-    if isinstance(found, Sweep):
-        return lambda: _sweep_page(found, options)
-    if options.metric or options.mode:
-        raise UsageError("--metric and --mode are for a sweep", hint=f"{found.id} is a run")
-
-    def run_page_now() -> Page:
+def _page(found: RunDir | Sweep, options: argparse.Namespace) -> Page:
+    """Return the page from the files as they are now."""
+    if isinstance(found, RunDir):
         from slurmtrain.report.page.run_facts import read_run
         from slurmtrain.report.page.run_page import run_page
 
         return run_page(read_run(found, now=time.time()))
-
-    return run_page_now
-
-
-def _sweep_page(sweep: Sweep, options: argparse.Namespace) -> Page:
     from slurmtrain.report.page.sweep_page import SweepFacts, sweep_page
 
-    now = states_of(sweep)
-    points = []
-    for point in sweep.points():
-        run_dir = sweep.run_dir(point.run_id)
+    now, points = states_of(found), []
+    for point in found.points():
+        run_dir = found.run_dir(point.run_id)
         there = run_dir if run_dir.info_file.exists() else None
         points.append(collect.Point(point.number, point.varied, there, now[point.run_id].status))
     table = collect.table_of(points, metric=options.metric, mode=options.mode)
-    states = {point.number: now[point.run_id] for point in sweep.points()}
-    return sweep_page(SweepFacts(sweep.id, str(sweep.path), sweep.info(), tuple(points), states, table, time.time()))
-
-
-def _write(page: Page, options: argparse.Namespace) -> int:
-    content = render(page).encode()
-    if options.out == "-":
-        sys.stdout.write(content.decode())
-    path = Path(options.out or f"report-{page.slug}.html")
-    written: list[Path] = []
-    if options.out != "-":
-        if path.is_dir():
-            raise UsageError(
-                f"--out {path} is a folder", hint=f"give a file, such as {path / f'report-{page.slug}.html'}"
-            )
-        write_whole(path, content)
-        written.append(path)
-    if options.png is not None:
-        from slurmtrain.report.page.pictures import draw_all
-
-        written += draw_all(page, Path(options.png))
-    if options.tables is not None:
-        from slurmtrain.report.page.tables import write_all
-
-        written += write_all(page, Path(options.tables))
-    if options.json:
-        print_json(report_object(page, written))
-    elif options.out != "-":
-        print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser; it needs no network")
-        if options.what == "last" and page.sweep:
-            print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
-        more = len(written) - 1
-        if more:
-            print(f"{more} more files in {', '.join(str(each) for each in (options.png, options.tables) if each)}")
-    return 0
+    states = {point.number: now[point.run_id] for point in found.points()}
+    return sweep_page(SweepFacts(found.id, str(found.path), found.info(), tuple(points), states, table, time.time()))

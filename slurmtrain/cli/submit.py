@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep
@@ -136,23 +136,6 @@ def say_submitted(run_dir: RunDir, jobs: str, config: Config, *, as_json: bool) 
 def next_steps(*commands: str) -> str:
     """Return commands as lines that a person can paste."""
     return "\n".join(f"  {PROGRAM} {command}" for command in commands)
-
-
-def awaited_runs(config: Config, after: str | None) -> list[RunDir]:
-    """Return the runs of --after. Errors in them are raised before anything is created."""
-    if after is None:
-        return []
-    from slurmtrain.control.submitting import starting_after
-    from slurmtrain.launch import dependencies
-
-    starting_after(config, after)
-    return dependencies.find_runs(after, runs_root())
-
-
-def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """Log a message if --after names other runs than those that an existing sweep already waits for."""
-    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        log.info("--after does not apply to %s, which already exists", sweep.id)
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli.columns import (
     GAP,
     PROGRESS,
     View,
-    check_watch_options,
     counts,
     doubts,
     print_table,
@@ -58,13 +58,12 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _status(sweep: Sweep, options: argparse.Namespace) -> int:
-    check_watch_options(options)
-    if not options.json:
-        return show(lambda: _view(sweep, running_first=options.watch), options)
-    points, now = sweep.points(), states_of(sweep)
-    rows = [point_object(point, now[point.run_id]) for point in points]
-    print_json({"sweep": sweep.id, "states": counts(now.values()), "points": rows})
-    return 0
+    def value() -> dict[str, Any]:
+        now = states_of(sweep)
+        rows = [point_object(point, now[point.run_id]) for point in sweep.points()]
+        return {"sweep": sweep.id, "states": counts(now.values()), "points": rows}
+
+    return show(options, lambda: _view(sweep, running_first=options.watch), value)
 
 
 def _view(sweep: Sweep, *, running_first: bool) -> View:

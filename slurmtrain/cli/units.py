@@ -1,4 +1,4 @@
-"""Numbers with their units: as options take them from a command line, and as tables and sentences show them."""
+"""Numbers with their units, as options take them from a command line; and sizes as answers show them."""
 
 from __future__ import annotations
 
@@ -47,16 +47,6 @@ def rank_or_all(text: str) -> int | None:
     return int(text)
 
 
-def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size such as 5GB or 500MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMGT])i?B", text.strip(), re.IGNORECASE)
-    base = 1024 if "i" in text.lower() else 1000
-    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
-    return size
-
-
 def token_count(text: str) -> int:
     """Return a number of tokens such as 15T, 1.5e12 or 300_000_000."""
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
@@ -93,17 +83,3 @@ def format_size(size: int) -> str:
     if size >= 1e5:
         return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     return f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size} bytes"
-
-
-def hours_of(hours: float) -> str:
-    """Format hours for a table: 0.003, 0.02, 3.4, 120."""
-    if 0 < hours < 0.01:
-        return f"{hours:.1g}" if hours >= 0.001 else "<0.001"
-    return f"{hours:.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
-
-
-def percent(share: float | None) -> str:
-    """Format a share: 0 to 100 %, with a decimal where that is small; "" if it is not known."""
-    if share is None:
-        return ""
-    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"

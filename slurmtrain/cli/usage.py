@@ -1,53 +1,45 @@
-"""usage: where the hours of runs went, by run, by person or by node."""
+"""usage: where the hours of runs went, by run, by person or by node; and the same of one run in a line, for `status`."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
-from slurmtrain.cli.time_use import complaints, why_lost
-from slurmtrain.cli.units import hours_of, percent
-from slurmtrain.report.goodput.causes import Cause
-from slurmtrain.report.usage import Grouping, Row, Usage, usage_of
+from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.page.units import hours, percent
+from slurmtrain.report.usage import Grouping, Usage, usage_of
+from slurmtrain.runs.gpu_use import GpuTotals
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
 
-# Columns of shares; a column in which every row is empty is left out.
-SHARES = {
-    "start-up": (Cause.STARTUP,),
-    "checkpoints": (Cause.CHECKPOINT,),
-    "evaluation": (Cause.EVALUATION,),
-    "redone": (Cause.REDONE,),
-    "hung": (Cause.HUNG,),
-    "lost steps": (Cause.LOST,),
-    "idle": (Cause.IDLE_END, Cause.BETWEEN),
-    "unknown": (Cause.UNKNOWN,),
-}
+UNPRODUCTIVE = [cause for cause in Cause if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS]
+REASONS_SHOWN, XIDS_SHOWN = 3, 4  # in a line
+LEAST_SHOWN = 0.005  # share of the held time below which a cause is not worth a word
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    runs = _runs(options.name, runs_root())
+    if options.name is None:
+        runs = runs_or_refuse(runs_root())
+    else:
+        named = run_or_sweep(options.name, runs_root())
+        runs = (
+            [named]
+            if isinstance(named, RunDir)
+            else [run for run in named.run_dirs().values() if run.info_file.exists()]
+        )
     by = Grouping(options.by or (Grouping.USER if options.name is None else Grouping.RUN))
-    was_on = gc.isenabled()
-    gc.disable()  # it would visit what is kept of thousands of runs again and again, a sixth of the time
-    try:
-        found = usage_of(runs, by=by, since=options.since, now=time.time())
-    finally:
-        if was_on:
-            gc.enable()
+    found = usage_of(runs, by=by, since=options.since, now=time.time())
     if options.json:
         rows, total = [usage_object(row) for row in found.rows], usage_object(found.total)
-        left_out = {"left_out": list(found.unreadable), "no_accounting": found.no_accounting}
+        left_out = {"left_out": found.unreadable, "no_accounting": found.no_accounting}
         print_json({"by": by, "since": options.since, "rows": rows, "total": total, **left_out})
         return 0
     print_table(*table_of(found, by))
@@ -56,48 +48,83 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(name: str | None, root: Path) -> list[RunDir]:
-    """Return the runs that are meant: all of them, one, or those of a sweep."""
-    if name is None:
-        return runs_or_refuse(root)
-    found = run_or_sweep(name, root)
-    if isinstance(found, RunDir):
-        return [found]
-    return [run_dir for run_dir in found.run_dirs().values() if run_dir.info_file.exists()]
-
-
-def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table: a row for each of `found`, and the total below several."""
-    shown = [*found.rows, *([found.total] if len(found.rows) != 1 else [])]
-    held_gpus = bool(found.total.goodput.gpu_seconds)
-    shares = [row.goodput.shares for row in shown]
-    columns = {name: [percent(_sum(each, causes)) for each in shares] for name, causes in SHARES.items()}
+def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the header and the rows of the table, without empty columns; below several rows the total."""
+    rows = [*found.rows, *([found.total] if len(found.rows) != 1 else [])]
+    spent = [row.goodput for row in rows]
+    gpus = bool(found.total.goodput.gpu_seconds)
+    columns = {
+        str(by): [row.who for row in rows],
+        "runs": ["" if by is Grouping.RUN else str(row.runs) for row in rows],
+        "GPU h" if gpus else "hours": [hours(3600 * each.gpu_hours if gpus else each.held_s) for each in spent],
+        "goodput": [_percent(each.share) or "?" for each in spent],
+        **{_name(cause): [_percent(each.shares.get(cause)) for each in spent] for cause in UNPRODUCTIVE},
+        "queue h": ["" if by is Grouping.NODE else hours(each.seconds.get(Cause.QUEUE, 0.0)) for each in spent],
+        "GPUs idle": [_percent(row.gpus.idle_share) for row in rows],
+        "by SLURM": ["" if row.accounted_gpu_s is None else hours(row.accounted_gpu_s) for row in rows],
+        "lost GPU h" if gpus else "lost h": [hours(lost) if (lost := _lost_s(each)) else "" for each in spent],
+    }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    header = [str(by), *([] if by is Grouping.RUN else ["runs"]), "GPU h" if held_gpus else "hours", "goodput"]
-    idle, accounted = found.total.gpus.sampled_s > 0, found.total.accounted_gpu_s is not None
-    header += [*columns, *(["queue h"] if by is not Grouping.NODE else []), *(["GPUs idle"] if idle else [])]
-    header += [*(["by SLURM"] if accounted else []), f"lost {'GPU ' if held_gpus else ''}h", ""]
-    rows = []
-    for place, row in enumerate(shown):
-        goodput = row.goodput
-        cells = [row.who, *([] if by is Grouping.RUN else [str(row.runs)])]
-        cells += [hours_of(goodput.gpu_hours if held_gpus else goodput.held_s / 3600), percent(goodput.share) or "?"]
-        cells += [values[place] for values in columns.values()]
-        if by is not Grouping.NODE:
-            cells.append(hours_of(goodput.seconds.get(Cause.QUEUE, 0.0) / 3600))
-        cells += [percent(row.gpus.idle_share)] if idle else []
-        cells += ["" if row.accounted_gpu_s is None else hours_of(row.accounted_gpu_s / 3600)] if accounted else []
-        lost = goodput.lost_gpu_seconds if held_gpus else goodput.lost_s
-        cells += [hours_of(sum(lost.values()) / 3600) if lost else "", _remark(row)]
-        rows.append(cells)
-    return header, rows
+    columns[""] = ["; ".join(filter(None, [_why_lost(row.goodput), *_complaints(row.gpus)])) for row in rows]
+    return [*columns], [*zip(*columns.values(), strict=True)]
 
 
-def _sum(shares: Mapping[Cause, float], causes: tuple[Cause, ...]) -> float | None:
-    found = [shares[cause] for cause in causes if cause in shares]
-    return sum(found) if found else None
+def in_a_line(found: Goodput) -> str:
+    """Return a sentence such as "91 % of 2 h 10 min on 8 GPUs (17.3 GPU h): startup 4 %, ...; queue 12 min"."""
+    parts = []
+    if found.held_s > 0:
+        held, shares = roughly(found.held_s), found.shares
+        if found.gpu_seconds:
+            held += f" on {found.gpu_count:.3g} GPU{'' if found.gpu_count == 1 else 's'}"
+            held += f" ({hours(3600 * found.gpu_hours)} GPU h)"
+        others = [
+            f"{_name(each)} {percent(shares[each])}" for each in UNPRODUCTIVE if shares.get(each, 0) >= LEAST_SHOWN
+        ]
+        parts.append(": ".join([f"{_percent(found.share) or '?'} of {held}", *filter(None, [", ".join(others)])]))
+    waited = {cause: found.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED)}
+    parts.append(", ".join(f"{cause} {roughly(seconds)}" for cause, seconds in waited.items() if seconds >= 0.5))
+    if lost := _lost_s(found):
+        unit = "GPU h" if found.lost_gpu_seconds else "h"
+        parts.append(f"lost {hours(lost)} {unit}: {_why_lost(found, at_most=REASONS_SHOWN)}")
+    return "; ".join(filter(None, parts))
 
 
-def _remark(row: Row) -> str:
-    """Return the last cell: why hours were lost, and what the GPUs have complained about."""
-    return "; ".join(part for part in (why_lost(row.goodput), *complaints(row.gpus)) if part)
+def gpus_in_a_line(found: GpuTotals) -> str:
+    """Return a sentence such as "busy 87 % of the time, idle 3 %, 512 W each; Xid 79 on n1 GPU 3"; "" without samples."""
+    busy = []
+    if found.sampled_s > 0:
+        power = f", {found.power_w:.0f} W each" if found.power_w else ""
+        share = percent((found.utilization or 0.0) / 100)
+        busy = [f"busy {share} of the time, idle {_percent(found.idle_share)}{power}"]
+    return "; ".join([*busy, *_complaints(found)])
+
+
+def _complaints(found: GpuTotals) -> list[str]:
+    """Return what GPUs have complained about, in phrases."""
+    xids = [f"{xid} on {one_line(node)} GPU {gpu}" for node, gpu, xid in found.xids[:XIDS_SHOWN]]
+    errors = "error" if found.ecc_errors == 1 else "errors"
+    phrases = {
+        f"{found.ecc_errors} uncorrectable ECC {errors}": found.ecc_errors,
+        f"Xid {', '.join(xids)}": xids,
+        f"no answer from GPUs for {roughly(found.lost_s)}": found.lost_s > 0,
+    }
+    return [phrase for phrase, happened in phrases.items() if happened]
+
+
+def _lost_s(found: Goodput) -> float:
+    """Return GPUs x seconds that interruptions have cost; without GPUs the seconds."""
+    return sum((found.lost_gpu_seconds or found.lost_s).values())
+
+
+def _why_lost(found: Goodput, at_most: int | None = None) -> str:
+    """Return the GPU hours lost by cause, the greatest first; without GPUs, the hours."""
+    amounts = sorted((found.lost_gpu_seconds or found.lost_s).items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{one_line(why)} {hours(seconds)}" for why, seconds in amounts[:at_most] if seconds > 0)
+
+
+def _name(cause: Cause) -> str:
+    return cause.replace("_", " ")
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else percent(share)

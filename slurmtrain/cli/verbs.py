@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slurmtrain.cli.units import moment, number, rank_or_all, size_in_bytes, token_count, whole
+from slurmtrain.cli.units import moment, number, rank_or_all, token_count, whole
 
 HIDDEN = argparse.SUPPRESS
 
@@ -206,7 +206,6 @@ VERBS: dict[str, Verb] = {
             option("--name NAME", "only runs and sweeps of this name; it may hold a *"),
             option("--state STATE", "only runs in this state, and sweeps with one", choices=STATES),
             SINCE,
-            option("--size", "also show the size on disk, which takes a while"),
             *WATCH,
             JSON,
         ),
@@ -431,9 +430,9 @@ VERBS: dict[str, Verb] = {
                 "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
-                    option("--keep-last N", "keep the newest N, at least 2", int),
-                    option("--keep-every N", "also keep those whose step is a multiple of N", int),
-                    option("--best N", "also keep the N best by --metric", int),
+                    option("--keep-last N", "keep the newest N, at least 2", whole(2)),
+                    option("--keep-every N", "also keep those whose step is a multiple of N", whole(1)),
+                    option("--best N", "also keep the N best by --metric", whole(1)),
                     option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
                     MODE,
                     option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
@@ -453,7 +452,7 @@ VERBS: dict[str, Verb] = {
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--max-shard-size SIZE", "of each file, with --format hf (default: 5GB)", size_in_bytes),
+                    option("--max-shard-size-gb N", "of each file, with --format hf (default: 5)", number(0.001)),
                     option("--force", "replace OUT if it exists"),
                 ),
             ),

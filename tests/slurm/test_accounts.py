@@ -264,11 +264,11 @@ def test_usage_shows_the_gpu_hours_of_a_real_accounting(accounts: Cluster, tmp_p
         found = json.loads(said(accounts, project.path, "usage", "--json"))
         assert found["no_accounting"] is None, found
         (row,) = found["rows"]
-        return row if row["accounted_gpu_hours"] else None
+        return row if row["accounted_gpu_s"] else None
 
     row = wait_until(accounted, "accounted")
     # SLURM counts whole seconds, and those in which the job begins and ends on its nodes as well.
-    assert row["gpu_hours"] == pytest.approx(row["accounted_gpu_hours"], abs=2 * 10 / 3600)
+    assert row["gpu_hours"] == pytest.approx(row["accounted_gpu_s"] / 3600, abs=2 * 10 / 3600)
     assert "by SLURM" in said(accounts, project.path, "usage")
 
 

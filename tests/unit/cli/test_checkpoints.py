@@ -236,11 +236,11 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--keep-last", "1"], "keeping the last 1 checkpoints is not enough"),
-        (["--keep-every", "-5"], "keeping a checkpoint every -5 steps is not possible"),
+        (["--keep-last", "1"], "'1' is not a whole number of at least 2"),
+        (["--keep-every", "-5"], "'-5' is not a whole number of at least 1"),
         (["--metric", "loss"], "define which checkpoints are best"),
         (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
-        (["--best", "x"], "invalid int value"),
+        (["--best", "x"], "'x' is not a whole number of at least 1"),
         (["--mode", "least"], "'least' is not a value of --mode"),
         (["--all"], "there is no option '--all'"),
     ],
@@ -300,8 +300,8 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
         (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
         (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
-        (["out", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size is for --format hf"),
-        (["out", "--format", "hf", "--max-shard-size", "much"], 2, "'much' is not a size"),
+        (["out", "--format", "dcp", "--max-shard-size-gb", "1"], 2, "--max-shard-size-gb is for --format hf"),
+        (["out", "--format", "hf", "--max-shard-size-gb", "much"], 2, "'much' is not a number"),
         (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )

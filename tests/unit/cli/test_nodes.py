@@ -63,7 +63,7 @@ def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too() -> None:
         (["blame", "n[1-3]"], "'n[1-3]' is not a node name"),
         (["forgive"], "nodes forgive NODE, or nodes forgive --all"),
         (["forgive", "n3", "--all"], "name the nodes to forgive"),
-        (["forgive", "n3", "--cluster", "../x"], "there is no ledger of cluster '../x'"),
+        (["forgive", "n3", "--cluster", "../x"], "../x: its name cannot be that of a file"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_with_a_hint(slurm: FakeSlurm, words: list[str], said: str) -> None:

@@ -83,7 +83,7 @@ def add_checkpoint(run: RunDir, step: int = 10) -> Path:
 # status and list, for programs.
 
 PROGRESS_KEYS = "steps loss valid_loss logged tokens_per_s step_time_s eta_s reason expected_start"
-RUN_KEYS = f"id name path state sentence alive step job_id job_ids created doubt {PROGRESS_KEYS} attempts"
+RUN_KEYS = f"id name path state sentence job_id step {PROGRESS_KEYS} alive job_ids created doubt attempts"
 ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
 
 
@@ -135,13 +135,6 @@ def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, slurm: FakeS
     assert run["state"] == "unknown" and "no controller" in run["doubt"]
 
 
-def test_the_size_on_disk_is_shown_where_it_is_asked_for(make: Make) -> None:
-    run = make("finished", losses={20: 1.0})
-    header, _, row = printed("status", "--size").splitlines()
-    assert header.split()[-1] == "size" and f"{disk_usage(run.path) / 1e6:.1f} MB" in row
-    assert shown("status", "--size")[0]["size_bytes"] == disk_usage(run.path) > 1000
-
-
 def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
     done = make("finished")
     answer = shown("cancel", done.id)
@@ -167,7 +160,7 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     (b.code / "__pycache__" / "mine.cpython-311.pyc").touch()  # as Python does when the run imports it
     text = printed("runs", "compare", a.id, b.id)
     assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
-    assert "2 files of the snapshots differ: mine.py, other.py" in text
+    assert "2 files of the snapshots of the code differ: mine.py, other.py" in text
     assert "they diverge at step 20 (loss), of the 2 steps that both have logged, 10 to 20" in text
     assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
 
@@ -194,7 +187,7 @@ def test_what_differs_in_the_configs_stands_side_by_side_and_does_not_steer_the_
         {"key": "only_b", "b": "v\x1b[31m"},
     ]
     rows = [line.split() for line in printed("runs", "compare", a.id, b.id).splitlines()]
-    assert ["only_b", "-", "v?[31m"] in rows and ["only_a.k", "null", "-"] in rows and ["f", "1", "1.0"] in rows
+    assert ["only_b", "-", "v", "[31m"] in rows and ["only_a.k", "null", "-"] in rows and ["f", "1", "1.0"] in rows
 
 
 @pytest.mark.parametrize(
@@ -238,9 +231,9 @@ def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code
     for revision in (5, "\x1b]0;title\x07"):
         b.update_info(code={"revision": revision, "dirty": "yes"})
         text = printed("runs", "compare", a.id, b.id)
-        assert "\x1b" not in text and "\x07" not in text and "?[31mred.py" in text
+        assert "\x1b" not in text and "\x07" not in text and " [31mred.py" in text
     b.update_info(code={"revision": "0" * 40, "dirty": None})
-    assert "   revision 000000000000 (whether with changes is not known)" in printed("runs", "compare", a.id, b.id)
+    assert ", revision 000000000000 (whether with changes is not known)\n" in printed("runs", "compare", a.id, b.id)
 
 
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
@@ -276,8 +269,8 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
     assert found["data"] == {"steps": [10, 20, 30], "parts_at": 30}
     assert found["weights"] == {"steps": [10, 20], "parts_at": 20, "tensors": ["model.bias"], "left": None}
     text = printed("runs", "compare", a.id, a.id)
-    assert f"b: {a.path} (the same run)" in text and "the configs are the same" in text
-    assert "its files are not compared" in text  # they ran in place, outside of git
+    assert f"b: {a.path}, of no known revision" in text and "the configs are the same" in text
+    assert "the files of the code are not compared" in text  # they ran in place, outside of git
     assert "the same samples in the same order up to step 30" in text
     assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
 
@@ -452,7 +445,7 @@ def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make) -> No
     kept = disk_usage(run.checkpoints) + disk_usage(run.config_file)
     rest = disk_usage(run.path) - kept
     said = printed("runs", "prune", "--state", "finished", "--keep-checkpoints")
-    assert f"removed {run.id} (finished, {rest / 1e6:.1f} MB, all but its checkpoints)" in said
+    assert f"removed {run.id} (finished, all but its checkpoints, {rest / 1e6:.1f} MB)" in said
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
     assert disk_usage(checkpoint) > 3_000_000 and all_runs(Path("runs")) == []
     assert not without.path.exists()  # it has none to keep

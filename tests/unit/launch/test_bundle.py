@@ -110,7 +110,7 @@ def test_the_records_of_a_run_of_somebody_else_lead_to_no_file_of_the_reader(
     assert b"mine alone" not in (tmp_path / "b.tar").read_bytes()
 
 
-@pytest.mark.parametrize("target", ["x.zip", "-", "no/such/x.tar.gz"])
+@pytest.mark.parametrize("target", ["x.zip", "-"])
 def test_a_file_that_would_be_no_bundle_is_refused_before_the_run_is_read(
     target: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -599,7 +599,7 @@ def test_one_bad_run_is_a_row_and_takes_nobodys_list_down(
         BAD[kind](run.info_file)
 
     stranger.does(spoil)
-    for words in (["status"], ["status", "--size"], ["runs", "prune", "--dry-run"], ["status", "--json"]):
+    for words in (["status"], ["runs", "prune", "--dry-run"], ["status", "--json"]):
         assert main(words) == 0
         out = capsys.readouterr().out
         assert mine.id in out or words[1:2] == ["prune"]

@@ -118,7 +118,7 @@ def test_layout_memory_tells_bytes_and_whether_they_fit(
     assert main([*TIGHT, "layout", "--memory", "--json"]) == 0
     (stage,) = json.loads(capsys.readouterr().out)["memory"]
     (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))
-    assert stage == {**vars(here), "total": here.total}
+    assert stage == {**vars(here), "total": here.total, "kept": here.kept}
 
     assert main([*TIGHT, "layout", "--memory"]) == 0
     lines = capsys.readouterr().out.splitlines()

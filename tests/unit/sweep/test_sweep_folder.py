@@ -97,7 +97,7 @@ def test_what_belongs_to_others_is_left_out_and_counted_and_named_in_one_sentenc
 ) -> None:
     assert main(["-m", "+cluster=a100x4", "job.name=mine", "submit"]) == 0
     mine = next(project.glob("runs/mine.sweep-*")).name
-    for words in ("status", "status --size", "runs prune --dry-run"):
+    for words in ("status", "runs prune --dry-run"):
         done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("2 folders are not shown, being somebody else's") == 1
@@ -209,7 +209,7 @@ def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(
     ]
     assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
     assert main(["status", sweep.points()[1].run_id]) == 0
-    assert f"  point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in capsys.readouterr().out
+    assert f"  sweep: point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in capsys.readouterr().out
 
 
 # Above a limit on jobs.
